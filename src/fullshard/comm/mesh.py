@@ -1,0 +1,184 @@
+"""The device mesh: which ranks share a shard, which hold copies, and the process groups between them.
+
+Ranks are laid out with the shard axis inside, so a shard group is a run of neighbouring ranks (usually one host):
+
+                shard axis ->
+    replicate    0   1   2   3
+    axis  |      4   5   6   7
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm.base import Collectives
+from fullshard.comm.torch_dist import collectives_for
+from fullshard.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mesh:
+    """This rank's place among all ranks. Get one from `init_mesh`, which caches them.
+
+    Attributes:
+        device: where this rank computes.
+        rank, world_size: position among, and number of, all ranks of the mesh.
+        shard_rank, shard_size: the same along the shard axis.
+        replicate_rank, replicate_size: the same along the replicate axis.
+        world_group, shard_group, replicate_group: process groups; None where the axis has one rank.
+        control_group: a group for small host-side messages; None with one rank.
+        gather, reduce, replicate: collectives for unsharding, for gradients along the shard axis, and for gradients
+            along the replicate axis, each on a communicator of its own so that none waits for another.
+    """
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    shard_rank: int = 0
+    shard_size: int = 1
+    replicate_rank: int = 0
+    replicate_size: int = 1
+    world_group: dist.ProcessGroup | None = None
+    shard_group: dist.ProcessGroup | None = None
+    replicate_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    gather: Collectives = field(default_factory=lambda: collectives_for(None, torch.device("cpu")))
+    reduce: Collectives = field(default_factory=lambda: collectives_for(None, torch.device("cpu")))
+    replicate: Collectives = field(default_factory=lambda: collectives_for(None, torch.device("cpu")))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order. A collective over all ranks of the mesh."""
+        if self.control_group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control_group)
+        return values
+
+
+_CACHE: dict[tuple[object, ...], Mesh] = {}
+
+
+def default_device() -> torch.device:
+    """The accelerator of this rank if there is one, else the CPU."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None  # noqa: S101 -- is_available() said so
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def init_mesh(
+    *, shard_size: int | None = None, device: torch.device | None = None, device_mesh: DeviceMesh | None = None
+) -> Mesh:
+    """The mesh of all ranks with shard groups of `shard_size` ranks (None: all of them).
+
+    Without an initialised process group this is one rank alone, unless the environment says that there are more
+    (torchrun), in which case the default group is initialised as torch's `fully_shard` does.
+
+    Args:
+        shard_size: ranks per shard group; divides the world size.
+        device: where to compute; the accelerator if there is one.
+        device_mesh: a torch mesh to use instead: 1-D is the shard axis, 2-D is (replicate, shard).
+
+    Raises:
+        ConfigError: the size does not divide the world size, or the mesh has other than 1 or 2 axes.
+    """
+    device = device or default_device()
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group()
+    if device_mesh is not None:
+        return _from_device_mesh(device_mesh, device)
+    if not dist.is_initialized():
+        return Mesh(device)
+    world_size = dist.get_world_size()
+    shard_size = world_size if shard_size is None else shard_size
+    if world_size % shard_size:
+        raise ConfigError(
+            f"shard size {shard_size} does not divide world size {world_size}", hint="use a divisor of the world size"
+        )
+    key = (dist.group.WORLD, device, shard_size)
+    if key not in _CACHE:
+        _CACHE[key] = _build(world_size // shard_size, shard_size, device)
+    return _CACHE[key]
+
+
+def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
+    rank = dist.get_rank()
+    replicate_rank, shard_rank = divmod(rank, shard_size)
+    rows = [list(range(r * shard_size, (r + 1) * shard_size)) for r in range(replicate_size)]
+    columns = [[row[s] for row in rows] for s in range(shard_size)]
+    world_size = dist.get_world_size()
+    control = None if world_size == 1 else dist.new_group(backend="gloo")
+    shard_group = _own_group(rows, rank)
+    replicate_group = _own_group(columns, rank)
+    return Mesh(
+        device,
+        rank=rank,
+        world_size=world_size,
+        shard_rank=shard_rank,
+        shard_size=shard_size,
+        replicate_rank=replicate_rank,
+        replicate_size=replicate_size,
+        world_group=dist.group.WORLD if world_size > 1 else None,
+        shard_group=shard_group,
+        replicate_group=replicate_group,
+        control_group=control,
+        gather=collectives_for(shard_group, device),
+        reduce=collectives_for(_own_group(rows, rank), device),
+        replicate=collectives_for(replicate_group, device),
+    )
+
+
+def _own_group(rank_lists: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+    """Make one group per list (every rank must take part in making each) and return the one `rank` is in."""
+    own = None
+    for ranks in rank_lists:
+        if len(ranks) > 1:
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                own = group
+    return own
+
+
+def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
+    if device_mesh.ndim not in (1, 2):
+        raise ConfigError(
+            f"a mesh of {device_mesh.ndim} axes {device_mesh.mesh_dim_names}", hint="1-D (shard) or 2-D (replicate, shard)"
+        )
+    ranks = device_mesh.mesh
+    if torch.equal(ranks.flatten(), torch.arange(dist.get_world_size())):
+        return init_mesh(shard_size=ranks.shape[-1], device=device)
+    # A part of the world (tensor or pipeline parallelism owns the rest): only its own groups can be used, because
+    # making new ones would need the other ranks to take part.
+    hybrid = device_mesh.ndim == 2
+    shard_group = device_mesh.get_group(1 if hybrid else 0)
+    replicate_group = device_mesh.get_group(0) if hybrid else None
+    coordinate = device_mesh.get_coordinate()
+    if coordinate is None or (hybrid and replicate_group is not None and ranks.shape[0] > 1 and ranks.shape[1] > 1):
+        raise ConfigError(
+            f"a 2-D mesh over only {ranks.numel()} of {dist.get_world_size()} ranks has no group of all its ranks",
+            hint="use a mesh over all ranks, or a 1-D mesh",
+        )
+    world_group = shard_group if ranks.shape[-1] > 1 else replicate_group
+    return Mesh(
+        device,
+        rank=dist.get_rank(world_group),
+        world_size=ranks.numel(),
+        shard_rank=coordinate[-1],
+        shard_size=ranks.shape[-1],
+        replicate_rank=coordinate[0] if hybrid else 0,
+        replicate_size=ranks.shape[0] if hybrid else 1,
+        world_group=world_group,
+        shard_group=shard_group,
+        replicate_group=replicate_group,
+        control_group=world_group,
+        gather=collectives_for(shard_group, device),
+        reduce=collectives_for(shard_group, device),
+        replicate=collectives_for(replicate_group, device),
+    )

@@ -1,0 +1,152 @@
+"""Collectives over `torch.distributed` process groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.base import Collectives, Work, own_interval
+
+
+@dataclass(slots=True)
+class Done:
+    """Work that needed no communication."""
+
+    result: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        return self.result
+
+
+@dataclass(slots=True)
+class Pending:
+    """Work of one or more `torch.distributed` operations that fill `result`."""
+
+    works: list[dist.Work]
+    result: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+        return self.result
+
+
+@dataclass(slots=True)
+class PendingSum:
+    """Peers' contributions under way, to be added to this rank's own in rank order, so the sum is deterministic."""
+
+    works: list[dist.Work]
+    contributions: list[torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """Wait, then add up."""
+        for work in self.works:
+            work.wait()
+        total = self.contributions[0]
+        for contribution in self.contributions[1:]:
+            total.add_(contribution)
+        self.contributions = [total]
+        return total
+
+
+class Alone:
+    """A group of one rank: nothing to communicate."""
+
+    rank = 0
+    size = 1
+
+    def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
+        """`full` is whole already."""
+        return Done(full)
+
+    def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
+        """`full` is the sum already."""
+        return Done(full)
+
+    def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
+        """`tensor` is the sum already."""
+        return Done(tensor)
+
+
+class NativeCollectives:
+    """The backend's own collectives (NCCL, XCCL and others)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
+        """One in-place all-gather."""
+        own = own_interval(full, self.rank, self.size)
+        return Pending([_all_gather(full, own, group=self.group, async_op=True)], full)
+
+    def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
+        """One reduce-scatter into this rank's interval."""
+        own = own_interval(full, self.rank, self.size)
+        return Pending([_reduce_scatter(own, full, group=self.group, async_op=True)], own)
+
+    def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
+        """One all-reduce."""
+        return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)], tensor)
+
+
+class GlooCollectives(NativeCollectives):
+    """Gloo, with all-gather and reduce-scatter made of point-to-point messages.
+
+    Gloo's own all-gather takes about four times as long for large tensors, and its reduce-scatter is an all-reduce
+    inside, which sends every byte twice (`docs/decisions/0002-gloo-point-to-point.md`).
+    """
+
+    def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
+        """Send this rank's interval to every peer and receive theirs."""
+        own = own_interval(full, self.rank, self.size)
+        works = []
+        for to, source in self._rounds():
+            works.append(self._receive(own_interval(full, source, self.size), source, tag))
+            works.append(self._send(own, to, tag))
+        return Pending(works, full)
+
+    def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
+        """Send every peer its interval, receive theirs for this one, and sum locally."""
+        own = own_interval(full, self.rank, self.size)
+        received = own.new_empty((self.size - 1) * own.numel())
+        contributions = [own] * self.size
+        works = []
+        for index, (to, source) in enumerate(self._rounds()):
+            contributions[source] = received.narrow(0, index * own.numel(), own.numel())
+            works.append(self._receive(contributions[source], source, tag))
+            works.append(self._send(own_interval(full, to, self.size), to, tag))
+        return PendingSum(works, contributions)
+
+    def _rounds(self) -> list[tuple[int, int]]:
+        """`(send to, receive from)` per round, so that in each round every rank has one partner either way."""
+        return [((self.rank + k) % self.size, (self.rank - k) % self.size) for k in range(1, self.size)]
+
+    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> dist.Work:
+        work = dist.isend(tensor, group=self.group, tag=tag, group_dst=to)
+        assert work is not None  # noqa: S101 -- this rank is in the group
+        return work
+
+    def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self.group, tag=tag, group_src=source)
+        assert work is not None  # noqa: S101 -- this rank is in the group
+        return work
+
+
+def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
+    """The best collectives for a group (None: this rank alone) and the device of the tensors."""
+    if group is None or dist.get_world_size(group) == 1:
+        return Alone()
+    if device.type == "cpu":
+        return GlooCollectives(group)
+    return NativeCollectives(group)
+
+
+# torch 2.13 renamed both functions and warns on the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

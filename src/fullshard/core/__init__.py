@@ -1,0 +1,1 @@
+"""Plain arithmetic and vocabulary that every layer shares. Nothing here imports torch."""

@@ -1,0 +1,78 @@
+"""Every error fullshard raises on purpose.
+
+    FullshardError
+    ├── ConfigError         (ValueError)    a setting, a flag or an argument is wrong
+    ├── WrapError           (ValueError)    a wrap policy names something the model does not have
+    ├── LayoutError         (ValueError)    shapes, dtypes or atoms that cannot be laid out
+    ├── LifecycleError      (RuntimeError)  an illegal move of a unit, or a call at the wrong moment
+    ├── OptimizerError      (ValueError)    an optimizer that cannot work on sharded parameters
+    ├── CommunicationError  (RuntimeError)  ranks disagree, or a collective failed
+    ├── CheckpointError     (RuntimeError)  a checkpoint is incomplete, damaged or does not match
+    ├── DataError           (ValueError)    training data that cannot be read or used
+    └── MissingExtraError   (ImportError)   an optional dependency is not installed
+
+The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own.
+"""
+
+from __future__ import annotations
+
+
+class FullshardError(Exception):
+    """Base of all errors raised by fullshard.
+
+    Args:
+        message: what is wrong, where, and got / expected, in one sentence.
+        hint: one action that mends it, printed on its own line.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}\nhint: {hint}")
+        self.hint = hint
+
+
+class ConfigError(FullshardError, ValueError):
+    """A setting, a flag or an argument is wrong."""
+
+
+class WrapError(FullshardError, ValueError):
+    """A wrap policy cannot be applied to this model."""
+
+
+class LayoutError(FullshardError, ValueError):
+    """Shapes, dtypes or atoms that cannot be laid out over the ranks."""
+
+
+class LifecycleError(FullshardError, RuntimeError):
+    """An illegal move of a unit's lifecycle, or a call at the wrong moment."""
+
+
+class OptimizerError(FullshardError, ValueError):
+    """An optimizer that cannot work on sharded parameters, or does not hold them."""
+
+
+class CommunicationError(FullshardError, RuntimeError):
+    """Ranks disagree about what to do, or a collective failed."""
+
+
+class CheckpointError(FullshardError, RuntimeError):
+    """A checkpoint is incomplete, damaged, or does not match what it is loaded into."""
+
+
+class DataError(FullshardError, ValueError):
+    """Training data that cannot be read or used."""
+
+
+class MissingExtraError(FullshardError, ImportError):
+    """An optional dependency is not installed.
+
+    Args:
+        package: the import name that is missing.
+        extra: the extra of fullshard that brings it.
+        purpose: what it was wanted for.
+    """
+
+    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed",
+            hint=f"pip install 'fullshard[{extra}]'",
+        )

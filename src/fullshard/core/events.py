@@ -1,0 +1,50 @@
+"""What the engine says it does, one event per unit and transition. The engine emits, others consume.
+
+The planner produces the same events for a step it only imagines, so "predicted schedule == observed schedule" is a
+comparison of two lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EventKind(StrEnum):
+    """What happened to a unit."""
+
+    UNSHARD_ISSUED = "unshard_issued"
+    """its all-gather was launched"""
+    UNSHARD_READY = "unshard_ready"
+    """its parameters are whole and bound"""
+    FORWARD_BEGIN = "forward_begin"
+    FORWARD_END = "forward_end"
+    BACKWARD_BEGIN = "backward_begin"
+    BACKWARD_END = "backward_end"
+    RESHARDED = "resharded"
+    """its unsharded parameters were freed"""
+    REDUCE_ISSUED = "reduce_issued"
+    """its gradient reduction was launched"""
+    REDUCE_DONE = "reduce_done"
+    """its sharded gradients are set"""
+    OPTIMIZER_STEP = "optimizer_step"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One transition of one unit.
+
+    Attributes:
+        kind: what happened.
+        unit: the unit's name (the module's qualified name; empty for the root).
+        nbytes: bytes of the communicated or freed buffer, 0 where none is involved.
+    """
+
+    kind: EventKind
+    unit: str
+    nbytes: int = 0
+
+
+EventSink = Callable[[Event], None]
+"""Receives each event on the thread that caused it; it must be quick and must not raise."""

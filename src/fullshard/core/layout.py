@@ -1,0 +1,199 @@
+"""The interval layout: which rank owns which elements of which parameter. Pure arithmetic, no torch.
+
+A bucket is the concatenation of its parameters in definition order. Each starts on an aligned element; the whole is
+padded so that it falls into `world_size` equal intervals, rank r owning elements [r*S, (r+1)*S):
+
+    parameters   |aaaaaaaaa...|bbbbb...|cccccccccccccccccccccc|dd..|......|      ('.' = padding)
+    intervals    |     rank 0      |     rank 1      |     rank 2         |
+
+So `all_gather(full, shard)` is the unshard, every parameter is a view of `full`, and no copy is needed on either side.
+A parameter may be cut anywhere that its *atom* allows: atom 1 (the default) suits element-wise optimizers, 256 suits
+block-wise 8-bit optimizer state, and so on. At large world sizes most of a rank's slices are empty; that is the normal
+case.
+
+The constructor packs; `__post_init__` checks the invariants with independent code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fullshard.core.errors import LayoutError
+from fullshard.core.sizes import round_up
+
+ALIGNMENT_NBYTES = 16
+"""NCCL falls back to scalar copies when a rank's payload is not a multiple of 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Elements [start, stop) of a flat sequence. Empty when start == stop."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def intersect(self, other: Interval) -> Interval:
+        """The common part; empty intervals are placed at the nearer end so that offsets stay meaningful."""
+        start = min(max(self.start, other.start), self.stop)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, offset: int) -> Interval:
+        """The same interval, `offset` elements later."""
+        return Interval(self.start + offset, self.stop + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter as the layout sees it.
+
+    Attributes:
+        name: fully qualified name in the model.
+        shape: global shape; `()` is a scalar.
+        atom: elements that must stay on one rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    atom: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """Offsets of a bucket's parameters and the interval every rank owns. Build it with `BucketLayout.build`.
+
+    Attributes:
+        specs: the parameters in definition order.
+        offsets: element offset of each parameter in the bucket.
+        shard_numel: elements per rank, S.
+        world_size: ranks that share the bucket.
+        alignment: elements every parameter and every interval starts a multiple of.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    offsets: tuple[int, ...]
+    shard_numel: int
+    world_size: int
+    alignment: int
+    _index: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def build(cls, specs: Sequence[ParameterSpec], *, itemsize: int, world_size: int) -> BucketLayout:
+        """Pack `specs` for `world_size` ranks.
+
+        Args:
+            specs: parameters in definition order.
+            itemsize: bytes of the narrowest element type the bucket is ever communicated in.
+            world_size: ranks in the shard group.
+
+        Raises:
+            LayoutError: an item size that 16 bytes do not hold a whole number of, or an invalid atom or world size.
+        """
+        if world_size < 1 or itemsize < 1 or (ALIGNMENT_NBYTES % itemsize and itemsize % ALIGNMENT_NBYTES):
+            raise LayoutError(f"cannot lay out items of {itemsize} bytes over {world_size} ranks")
+        alignment = max(1, ALIGNMENT_NBYTES // itemsize)
+        offsets, end = [], 0
+        for spec in specs:
+            if spec.atom < 1:
+                raise LayoutError(f"parameter {spec.name!r}: atom must be at least 1, got {spec.atom}")
+            offset = round_up(end, math.lcm(alignment, spec.atom))
+            offsets.append(offset)
+            end = offset + spec.numel
+        shard_numel = _shard_numel(specs, offsets, end, alignment=alignment, world_size=world_size)
+        return cls(tuple(specs), tuple(offsets), shard_numel, world_size, alignment)
+
+    def __post_init__(self) -> None:
+        end = 0
+        for index, (spec, offset) in enumerate(zip(self.specs, self.offsets, strict=True)):
+            if offset < end or offset % self.alignment:
+                raise LayoutError(f"parameter {spec.name!r} overlaps its neighbour or is not aligned (offset {offset})")
+            if self._index.setdefault(spec.name, index) != index:
+                raise LayoutError(f"parameter {spec.name!r} is listed twice in one bucket")
+            end = offset + spec.numel
+        if end > self.full_numel or self.shard_numel % self.alignment:
+            raise LayoutError(f"{end} elements do not fit {self.world_size} aligned intervals of {self.shard_numel}")
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            if cut := _first_bad_cut(spec, offset, self.shard_numel):
+                raise LayoutError(f"parameter {spec.name!r} (atom {spec.atom}) is cut at its element {cut}")
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the unsharded bucket, padding included."""
+        return self.shard_numel * self.world_size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters, without padding."""
+        return sum(spec.numel for spec in self.specs)
+
+    @property
+    def padding(self) -> float:
+        """Share of the unsharded bucket that is padding, 0 for an empty bucket."""
+        return 1 - self.numel / self.full_numel if self.full_numel else 0.0
+
+    def rank_interval(self, rank: int) -> Interval:
+        """The bucket elements rank `rank` owns."""
+        return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def interval(self, index: int, rank: int) -> Interval:
+        """The elements of (flattened) parameter `index` that `rank` owns; empty if it owns none."""
+        offset = self.offsets[index]
+        whole = Interval(offset, offset + self.specs[index].numel)
+        return whole.intersect(self.rank_interval(rank)).shift(-offset)
+
+    def shard_slice(self, index: int, rank: int) -> slice:
+        """Where `interval(index, rank)` lies inside the rank's shard."""
+        local = self.interval(index, rank)
+        if local.numel == 0:
+            return slice(0, 0)
+        start = self.offsets[index] + local.start - rank * self.shard_numel
+        return slice(start, start + local.numel)
+
+    def index(self, name: str) -> int:
+        """Position of the parameter called `name`. Raises `KeyError` if the bucket has none."""
+        return self._index[name]
+
+
+def _shard_numel(
+    specs: Sequence[ParameterSpec], offsets: Sequence[int], end: int, *, alignment: int, world_size: int
+) -> int:
+    """The smallest S found that cuts every parameter only between atoms.
+
+    S is a multiple of the alignment and of each atom that is actually cut; an atom that no boundary crosses costs
+    nothing. Raising S moves the boundaries, so repeat until no cut is wrong (each round adds at least one atom).
+    """
+    multiple = alignment
+    while True:
+        shard_numel = round_up(-(-end // world_size), multiple)
+        wrong = [s.atom for s, o in zip(specs, offsets, strict=True) if _first_bad_cut(s, o, shard_numel)]
+        if not wrong:
+            return shard_numel
+        multiple = math.lcm(multiple, *wrong)
+
+
+def _first_bad_cut(spec: ParameterSpec, offset: int, shard_numel: int) -> int:
+    """The first element of the parameter at which a rank boundary splits an atom; 0 if there is none.
+
+    Boundaries lie at multiples of S. Their positions inside the parameter advance by S, so their remainders modulo
+    the atom repeat after at most `atom` boundaries.
+    """
+    if shard_numel == 0 or spec.atom == 1:
+        return 0
+    first = round_up(offset + 1, shard_numel) - offset
+    for count, cut in enumerate(range(first, spec.numel, shard_numel)):
+        if count == spec.atom:
+            break
+        if cut % spec.atom:
+            return cut
+    return 0

@@ -1,0 +1,26 @@
+"""Sizes for people. GiB = 2**30 bytes and GB = 10**9 bytes; fullshard prints GiB and always says so."""
+
+from __future__ import annotations
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Bytes as text in the largest binary unit that keeps the number at or above 1: `1.50 GiB`."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} B"
+
+
+def format_count(count: float) -> str:
+    """A count of parameters or tokens as text: `124.4 M`."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:g}"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,43 @@
+"""The FSDP runtime. Reading order: bucket, gradient, unit, schedule, fully_shard."""
+
+from fullshard.comm.mesh import Mesh, init_mesh
+from fullshard.engine.fully_shard import (
+    CPUOffloadPolicy,
+    OffloadPolicy,
+    describe,
+    fully_shard,
+    meta_parameters,
+    no_sync,
+    shard_model,
+    unsharded,
+)
+from fullshard.engine.interop import check_optimizer, clip_grad_norm_, clip_grad_value_, repoint
+from fullshard.engine.module import FSDPModule, units_of
+from fullshard.engine.parameter import ShardedParameter, gather_interval
+from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.schedule import BackwardPrefetch
+from fullshard.engine.sharding import Sharding
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "Mesh",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardedParameter",
+    "Sharding",
+    "check_optimizer",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "describe",
+    "fully_shard",
+    "gather_interval",
+    "init_mesh",
+    "meta_parameters",
+    "no_sync",
+    "repoint",
+    "shard_model",
+    "units_of",
+    "unsharded",
+]

@@ -1,0 +1,144 @@
+"""A bucket: the parameters of one unit that share dtypes and trainability, in one flat buffer.
+
+Five tensors, always named like this:
+
+    original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
+    main                 this rank's interval, in the stored dtype; persistent; what the optimizer updates
+    sharded parameter    a view of `main` for one parameter; what `module.parameters()` yields at rest
+    full                 the unsharded bucket, in the compute dtype; its memory exists only while it is needed
+    gradient             see `engine.gradient`
+
+The memory of `full` is freed and brought back by resizing its storage, never by rebinding: autograd saves views of
+parameters (`weight.t()`), and those keep pointing at this storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from fullshard.comm.base import Work, own_interval
+from fullshard.comm.mesh import Mesh
+from fullshard.core.layout import BucketLayout, ParameterSpec
+from fullshard.engine.gradient import Gradient
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.wrap.partition import Slot
+
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
+
+class Bucket:
+    """Storage of one bucket and its way from sharded to unsharded and back.
+
+    Args:
+        slots: parameters of one dtype and one `requires_grad`, on the mesh's device.
+        mesh: the ranks that share it.
+        policy: dtypes per role.
+    """
+
+    slots: Sequence[Slot]
+    layout: BucketLayout
+    main: torch.Tensor
+    """shape (S,), stored dtype"""
+    full: torch.Tensor
+    """shape (W * S,), compute dtype"""
+    sharded_parameters: list[ShardedParameter]
+    gradient: Gradient | None
+    """None if the bucket is frozen"""
+    unit: Unit
+    """the unit it belongs to, which sets this"""
+    tag: int
+    """its number in the model, the same on every rank; set when the model is put together"""
+
+    def __init__(self, slots: Sequence[Slot], *, mesh: Mesh, policy: MixedPrecisionPolicy) -> None:
+        self.slots, self.mesh = slots, mesh
+        first = slots[0].parameter
+        self.dtype, self.compute_dtype = first.dtype, policy.compute_dtype(first.dtype)
+        reduce_dtype = policy.gradient_dtype(first.dtype)
+        itemsizes = [self.dtype.itemsize, self.compute_dtype.itemsize]
+        if first.requires_grad:
+            itemsizes.append(reduce_dtype.itemsize)
+        specs = [ParameterSpec(str(i), tuple(slot.parameter.shape)) for i, slot in enumerate(slots)]
+        self.layout = BucketLayout.build(specs, itemsize=min(itemsizes), world_size=mesh.shard_size)
+        self._gathering: Work | None = None
+        with torch.no_grad(), torch.inference_mode(False):
+            self._allocate()
+        self.sharded_parameters = [
+            ShardedParameter(self, i, requires_grad=slot.parameter.requires_grad) for i, slot in enumerate(slots)
+        ]
+        self.gradient = Gradient(self, reduce_dtype) if first.requires_grad else None
+
+    def _allocate(self) -> None:
+        """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
+        layout, mesh = self.layout, self.mesh
+        self.main = torch.zeros(layout.shard_numel, dtype=self.dtype, device=mesh.device)
+        for index, slot in enumerate(self.slots):
+            interval = layout.interval(index, mesh.shard_rank)
+            flat = slot.parameter.detach().reshape(-1)
+            self.main[layout.shard_slice(index, mesh.shard_rank)] = flat[interval.start : interval.stop]
+        if self.shares_main:
+            self.full = self.main
+        else:
+            self.full = torch.empty(layout.full_numel, dtype=self.compute_dtype, device=mesh.device)
+        for index, slot in enumerate(self.slots):
+            # `.data` keeps the parameter object (subclasses, tied identities) and gives it a version counter of its
+            # own; `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
+            slot.parameter.data = self._view(self.full, index)
+        self.reshard()
+
+    def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        spec = self.layout.specs[index]
+        return flat.narrow(0, self.layout.offsets[index], spec.numel).view(spec.shape)
+
+    @property
+    def shares_main(self) -> bool:
+        """Whether unsharding is nothing at all: one rank owns everything, in the dtype it computes in."""
+        return self.mesh.shard_size == 1 and self.dtype == self.compute_dtype
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the unsharded bucket."""
+        return self.full.numel() * self.full.itemsize
+
+    def issue_unshard(self) -> None:
+        """Bring back the memory of `full`, fill this rank's interval and launch the all-gather."""
+        if self.shares_main:
+            return
+        self.full.untyped_storage().resize_(self.full_nbytes)
+        with torch.no_grad():
+            own_interval(self.full, self.mesh.shard_rank, self.mesh.shard_size).copy_(self.main)
+        self._gathering = self.mesh.gather.all_gather(self.full, tag=self.tag)
+
+    def wait_unshard(self) -> None:
+        """Wait for the all-gather, if one is under way."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def reshard(self) -> None:
+        """Free the memory of `full`."""
+        self.wait_unshard()
+        if not self.shares_main:
+            self.full.untyped_storage().resize_(0)
+
+    def write_back(self) -> None:
+        """Copy this rank's interval of the unsharded parameters into `main`, after they were changed in place."""
+        if not self.shares_main:
+            with torch.no_grad():
+                self.main.copy_(own_interval(self.full, self.mesh.shard_rank, self.mesh.shard_size))
+
+    def bind(self, *, unsharded: bool) -> None:
+        """Make the modules hold the original or the sharded parameters."""
+        for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
+            parameter = slot.parameter if unsharded else sharded
+            for module, attribute in slot.owners:
+                module._parameters[attribute] = parameter
+
+    def sync_requires_grad(self) -> None:
+        """Carry a `requires_grad` the user changed on the sharded parameters over to the original ones."""
+        for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
+            if slot.parameter.requires_grad != sharded.requires_grad:
+                slot.parameter.requires_grad_(sharded.requires_grad)

@@ -1,0 +1,321 @@
+"""The entry: turn modules into units, in place.
+
+`fully_shard` has torch's signature and is called on inner modules first. `shard_model` makes all units of a model in
+one call, from a strategy and a list of modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm.mesh import Mesh, init_mesh
+from fullshard.core.errors import ConfigError, LifecycleError, WrapError
+from fullshard.core.events import EventSink
+from fullshard.core.strategy import Strategy, parse_strategy
+from fullshard.engine.materialize import InitFunction, materialize
+from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, unit_of, units_of
+from fullshard.engine.parameter import sharded_parameter_of
+from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.schedule import BackwardPrefetch
+from fullshard.engine.sharding import Sharding
+from fullshard.engine.unit import Unit
+from fullshard.wrap.partition import UnitPlan, partition
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """Where parameters, gradients and optimizer state live. This base class: on the device that computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """On the host. On a CPU they are there anyway; on an accelerator this is refused until it is supported.
+
+    Attributes:
+        pin_memory: pin the host memory; for accelerators.
+    """
+
+    pin_memory: bool = True
+
+
+def fully_shard(
+    module: ModuleT | list[nn.Module],
+    *,
+    mesh: DeviceMesh | Mesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Any:
+    """Make `module` a unit, in place: shard its parameters, except those of units inside it.
+
+    Call it on inner modules first and on the model last. Parameters on the meta device are initialised here, one unit
+    at a time (see `fullshard.engine.materialize`).
+
+    Args:
+        module: the module, or a list of modules that are unsharded together.
+        mesh: 1-D shards over all its ranks, 2-D is (replicate, shard). Default: 1-D over all ranks.
+        reshard_after_forward: free the unsharded parameters between forward and backward. Default: True, but False
+            for the outermost unit, whose parameters backward needs at once.
+        shard_placement_fn: torch's way to shard along another dimension. Not needed: intervals have no dimension.
+        mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
+        offload_policy: `OffloadPolicy` or `CPUOffloadPolicy`, fullshard's or torch's.
+        ignored_params: parameters to leave alone; they are neither sharded nor reduced.
+
+    Returns:
+        `module`, which is an `FSDPModule` now.
+
+    Raises:
+        ConfigError: an argument that cannot be honoured.
+        WrapError: already a unit, nothing to shard where something must be, or a parameter that is tied to one in
+            another unit.
+    """
+    if shard_placement_fn is not None:
+        raise ConfigError("shard_placement_fn has no meaning here: units are cut into intervals", hint="leave it out")
+    modules = module if isinstance(module, list) else [module]
+    resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
+    _check_reshard(reshard_after_forward)
+    _check_offload(offload_policy, resolved)
+    for one in modules:
+        if unit_of(one) is not None:
+            raise WrapError(f"{type(one).__name__} is a unit already", hint="call fully_shard once per module")
+    inner = [m for root in modules for m in root.modules() if unit_of(m) is not None]
+    [plan] = partition(modules, ignored=ignored_params or (), stop_at=inner)
+    _make_unit(
+        plan,
+        mesh=resolved,
+        policy=MixedPrecisionPolicy.of(mp_policy),
+        reshard_after_forward=reshard_after_forward,
+        inner=inner,
+        init=None,
+        sync_module_states=False,
+    )
+    assemble(modules, resolved)
+    return module
+
+
+def shard_model(
+    model: ModuleT,
+    *,
+    unit_modules: Sequence[nn.Module],
+    strategy: str | int | Strategy = "FULL_SHARD",
+    shard_size: int | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    forward_prefetch: bool = True,
+    backward_prefetch: str = BackwardPrefetch.BACKWARD_PRE,
+    sync_module_states: bool = False,
+    param_init_fn: InitFunction | None = None,
+    device: torch.device | None = None,
+    event_sink: EventSink | None = None,
+) -> ModuleT:
+    """Shard a whole model in one call. Tied parameters may lie in different units.
+
+    Args:
+        model: the model; it is the outermost unit.
+        unit_modules: modules below it that become units (see `fullshard.wrap.policies`).
+        strategy: a row of `core.strategy`, by name or code.
+        shard_size: ranks per shard group; needed by hybrid strategies only.
+        reshard_after_forward: overrides the strategy's column.
+        mp_policy, offload_policy: as for `fully_shard`.
+        ignored_params: parameters to leave alone.
+        forward_prefetch: unshard the next unit while one runs forward.
+        backward_prefetch: a name of `BackwardPrefetch`.
+        sync_module_states: take rank 0's parameters and buffers on all ranks.
+        param_init_fn: initialises one module that is on the meta device.
+        device: where to compute; the accelerator if there is one.
+        event_sink: receives the engine's events.
+
+    Raises:
+        ConfigError, WrapError: as for `fully_shard`.
+    """
+    row = parse_strategy(strategy)
+    world = init_mesh(device=device)
+    mesh = init_mesh(shard_size=row.mesh_shape(world.world_size, shard_size)[1], device=device)
+    _check_offload(offload_policy, mesh)
+    try:
+        prefetch = BackwardPrefetch(str(backward_prefetch).upper())
+    except ValueError:
+        names = ", ".join(BackwardPrefetch)
+        raise ConfigError(f"unknown backward_prefetch {backward_prefetch!r}", hint=f"use one of {names}") from None
+    if any(unit_of(m) is not None for m in model.modules()):
+        raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
+    reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+    plans = partition([model], unit_modules, ignored=ignored_params or ())
+    for plan in plans:
+        _make_unit(
+            plan,
+            mesh=mesh,
+            policy=MixedPrecisionPolicy.of(mp_policy),
+            reshard_after_forward=None if reshard and plan.modules[0] is model else reshard,
+            inner=[m for other in plans if other is not plan for m in other.modules if unit_of(m) is not None],
+            init=param_init_fn,
+            sync_module_states=sync_module_states,
+        )
+    schedule = assemble([model], mesh)
+    schedule.forward_prefetch, schedule.backward_prefetch = forward_prefetch, prefetch
+    schedule.event_sink = event_sink
+    return model
+
+
+def _make_unit(
+    plan: UnitPlan,
+    *,
+    mesh: Mesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None,
+    inner: Iterable[nn.Module],
+    init: InitFunction | None,
+    sync_module_states: bool,
+) -> None:
+    _check_not_managed(plan)
+    below = {id(m) for root in plan.modules for m in root.modules()}
+    materialize(
+        plan,
+        mesh=mesh,
+        stop_at=[m for m in inner if id(m) in below],
+        init=init,
+        sync_module_states=sync_module_states,
+        buffer_dtype=policy.buffer_dtype,
+    )
+    unit = Unit(plan, mesh=mesh, policy=policy, reshard_after_forward=reshard_after_forward)
+    for module in plan.modules:
+        make_fsdp_module(module, unit)
+
+
+def _check_not_managed(plan: UnitPlan) -> None:
+    for slot in plan.slots:
+        sharded = sharded_parameter_of(slot.parameter)
+        if sharded is not None:
+            places = ", ".join(f"{type(m).__name__}.{attribute}" for m, attribute in slot.owners)
+            raise WrapError(
+                f"the parameter at {places} is tied to {'='.join(sharded.names)}, which another unit owns already",
+                hint="put both modules into one call, fully_shard([a, b]), or use shard_model, which finds their place",
+            )
+
+
+def _check_reshard(value: object) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(
+            f"reshard_after_forward = {value!r}: resharding to a smaller group is not supported",
+            hint="use True, False or None; HYBRID_SHARD shards inside a host",
+        )
+
+
+def _check_offload(policy: Any, mesh: Mesh) -> None:
+    wants_host = hasattr(policy, "pin_memory")
+    if wants_host and mesh.device.type != "cpu":
+        raise ConfigError(f"CPU offload is not supported on {mesh.device.type} yet", hint="leave offload_policy out")
+
+
+# -- contexts and queries ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Keep gradients unsharded and unreduced inside; the first backward after it reduces their sum.
+
+    Saves communication during accumulation and costs a whole model's gradients of memory per rank. Without it every
+    micro-batch is reduced into the sharded gradient, which is usually what is wanted.
+    """
+    units = units_of(model)
+    before = [unit.reduce_gradients for unit in units]
+    for unit in units:
+        unit.reduce_gradients = False
+    try:
+        yield
+    finally:
+        for unit, value in zip(units, before, strict=True):
+            unit.reduce_gradients = value
+
+
+@contextlib.contextmanager
+def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """All parameters of `model` whole inside, and kept so through forwards: for `generate()` or inspection.
+
+    Entering is a collective. Inside, ranks need not run the same number of forwards. Costs the whole model's
+    unsharded bytes on every rank.
+
+    Args:
+        model: a sharded model or a part of one.
+        writeback: keep changes made to the parameters in place. Every rank must make the same.
+
+    Raises:
+        LifecycleError: inside a forward or backward pass.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise LifecycleError("unsharded() inside backward", hint="call it between steps")
+    units = units_of(model)
+    outer = [unit for unit in units if unit.is_pinned]
+    for unit in units:
+        unit.unshard()
+        unit.is_pinned = True
+    try:
+        yield
+        if writeback:
+            for unit in units:
+                for bucket in unit.buckets:
+                    bucket.write_back()
+    finally:
+        for unit in units:
+            if unit not in outer:
+                unit.is_pinned = False
+                unit.reshard()
+
+
+def describe(model: nn.Module) -> Sharding:
+    """How `model` is sharded. Print it at start-up: it is the proof.
+
+    Raises:
+        LifecycleError: the model is not sharded.
+    """
+    units = units_of(model)
+    if not units:
+        raise LifecycleError(f"{type(model).__name__} is not sharded", hint="call fully_shard or shard_model first")
+    return Sharding.of(units)
+
+
+@contextlib.contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Build a model inside with its parameters on the meta device and its buffers real.
+
+    Nothing is allocated for the parameters until the model is sharded, unit by unit, and non-persistent buffers are
+    what the constructors make of them, not uninitialised memory.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "OffloadPolicy",
+    "describe",
+    "fully_shard",
+    "meta_parameters",
+    "no_sync",
+    "shard_model",
+    "unsharded",
+]

@@ -1,0 +1,247 @@
+"""Makes torch's own tools see whole gradients instead of this rank's slices.
+
+    torch.nn.utils.clip_grad_norm_     the norm over all ranks, not the local one
+    torch.amp.GradScaler               an overflow on one rank makes every rank skip the step
+    any optimizer                      refused if it needs whole matrices or was made before sharding
+
+Each of them would otherwise run and be wrong without a word. torch offers no hook in the first two places, so the one
+internal function each goes through is replaced by one that behaves the same for everything but sharded parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad as torch_clip
+from torch.optim import optimizer as torch_optimizer
+
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import LifecycleError, OptimizerError
+from fullshard.core.events import EventKind
+from fullshard.engine.module import units_of
+from fullshard.engine.parameter import ShardedParameter, mesh_of_gradient, sharded_parameter_of
+from fullshard.engine.unit import Unit
+
+NEEDS_WHOLE_TENSORS = frozenset(
+    "Adafactor Adalomo CAME LAMB Lamb FusedLAMB LARS Lars LBFGS Muon Shampoo DistributedShampoo SOAP SparseAdam".split()
+)
+"""Optimizers whose update of an element depends on the rest of its tensor; wrong on slices."""
+
+
+# -- clipping ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their norm over all parameters and all ranks is at most `max_norm`. A collective.
+
+    Args:
+        parameters: a model or parameters, sharded and ordinary ones mixed. Ordinary ones count once, as equal on all
+            ranks.
+        max_norm: the largest norm allowed.
+        norm_type: which p-norm; `inf` is the maximum.
+        error_if_nonfinite: raise `RuntimeError` if the norm is not finite.
+
+    Returns:
+        The norm before clipping, a 0-D tensor, the same on every rank.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    return torch_clip.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+
+def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clamp every gradient element to [-clip_value, clip_value]. No communication."""
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    torch_clip.clip_grad_value_(parameters, clip_value)
+
+
+_local_total_norm = torch_clip._get_total_norm
+
+
+def _total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """torch's total norm, with the sharded gradients' part summed over their shard group."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    sharded: dict[Mesh, list[torch.Tensor]] = {}
+    ordinary = []
+    for tensor in tensors:
+        mesh = mesh_of_gradient(tensor)
+        if mesh is None:
+            ordinary.append(tensor)
+        else:
+            sharded.setdefault(mesh, []).append(tensor)
+    if not sharded:
+        return _local_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    norms = [_group_norm(mesh, part, float(norm_type), foreach) for mesh, part in sharded.items()]
+    if ordinary:
+        norms.append(_local_total_norm(ordinary, norm_type, False, foreach))
+    device = norms[0].device
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(f"the total norm of order {norm_type} of gradients is {total.item()}, so it cannot be clipped")
+    return total
+
+
+def _group_norm(mesh: Mesh, gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> torch.Tensor:
+    """Norm over one shard group. Empty slices are left out: most are empty at large world sizes."""
+    parts = [gradient for gradient in gradients if gradient.numel()]
+    if parts:
+        local = _local_total_norm(parts, order, False, foreach).to(torch.float32)
+    else:
+        local = torch.zeros((), device=mesh.device)
+    if mesh.shard_group is None:
+        return local
+    if order == float("inf"):
+        dist.all_reduce(local, op=dist.ReduceOp.MAX, group=mesh.shard_group)
+        return local
+    if order == 0:
+        dist.all_reduce(local, group=mesh.shard_group)
+        return local
+    powered = local.to(torch.float64) ** order if mesh.device.type == "cpu" else local**order
+    dist.all_reduce(powered, group=mesh.shard_group)
+    return (powered ** (1 / order)).to(torch.float32)
+
+
+# -- loss scaling -----------------------------------------------------------------------------------------------
+
+_local_unscale = torch.amp.GradScaler._unscale_grads_
+
+
+def _unscale_grads(
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, torch.Tensor]:
+    """torch's unscaling, then agree on whether any rank found an overflow."""
+    found = _local_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    for mesh in {p.mesh for p in _sharded_parameters(optimizer)}:
+        if mesh.world_group is None:
+            continue
+        flag = sum((f.to(mesh.device) for f in found.values()), torch.zeros(1, device=mesh.device))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.world_group)
+        found = {device: flag.to(device) for device in found or {mesh.device: flag}}
+    return found
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot work on sharded parameters.
+
+    Raises:
+        OptimizerError: it needs whole tensors, or holds original parameters, which never get a gradient.
+    """
+    name = type(optimizer).__name__
+    if name in NEEDS_WHOLE_TENSORS and _sharded_parameters(optimizer):
+        raise OptimizerError(
+            f"{name} needs whole tensors and would be wrong on slices without a word",
+            hint="use an element-wise optimizer such as AdamW, SGD or Lion",
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            sharded = sharded_parameter_of(parameter)
+            if sharded is not None and sharded is not parameter:
+                raise OptimizerError(
+                    f"{name}, parameter group {number}: holds {sharded.name} as it was before sharding, which never "
+                    "gets a gradient",
+                    hint="make the optimizer after fully_shard, or call fullshard.repoint(optimizer)",
+                )
+
+
+def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
+    """Replace original parameters by the sharded ones that stand for them, in place, group by group.
+
+    Hyper-parameters and the order of groups stay. Optimizer state is cut to this rank's interval.
+
+    Args:
+        optimizer: made before the model was sharded; others are left as they are.
+        model: the model, to check that the optimizer holds something of it.
+
+    Raises:
+        OptimizerError: as `check_optimizer`; or nothing in the optimizer belongs to `model`.
+    """
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            sharded = sharded_parameter_of(parameter)
+            if sharded is None or sharded is parameter:
+                continue
+            group["params"][index] = sharded
+            if parameter in optimizer.state:
+                optimizer.state[sharded] = _cut_state(optimizer.state.pop(parameter), sharded)
+    check_optimizer(optimizer)
+    if model is not None:
+        own = {id(p) for unit in units_of(model) for bucket in unit.buckets for p in bucket.sharded_parameters}
+        own |= {id(p) for p in model.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} holds no parameter of {type(model).__name__}",
+                hint="make the optimizer from this model's parameters",
+            )
+
+
+def _cut_state(state: dict[str, Any], sharded: ShardedParameter) -> dict[str, Any]:
+    interval = sharded.interval
+    return {
+        key: value.reshape(-1)[interval.start : interval.stop].clone()
+        if isinstance(value, torch.Tensor) and value.shape == sharded.global_shape and value.dim() > 0
+        else value
+        for key, value in state.items()
+    }
+
+
+def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+
+
+_CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Runs before every optimizer's step: check it once, and drop what was gathered from weights about to change."""
+    if optimizer not in _CHECKED:
+        check_optimizer(optimizer)
+        _CHECKED.add(optimizer)
+    for schedule in {p._bucket.unit.schedule for p in _sharded_parameters(optimizer)}:
+        schedule.before_optimizer_step()
+        if schedule.event_sink is not None:
+            schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
+        pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
+        if pinned is not None:
+            raise _pinned(pinned)
+
+
+def _pinned(unit: Unit) -> LifecycleError:
+    return LifecycleError(
+        f"optimizer step while unit {unit.name!r} is kept unsharded", hint="step outside `with unsharded(model)`"
+    )
+
+
+def install() -> None:
+    """Put the three in place; called once when the engine is imported."""
+    torch_clip._get_total_norm = _total_norm
+    torch_clip.get_total_norm = _total_norm
+    nn.utils.get_total_norm = _total_norm
+    torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[method-assign]
+    torch_optimizer.register_optimizer_step_pre_hook(_before_step)
+
+
+install()

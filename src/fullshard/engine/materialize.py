@@ -1,0 +1,148 @@
+"""Making parameters and buffers real, and the same on every rank, before they are sharded.
+
+A unit at a time: what is on the meta device is allocated, initialised by its own module, and taken from rank 0, so no
+rank ever holds more of the model unsharded than one unit. Buffers are where such set-ups usually go wrong without a
+word (rotary frequencies left as uninitialised memory), so a buffer that nobody filled is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import WrapError
+from fullshard.wrap.partition import UnitPlan
+
+InitFunction = Callable[[nn.Module], Any]
+"""Initialises the parameters and buffers that belong to one module directly (not to its children)."""
+
+
+@torch.no_grad()
+def materialize(
+    plan: UnitPlan,
+    *,
+    mesh: Mesh,
+    stop_at: Iterable[nn.Module],
+    init: InitFunction | None,
+    sync_module_states: bool,
+    buffer_dtype: torch.dtype | None,
+) -> None:
+    """Put the unit's parameters, and the buffers of its modules, on the mesh's device with their values.
+
+    Args:
+        plan: the unit.
+        mesh: gives the device and the ranks to agree with.
+        stop_at: inner units, which have been made real before.
+        init: for modules with something on the meta device. Default: their own `reset_parameters`, else the
+            `_init_weights` of the Transformers model around them.
+        sync_module_states: take rank 0's values also where nothing was on the meta device.
+        buffer_dtype: cast floating-point buffers to this.
+
+    Raises:
+        WrapError: a parameter or buffer on the meta device that nothing initialises.
+    """
+    inner = {id(module) for unit in stop_at for module in unit.modules()} - {id(m) for m in plan.modules}
+    owners = {id(module) for slot in plan.slots for module, _ in slot.owners}
+    modules = [
+        m for root in plan.modules for m in root.modules() if id(m) not in inner and (id(m) in owners or m._buffers)
+    ]
+    meta = [module for module in modules if any(t.is_meta for t in _own_tensors(module))]
+    for module in meta:
+        _initialize(module, device=mesh.device, init=init or _default_init(plan.modules))
+    # Allocating replaces parameter objects, so read the slots' parameters again.
+    for slot in plan.slots:
+        module, attribute = slot.owners[0]
+        current = module._parameters[attribute]
+        assert current is not None  # noqa: S101 -- it was a parameter before
+        if current is not slot.parameter:
+            slot.replaced.append(slot.parameter)
+            slot.parameter = current
+        for other, name in slot.owners[1:]:
+            other._parameters[name] = current
+        if current.device != mesh.device:
+            current.data = current.data.to(mesh.device)
+    for module in modules:
+        _place_buffers(module, mesh.device, buffer_dtype)
+    if meta or sync_module_states:
+        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+        _take_from_rank_0([slot.parameter.data for slot in plan.slots] + buffers, mesh)
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
+def _initialize(module: nn.Module, *, device: torch.device, init: InitFunction) -> None:
+    """Allocate what is on the meta device, filled with a value no initialisation leaves, then run `init`."""
+    fresh: list[tuple[str, torch.Tensor]] = []
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None and parameter.is_meta:
+            data = torch.empty_like(parameter, device=device)
+            module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            fresh.append((name, data))
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+            fresh.append((name, module._buffers[name]))  # type: ignore[arg-type]
+    for _, tensor in fresh:
+        tensor.fill_(_sentinel(tensor.dtype))
+    init(module)
+    current = {**module._parameters, **module._buffers}
+    missed = [name for name, tensor in fresh if _is_untouched(current.get(name), tensor)]
+    if missed:
+        raise WrapError(
+            f"{type(module).__name__} was built on the meta device and nothing initialises its {', '.join(missed)}",
+            hint="give param_init_fn, or build the model under `fullshard.meta_parameters()`, which keeps buffers real",
+        )
+
+
+def _sentinel(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor) -> bool:
+    if current is None or fresh.numel() == 0 or fresh.dtype is torch.bool:
+        return False
+    if fresh.dtype.is_floating_point or fresh.dtype.is_complex:
+        return bool(current.isnan().all())
+    return bool((current == _sentinel(fresh.dtype)).all())
+
+
+def _default_init(roots: list[nn.Module]) -> InitFunction:
+    """The module's own `reset_parameters`; modules of Transformers are initialised by the model's `_init_weights`."""
+    model = next((m for root in roots for m in [root, *root.modules()] if hasattr(m, "_init_weights")), None)
+
+    def init(module: nn.Module) -> None:
+        method: Any = getattr(model, "_init_weights", None) or getattr(module, "reset_parameters", None)
+        if method is None:
+            return  # whatever this module has stays at the sentinel, which is reported by name
+        if model is not None:
+            method(module)
+        else:
+            method()
+
+    return init
+
+
+def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            to_dtype = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            module._buffers[name] = buffer.to(device=device, dtype=to_dtype)
+
+
+def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
+    if mesh.world_group is None:
+        return
+    for tensor in tensors:
+        whole = tensor.contiguous()
+        dist.broadcast(whole, group=mesh.world_group, group_src=0)
+        if whole is not tensor:
+            tensor.copy_(whole)

@@ -1,0 +1,222 @@
+"""What the user's module gains by being a unit: `FSDPModule`'s methods, and state dicts that understand slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.schedule import Schedule
+from fullshard.engine.unit import Unit
+
+_UNIT = "_fullshard_unit"
+
+
+class FSDPModule:
+    """Mixed into the class of every module that is a unit. The names are torch's."""
+
+    def unshard(self) -> None:
+        """Make this unit's parameters whole, until `reshard()` or the next time the unit has run. A collective."""
+        _unit(self).unshard()
+
+    def reshard(self) -> None:
+        """Free this unit's unsharded parameters."""
+        _unit(self).reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; False keeps them unsharded, to be reduced by a later backward."""
+        for unit in self._units(recurse):
+            unit.reduce_gradients = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces over the replicate axis too; False leaves that to a later backward."""
+        for unit in self._units(recurse):
+            for bucket in unit.buckets:
+                if bucket.gradient is not None:
+                    bucket.gradient.requires_all_reduce = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the parameters are freed between forward and backward."""
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether they are freed after backward. False saves gathers between micro-batches; the optimizer frees them."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""
+        for bucket in _unit(self).buckets:
+            if bucket.gradient is not None:
+                bucket.gradient.divisor = factor
+
+    def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
+        """Units to unshard while this one runs forward, instead of the next in recorded order."""
+        _unit(self).forward_prefetch = [_unit(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
+        """Units to unshard while this one runs backward, instead of the one before it in forward order."""
+        _unit(self).backward_prefetch = [_unit(module) for module in modules]
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        return units_of(self) if recurse else [_unit(self)]  # type: ignore[arg-type]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        for unit in units_of(self):  # type: ignore[arg-type]
+            _check_apply(unit, fn)
+        return super()._apply(fn, recurse)  # type: ignore[misc, no-any-return]
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` is, if it is one."""
+    return module.__dict__.get(_UNIT)
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise LifecycleError(f"{type(module).__name__} is not a unit", hint="call fully_shard on it first")
+    return unit
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """All units in `model`, inner units before the units around them."""
+    found: dict[Unit, None] = {}
+    for module in reversed(list(model.modules())):
+        unit = unit_of(module)
+        if unit is not None:
+            found[unit] = None
+    return list(found)
+
+
+def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
+    """Attach the unit, and swap in a class of the same name that has `FSDPModule`'s methods."""
+    cls = type(module)
+    # The name stays: layer class names in configs and exported architectures are read from it.
+    module.__class__ = type(cls.__name__, (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    module.__dict__[_UNIT] = unit
+    # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
+    for inner in module.modules():
+        inner._is_fsdp_managed_module = True  # type: ignore[assignment]
+        inner._fsdp_use_orig_params = True  # type: ignore[assignment]
+    module.register_state_dict_pre_hook(_before_state_dict)
+    module.register_state_dict_post_hook(_after_state_dict)
+    module.register_load_state_dict_pre_hook(_before_load_state_dict)
+
+
+def assemble(modules: list[nn.Module], mesh: Mesh) -> Schedule:
+    """Give the units in and below `modules` one schedule and their names, `modules` being the outermost unit."""
+    units = list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
+    schedule = Schedule(units, mesh)
+    paths: dict[int, list[str]] = {}
+    for module in modules:
+        for path, inner in module.named_modules(remove_duplicate=False):
+            paths.setdefault(id(inner), []).append(clean_name(path))
+    for unit in units:
+        unit.schedule = schedule
+        unit.name = ", ".join(paths[id(module)][0] for module in unit.modules)
+        unit.reshard_after_forward = (
+            unit.modules[0] is not modules[0]
+            if unit.requested_reshard_after_forward is None
+            else unit.requested_reshard_after_forward
+        )
+        for bucket in unit.buckets:
+            for slot, parameter in zip(bucket.slots, bucket.sharded_parameters, strict=True):
+                names = [join(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]
+                parameter.names = tuple(dict.fromkeys(names))
+    for tag, bucket in enumerate(bucket for unit in units for bucket in unit.buckets):
+        bucket.tag = tag
+    return schedule
+
+
+def clean_name(path: str) -> str:
+    """A module path without the parts that torch's wrappers add."""
+    return ".".join(part for part in path.split(".") if part not in ("_checkpoint_wrapped_module", "_orig_mod"))
+
+
+def join(path: str, attribute: str) -> str:
+    """`path.attribute`, or the attribute alone at the root."""
+    return f"{path}.{attribute}" if path else attribute
+
+
+# -- guards and state dicts -------------------------------------------------------------------------------------
+
+
+def _check_apply(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """`model.to(...)` and friends may not move or cast sharded parameters; where they change nothing they may run."""
+    for bucket in unit.buckets:
+        probe = bucket.main[:0]
+        result = fn(probe)
+        if result.device != probe.device or result.dtype != probe.dtype:
+            raise LifecycleError(
+                f"unit {unit.name!r}: cannot turn sharded parameters from {probe.dtype} on {probe.device} into "
+                f"{result.dtype} on {result.device}",
+                hint="move or cast the model before sharding it; for mixed precision use mp_policy",
+            )
+
+
+def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedParameter]]:
+    """(state dict key, sharded parameter) of every place of the unit's own parameters below `module`."""
+    unit = _unit(module)
+    places = {id(inner): path for path, inner in module.named_modules()}
+    entries = []
+    for bucket in unit.buckets:
+        for slot, parameter in zip(bucket.slots, bucket.sharded_parameters, strict=True):
+            for owner, attribute in slot.owners:
+                path = places.get(id(owner))
+                if path is not None:
+                    entries.append((prefix + join(clean_name(path), attribute), parameter))
+    return entries
+
+
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    _unit(module).reshard()
+
+
+def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    """At rest the values are sharded parameters, which know their place (`full_tensor()`), not bare slices."""
+    if _unit(module).is_pinned:
+        return
+    for key, parameter in _entries(module, prefix):
+        if key in state_dict:
+            state_dict[key] = parameter
+
+
+def _before_load_state_dict(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_messages: list[str],
+) -> None:
+    """Cut whole tensors down to this rank's slice."""
+    unit = _unit(module)
+    unit.reshard()
+    if local_metadata.get("assign_to_params_buffers"):
+        raise LifecycleError(
+            f"unit {unit.name!r}: load_state_dict(assign=True) would replace sharded parameters",
+            hint="leave assign out: values are copied into the shards",
+        )
+    if unit.is_pinned:
+        return
+    for key, parameter in _entries(module, prefix):
+        value = state_dict.get(key)
+        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedParameter):
+            continue
+        if value.shape == parameter.global_shape:
+            state_dict[key] = value.detach().reshape(-1)[parameter.interval.start : parameter.interval.stop]
+        elif value.shape != parameter.shape:
+            error_messages.append(
+                f"{key}: got shape {tuple(value.shape)}, expected {tuple(parameter.global_shape)} "
+                f"(or this rank's slice of {parameter.numel()} elements)"
+            )
+            state_dict[key] = parameter.detach()

@@ -1,0 +1,164 @@
+"""What `module.parameters()` yields at rest: this rank's slice of a parameter."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+from fullshard.core.errors import LifecycleError
+from fullshard.core.layout import Interval
+
+if TYPE_CHECKING:
+    from fullshard.comm.mesh import Mesh
+    from fullshard.engine.bucket import Bucket
+
+
+_PLAIN_GRAD: Any = torch.Tensor.grad
+_REFERENCE = "_fullshard_sharded_parameter"
+
+
+class ShardedParameter(nn.Parameter):
+    """A 1-D slice of a parameter, and where it belongs.
+
+    The data is a view of the bucket's main buffer, so an optimizer that updates it in place updates the bucket.
+    `shape` and `numel()` are those of the slice (often empty); `global_shape` is that of the whole, and `ndim` /
+    `dim()` count its dimensions, so that rules such as "decay matrices only" hold for sharded parameters too.
+
+    Attributes:
+        names: qualified names in the model, several if the parameter is tied.
+        global_shape: shape of the whole parameter.
+        interval: elements of the flattened parameter that this rank owns.
+    """
+
+    names: tuple[str, ...]
+    global_shape: torch.Size
+    interval: Interval
+    _bucket: Bucket
+    _index: int
+
+    def __new__(cls, bucket: Bucket, index: int, *, requires_grad: bool) -> ShardedParameter:
+        rank = bucket.mesh.shard_rank
+        data = bucket.main[bucket.layout.shard_slice(index, rank)].detach()
+        self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self._bucket, self._index = bucket, index
+        self.names = ()
+        self.global_shape = torch.Size(bucket.layout.specs[index].shape)
+        self.interval = bucket.layout.interval(index, rank)
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def name(self) -> str:
+        """The first qualified name."""
+        return self.names[0]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh the parameter is sharded over."""
+        return self._bucket.mesh
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the whole parameter."""
+        return len(self.global_shape)
+
+    def dim(self) -> int:
+        """Dimensions of the whole parameter."""
+        return len(self.global_shape)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's slice of the gradient, averaged over all ranks; None before the first backward."""
+        return _PLAIN_GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        # Marked, because torch's clip_grad_norm_ looks at gradients alone and must know that this is only a slice.
+        if value is not None:
+            value._fullshard_mesh = self.mesh  # type: ignore[attr-defined]
+        _PLAIN_GRAD.__set__(self, value)
+
+    @torch.no_grad()
+    def full_tensor(self) -> torch.Tensor:
+        """The whole parameter, a new tensor of shape `global_shape` on this rank's device.
+
+        A collective: every rank of the shard group calls it for the same parameters in the same order.
+        """
+        return gather_interval(self.detach(), self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"ShardedParameter({self.names[0] if self.names else '?'}, global_shape={tuple(self.global_shape)}, "
+            f"interval=[{self.interval.start}, {self.interval.stop}), dtype={self.dtype})"
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise LifecycleError(
+            f"cannot copy sharded parameter {self.names}: a copy would not be part of any unit",
+            hint="deepcopy the model before sharding it, or build a second one and load the state dict",
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise LifecycleError(
+            f"cannot pickle sharded parameter {self.names}: it is only this rank's slice of the whole",
+            hint="use fullshard.checkpoint.save_checkpoint, or full_state_dict for whole tensors",
+        )
+
+    def register_hook(self, hook: object) -> NoReturn:
+        raise _no_hook(self, "register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        raise _no_hook(self, "register_post_accumulate_grad_hook")
+
+
+def gather_interval(local: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:
+    """The whole tensor of which `local` is this rank's interval, laid out as `parameter` (itself, or its state).
+
+    Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
+    """
+    layout, index, mesh = parameter._bucket.layout, parameter._index, parameter.mesh
+    full = local.new_empty(parameter.global_shape.numel())
+    full[parameter.interval.start : parameter.interval.stop] = local
+    for owner in range(mesh.shard_size):
+        interval = layout.interval(index, owner)
+        if interval.numel and mesh.shard_group is not None:
+            dist.broadcast(full[interval.start : interval.stop], group=mesh.shard_group, group_src=owner)
+    return full.view(parameter.global_shape)
+
+
+def mesh_of_gradient(gradient: torch.Tensor) -> Mesh | None:
+    """The mesh of a sharded parameter's gradient; None for any other tensor."""
+    return getattr(gradient, "_fullshard_mesh", None)
+
+
+def sharded_parameter_of(parameter: nn.Parameter) -> ShardedParameter | None:
+    """The sharded parameter that stands for an original one; None if no unit owns it."""
+    if isinstance(parameter, ShardedParameter):
+        return parameter
+    reference = getattr(parameter, _REFERENCE, None)
+    return reference() if reference is not None else None
+
+
+def mark_original(parameter: nn.Parameter, sharded: ShardedParameter) -> None:
+    """Remember on the original parameter which sharded one stands for it."""
+    setattr(parameter, _REFERENCE, weakref.ref(sharded))
+
+
+def _no_hook(parameter: ShardedParameter, method: str) -> LifecycleError:
+    return LifecycleError(
+        f"{method} on sharded parameter {parameter.names} would never fire: autograd sees the unsharded parameter",
+        hint="read .grad after backward, or register the hook before fully_shard",
+    )
+
+
+# torch turns its foreach and fused optimizers on only for types in these lists (DTensor is added the same way).
+for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    if ShardedParameter not in _types:
+        _types.append(ShardedParameter)

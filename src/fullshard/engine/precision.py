@@ -1,0 +1,91 @@
+"""Which dtype each tensor has in which role, and the casts at a unit's boundary."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """Dtypes per role; None leaves a role as it is.
+
+    Attributes:
+        param_dtype: dtype of the unsharded parameters during compute. The sharded parameters, and so the optimizer,
+            keep the dtype they were given (the main weights).
+        reduce_dtype: dtype gradients are summed in. None: float32 for half-precision gradients, else their own dtype.
+        output_dtype: dtype floating-point outputs of each unit are cast to.
+        cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
+        buffer_dtype: dtype floating-point buffers are cast to, once, when the unit is made.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, policy: Any) -> MixedPrecisionPolicy:
+        """This class from itself, None, or torch's own policy of the same field names (FSDP1 or FSDP2)."""
+        if policy is None or isinstance(policy, cls):
+            return policy or cls()
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})
+
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Dtype of an unsharded parameter that is stored as `stored`. Integers (quantised bytes) are never cast."""
+        return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
+
+    def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients of such a parameter are summed."""
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        compute = self.compute_dtype(stored)
+        return torch.float32 if compute.itemsize < torch.float32.itemsize else compute
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with `function` applied to every tensor inside dicts, lists, (named) tuples and dataclasses.
+
+    Containers that do not change are returned as they are, so that subclasses survive.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        mapped = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(mapped[key] is value[key] for key in mapped):
+            return value
+        return mapped if type(value) is dict else _rebuild_mapping(value, mapped)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {}
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name, None)
+            new = map_tensors(function, old)
+            if new is not old:
+                changed[field.name] = new
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+    """A mapping of the same type: keyword arguments serve those that are dataclasses too (Transformers' outputs)."""
+    if dataclasses.is_dataclass(value):
+        return type(value)(**mapped)
+    return type(value)(mapped)  # type: ignore[call-arg]
+
+
+def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
+    """`value` with every floating-point tensor cast to `dtype` (None: unchanged)."""
+    if dtype is None:
+        return value
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)

@@ -1,0 +1,239 @@
+"""The order of work in one model: what is unsharded ahead, which gradient is reduced next, what ends a backward.
+
+Ranks must communicate in the same order, whatever happens to be ready first on each. So:
+
+    gathers      in forward order as it happens; ahead of need only along an order all ranks were seen to agree on
+    reductions   in the reverse of the forward order; one that is ready early waits for its turn
+    the end      a callback of autograd's, which reduces what never became ready (zeros where nothing was used)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.mesh import Mesh
+from fullshard.core.events import EventKind, EventSink
+from fullshard.engine.agree import check_agreement, describe_structure
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.unit import Call, Unit, UnitState
+
+REDUCTIONS_IN_FLIGHT = 2
+"""Reductions that may be under way before the oldest is waited for; bounds the memory of unsharded gradients."""
+
+
+class BackwardPrefetch(StrEnum):
+    """When backward unshards the unit it will need next."""
+
+    BACKWARD_PRE = "BACKWARD_PRE"
+    """before the current unit's gradients are computed: most overlap, two units unsharded at once"""
+    BACKWARD_POST = "BACKWARD_POST"
+    """after them: less overlap, less memory"""
+    NO_PREFETCH = "NO_PREFETCH"
+    """when it is needed"""
+
+
+class Schedule:
+    """Shared by the units of one model.
+
+    Args:
+        units: inner units before the units around them.
+        mesh: the ranks that share the model.
+    """
+
+    def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
+        self.units, self.mesh = list(units), mesh
+        self.event_sink: EventSink | None = None
+        self.forward_prefetch = True
+        self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
+        self._depth = 0
+        self._order: list[Unit] = []
+        self._forward: list[Unit] = []
+        self._is_verified = self._is_order_verified = False
+        self._last_called: Unit | None = None
+        self._participants: dict[Unit, None] = {}
+        self._in_backward = False
+        self._queue: deque[tuple[Unit, Bucket]] = deque()
+        self._ready: set[Bucket] = set()
+        self._launched: list[tuple[Unit, Bucket]] = []
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, unit: Unit) -> None:
+        """A unit is about to run forward (not as a recompute)."""
+        if self._depth == 0:
+            self._begin_outermost()
+        self._depth += 1
+        self._forward.append(unit)
+
+    def _begin_outermost(self) -> None:
+        if self._in_backward:
+            self.reset()  # the last backward ended in an exception
+        if not self._is_verified:
+            self._is_verified = True
+            check_agreement(self.mesh, describe_structure(self.units), what="the sharded model")
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.sync_requires_grad()
+                if bucket.gradient is not None:
+                    bucket.gradient.release_if_cleared()
+        if not any(unit.has_live_calls for unit in self.units):
+            self._participants.clear()
+            self._last_called = None
+        self._forward = []
+
+    def note_call(self, unit: Unit) -> Unit | None:
+        """A forward that backward may come back to has begun; returns the unit of the one before."""
+        previous, self._last_called = self._last_called, unit
+        self._participants[unit] = None
+        return previous
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Start unsharding what comes after `unit`, now that its own parameters are there."""
+        if unit.forward_prefetch is not None:
+            for other in unit.forward_prefetch:
+                other.issue_unshard()
+        elif self.forward_prefetch and self._is_order_verified:
+            position = len(self._forward)
+            if position < len(self._order) and self._order[position - 1] is unit:
+                self._order[position].issue_unshard()
+
+    def end_forward(self, unit: Unit) -> None:
+        """A unit has run forward, or failed to."""
+        self._depth -= 1
+        if self._depth:
+            return
+        if not self._is_order_verified and self._forward:
+            self._is_order_verified = True
+            names = [f"forward {i}: unit {u.name!r}" for i, u in enumerate(self._forward)]
+            check_agreement(self.mesh, names, what="the order in which units run")
+        self._order = self._forward
+        for other in self.units:
+            # Prefetched and not used, or kept for a backward that will not come.
+            if other.state is UnitState.GATHERING or not torch.is_grad_enabled():
+                other.reshard()
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, unit: Unit) -> None:
+        """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
+        if not self._in_backward:
+            self._in_backward = True
+            for participant in reversed(self._participants):
+                self._enqueue(participant)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        if unit not in self._participants:
+            self._participants[unit] = None
+            self._enqueue(unit)
+
+    def _enqueue(self, unit: Unit) -> None:
+        self._queue.extend((unit, bucket) for bucket in unit.buckets if bucket.gradient is not None)
+
+    def prefetch_backward(self, unit: Unit, call: Call) -> None:
+        """Start unsharding what backward needs after `unit`, before `unit`'s own gradients are computed."""
+        if unit.backward_prefetch is not None:
+            for other in unit.backward_prefetch:
+                other.issue_unshard()
+        elif self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and call.previous is not None:
+            call.previous.issue_unshard()
+
+    def prefetch_after_backward(self, previous: Unit | None) -> None:
+        """The same, after they were."""
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST and previous is not None:
+            previous.issue_unshard()
+
+    def reduce_when_due(self, unit: Unit, bucket: Bucket) -> None:
+        """`bucket`'s gradients are all there: reduce them, as soon as those before it in the order have been."""
+        self._ready.add(bucket)
+        while self._queue and self._queue[0][1] in self._ready:
+            self._launch(*self._queue.popleft())
+
+    def _launch(self, unit: Unit, bucket: Bucket) -> None:
+        gradient = bucket.gradient
+        assert gradient is not None  # noqa: S101 -- only trainable buckets are queued
+        if not unit.reduce_gradients or not any(p.requires_grad for p in bucket.sharded_parameters):
+            return
+        unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
+        gradient.launch()
+        self._launched.append((unit, bucket))
+        if len(self._launched) > REDUCTIONS_IN_FLIGHT:
+            self._advance(*self._launched[-REDUCTIONS_IN_FLIGHT - 1])
+
+    def _advance(self, unit: Unit, bucket: Bucket) -> None:
+        assert bucket.gradient is not None  # noqa: S101 -- it was launched
+        try:
+            bucket.gradient.advance()
+        except RuntimeError as error:
+            raise unit.communication_error("reduce", error) from error
+
+    def _finish_backward(self) -> None:
+        """Called by autograd when the outermost backward is over."""
+        while self._queue:
+            self._launch(*self._queue.popleft())
+        used = self._agree_on_used()
+        for unit, bucket in self._launched:
+            self._advance(unit, bucket)
+        for unit, bucket in self._launched:
+            assert bucket.gradient is not None  # noqa: S101 -- it was launched
+            if bucket.gradient.finish(used[bucket]):
+                unit.emit(EventKind.REDUCE_DONE)
+        for unit in self.units:
+            unit.finish_backward()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        for unit in self.units:
+            for bucket in unit.buckets:
+                if bucket.gradient is not None:
+                    bucket.gradient.fired.clear()
+        self._in_backward = False
+        self._participants.clear()
+        self._last_called = None
+        self._queue.clear()
+        self._ready.clear()
+        self._launched = []
+
+    def _agree_on_used(self) -> dict[Bucket, set[int]]:
+        """Which parameters of the reduced buckets got a gradient on any rank.
+
+        A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
+        says whether any rank collected more after its reduction was launched (reentrant checkpointing does that);
+        then all ranks reduce that bucket once more.
+        """
+        launched = list(self._launched)
+        flags: list[bool] = []
+        for _, bucket in launched:
+            assert bucket.gradient is not None  # noqa: S101 -- it was launched
+            flags += [i in bucket.gradient.used for i in range(len(bucket.slots))]
+            flags.append(bucket.gradient.is_collecting)
+        if flags and self.mesh.control_group is not None:
+            message = torch.tensor(flags, dtype=torch.uint8)
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
+            flags = [bool(flag) for flag in message.tolist()]
+        used: dict[Bucket, set[int]] = {}
+        position = 0
+        for unit, bucket in launched:
+            count = len(bucket.slots)
+            used[bucket] = {i for i in range(count) if flags[position + i]}
+            if flags[position + count]:
+                self._launch(unit, bucket)
+            position += count + 1
+        return used
+
+    # -- whole model --------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Back to rest after a step that failed half-way: nothing under way, everything sharded."""
+        for unit in self.units:
+            unit.reset()
+        self._depth = 0
+        self._end_backward()
+
+    def before_optimizer_step(self) -> None:
+        """Main weights are about to change: nothing gathered from the old ones may be left."""
+        for unit in self.units:
+            unit.reshard()

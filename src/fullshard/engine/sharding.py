@@ -1,0 +1,67 @@
+"""The line at start-up that proves the model is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fullshard.core.sizes import format_count, format_nbytes
+from fullshard.engine.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model is sharded, seen from this rank. `str()` is the line for people.
+
+    Attributes:
+        units, buckets: how many of each.
+        total_numel: parameters of the whole model that units own.
+        rank_numel: of them, those this rank owns.
+        rank_nbytes: bytes of this rank's main weights, padding included.
+        largest_unit_nbytes: bytes of the largest unit when it is unsharded.
+        padding: share of all buckets that is padding.
+        world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
+        reshards_after_forward: whether every unit but the root frees its parameters between forward and backward.
+    """
+
+    units: int
+    buckets: int
+    total_numel: int
+    rank_numel: int
+    rank_nbytes: int
+    largest_unit_nbytes: int
+    padding: float
+    world_size: int
+    shard_size: int
+    replicate_size: int
+    reshards_after_forward: bool
+
+    @classmethod
+    def of(cls, units: Sequence[Unit]) -> Sharding:
+        """Measure `units`."""
+        buckets = [bucket for unit in units for bucket in unit.buckets]
+        mesh = units[0].mesh
+        full_numel = sum(bucket.layout.full_numel for bucket in buckets)
+        total_numel = sum(bucket.layout.numel for bucket in buckets)
+        return cls(
+            units=len(units),
+            buckets=len(buckets),
+            total_numel=total_numel,
+            rank_numel=sum(p.interval.numel for bucket in buckets for p in bucket.sharded_parameters),
+            rank_nbytes=sum(bucket.main.nbytes for bucket in buckets),
+            largest_unit_nbytes=max(unit.full_nbytes for unit in units),
+            padding=1 - total_numel / full_numel if full_numel else 0.0,
+            world_size=mesh.world_size,
+            shard_size=mesh.shard_size,
+            replicate_size=mesh.replicate_size,
+            reshards_after_forward=all(unit.reshard_after_forward for unit in units[:-1]),
+        )
+
+    def __str__(self) -> str:
+        share = self.rank_numel / self.total_numel if self.total_numel else 0.0
+        return (
+            f"sharded over {self.world_size} ranks ({self.replicate_size} x {self.shard_size}): "
+            f"{format_count(self.total_numel)} parameters in {self.units} units, {self.buckets} buckets; "
+            f"this rank owns {format_count(self.rank_numel)} ({share:.1%}), {format_nbytes(self.rank_nbytes)}; "
+            f"largest unit {format_nbytes(self.largest_unit_nbytes)} unsharded; padding {self.padding:.3%}"
+        )

@@ -1,0 +1,427 @@
+"""A unit: a module whose parameters are unsharded together, and the hooks that do it at the right moments.
+
+    pre-forward       unshard, prefetch the next unit, cast inputs, watch the inputs' gradients
+    post-forward      watch the outputs' gradients, reshard, cast outputs
+    pre-backward      unshard, prefetch the unit before (fires when the gradient of an output is there)
+    post-backward     reshard, hand the gradients over for reduction (fires when those of all inputs are there)
+
+One forward of the unit that autograd may come back to is a `Call`. Calls are held weakly: the hooks on the outputs
+own them, so a graph that is thrown away takes its calls with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
+from fullshard.core.events import Event, EventKind
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.parameter import mark_original
+from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
+from fullshard.wrap.partition import Slot, UnitPlan
+
+if TYPE_CHECKING:
+    from fullshard.engine.schedule import Schedule
+
+
+class UnitState(Enum):
+    """Where a unit's parameters are."""
+
+    SHARDED = auto()
+    """at rest: the modules hold sharded parameters"""
+    GATHERING = auto()
+    """the all-gather is under way: the modules still hold sharded parameters"""
+    UNSHARDED = auto()
+    """the modules hold the original, whole parameters"""
+
+
+_TRANSITIONS = {
+    (UnitState.SHARDED, UnitState.GATHERING),
+    (UnitState.GATHERING, UnitState.UNSHARDED),
+    (UnitState.GATHERING, UnitState.SHARDED),
+    (UnitState.UNSHARDED, UnitState.SHARDED),
+}
+
+
+class Call:
+    """One forward of a unit whose backward may come.
+
+    Attributes:
+        previous: the unit whose forward began just before; backward will want it next.
+        is_active: backward has reached the outputs and not yet all inputs.
+        inputs_left: inputs whose gradient is not there yet; None if no input wants one.
+    """
+
+    __slots__ = ("__weakref__", "inputs_left", "is_active", "is_done", "previous")
+
+    def __init__(self, previous: Unit | None) -> None:
+        self.previous = previous
+        self.is_active = self.is_done = False
+        self.inputs_left: int | None = None
+
+
+class Unit:
+    """The engine's state of one unit.
+
+    Args:
+        plan: its modules and parameters.
+        mesh: the ranks that share it.
+        policy: dtypes per role.
+        reshard_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
+            outermost unit.
+    """
+
+    schedule: Schedule
+    """the order of work in the model it is part of; set when the model is put together"""
+
+    def __init__(
+        self, plan: UnitPlan, *, mesh: Mesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+    ) -> None:
+        self.modules, self.mesh, self.policy = plan.modules, mesh, policy
+        self.requested_reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward = reshard_after_forward is not False
+        self.reshard_after_backward = True
+        self.reduce_gradients = True
+        self.name = ""
+        self.state = UnitState.SHARDED
+        self.is_pinned = False
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.buckets = [Bucket(slots, mesh=mesh, policy=policy) for slots in _by_bucket(plan.slots, policy)]
+        for bucket in self.buckets:
+            bucket.unit = self
+            for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
+                for original in (slot.parameter, *slot.replaced):
+                    mark_original(original, sharded)
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._current: list[Call] = []
+        self._ran: set[int] = set()
+        self._handles: list[RemovableHandle] = []
+        self._bind(unsharded=False)
+        self._register_hooks()
+
+    # -- lifecycle ----------------------------------------------------------------------------------------------
+
+    def _move(self, state: UnitState) -> None:
+        if (self.state, state) not in _TRANSITIONS:
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: illegal move from {self.state.name} to {state.name}",
+                hint="unshard before use, reshard once",
+            )
+        self.state = state
+
+    def issue_unshard(self) -> None:
+        """Launch the all-gathers of a sharded unit; nothing for any other."""
+        if self.state is not UnitState.SHARDED:
+            return
+        self._move(UnitState.GATHERING)
+        self.emit(EventKind.UNSHARD_ISSUED, self.full_nbytes)
+        for bucket in self.buckets:
+            bucket.issue_unshard()
+
+    def unshard(self) -> None:
+        """Make the parameters whole, waiting as long as it takes.
+
+        Raises:
+            CommunicationError: the all-gather failed, for example because another rank runs another unit.
+        """
+        if self.state is UnitState.UNSHARDED:
+            return
+        self.issue_unshard()
+        try:
+            for bucket in self.buckets:
+                bucket.wait_unshard()
+        except RuntimeError as error:
+            raise self.communication_error("unshard", error) from error
+        self._bind(unsharded=True)
+        self._move(UnitState.UNSHARDED)
+        self.emit(EventKind.UNSHARD_READY, self.full_nbytes)
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already."""
+        if self.state is UnitState.SHARDED or self.is_pinned:
+            return
+        for bucket in self.buckets:
+            bucket.reshard()
+        self._bind(unsharded=False)
+        self._move(UnitState.SHARDED)
+        self.emit(EventKind.RESHARDED, self.full_nbytes)
+
+    def _bind(self, *, unsharded: bool) -> None:
+        for bucket in self.buckets:
+            bucket.bind(unsharded=unsharded)
+
+    def reset(self) -> None:
+        """Back to rest after a step that failed half-way."""
+        self._calls.clear()
+        self._current.clear()
+        self._ran.clear()
+        for bucket in self.buckets:
+            if bucket.gradient is not None:
+                bucket.gradient.reset()
+        self.reshard()
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the unsharded unit."""
+        return sum(bucket.full_nbytes for bucket in self.buckets)
+
+    @property
+    def has_live_calls(self) -> bool:
+        """Whether autograd may still come back to a forward of this unit."""
+        return len(self._calls) > 0
+
+    def emit(self, kind: EventKind, nbytes: int = 0) -> None:
+        """Tell the sink, if there is one."""
+        if self.schedule.event_sink is not None:
+            self.schedule.event_sink(Event(kind, self.name, nbytes))
+
+    def communication_error(self, phase: str, error: Exception) -> CommunicationError:
+        """The same error with rank, unit and phase."""
+        return CommunicationError(
+            f"rank {self.mesh.rank}, unit {self.name!r}, {phase}: {error}",
+            hint="see whether another rank failed first, or took another path through the model",
+        )
+
+    # -- hooks --------------------------------------------------------------------------------------------------
+
+    def _register_hooks(self) -> None:
+        for module in self.modules:
+            before = module.register_forward_pre_hook(_uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
+            # always_call: an exception inside forward must not leave the unit unsharded
+            after = module.register_forward_hook(_uncompiled(self._post_forward), always_call=True)
+            self._handles += [before, after]
+        for bucket in self.buckets:
+            if bucket.gradient is None:
+                continue
+            for index, slot in enumerate(bucket.slots):
+                hook = _uncompiled(_GradientHook(self, bucket, index))
+                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        in_backward = _in_backward()
+        if not in_backward:
+            self.schedule.begin_forward(self)
+        self.unshard()
+        if not in_backward:
+            self.schedule.prefetch_forward(self)
+        self.emit(EventKind.FORWARD_BEGIN)
+        if self.policy.cast_forward_inputs:
+            args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
+        if torch.is_grad_enabled() and not (in_backward and self.has_live_calls):
+            # In backward with a live call this is checkpointing's recompute: its graph is never run backward.
+            call = Call(self.schedule.note_call(self))
+            self._current.append(call)
+            args, kwargs = self._watch_inputs(call, (args, kwargs))
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        in_backward = _in_backward()
+        self.emit(EventKind.FORWARD_END)
+        self._ran.add(id(module))
+        hidden = False
+        if self._current:
+            hidden = not self._watch_outputs(self._current.pop(), output)
+        if len(self._ran) == len(self.modules):
+            self._ran.clear()
+            keep = in_backward or hidden or not self.reshard_after_forward
+            if not keep and not any(call.is_active for call in self._calls):
+                self.reshard()
+        if not in_backward:
+            self.schedule.end_forward(self)
+        if self.policy.output_dtype is None:
+            return None
+        return cast_floating(output, self.policy.output_dtype)
+
+    def _watch_inputs(self, call: Call, inputs: Any) -> Any:
+        """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
+
+        The identity makes it this unit's own: a tensor that other modules read too is complete much later. A view
+        does not forbid the unit to change its input in place, as a custom autograd function would.
+        """
+        done = _uncompiled(_InputHook(self, call))
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            view = tensor.view_as(tensor)
+            assert view.grad_fn is not None  # noqa: S101 -- it requires grad
+            view.grad_fn.register_hook(done)
+            call.inputs_left = (call.inputs_left or 0) + 1
+            return view
+
+        return map_tensors(watch, inputs)
+
+    def _watch_outputs(self, call: Call, output: Any) -> bool:
+        """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
+        hook = _OutputHook(self, call)
+        found = False
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal found
+            if not tensor.requires_grad or tensor.grad_fn is None:
+                return tensor
+            found = True
+            base = tensor._base if tensor._is_view() else None
+            if base is not None and base.grad_fn is not None:
+                # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
+                base.grad_fn.register_prehook(_uncompiled(hook))
+            tensor.register_hook(_uncompiled(hook))
+            return tensor
+
+        map_tensors(watch, output)
+        if found:
+            self._calls.add(call)
+            return True
+        return not _wants_gradient(self)
+
+    def pre_backward(self, call: Call) -> None:
+        """Backward has reached an output of `call`."""
+        self.schedule.begin_backward(self)
+        if call.is_active:
+            return
+        call.is_active, call.is_done = True, False
+        self.unshard()
+        self.schedule.prefetch_backward(self, call)
+        self.emit(EventKind.BACKWARD_BEGIN)
+
+    def post_backward(self, call: Call) -> None:
+        """Backward has passed all inputs of `call`."""
+        call.is_active, call.is_done = False, True
+        self.emit(EventKind.BACKWARD_END)
+        pending = [c for c in self._calls if not c.is_done]
+        if not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending):
+            self._after_backward(call.previous)
+        if not pending:
+            for bucket in self.buckets:
+                self.schedule.reduce_when_due(self, bucket)
+
+    def gradient_appeared(self, bucket: Bucket, index: int) -> None:
+        """Autograd has accumulated the gradient of one parameter of `bucket`."""
+        gradient = bucket.gradient
+        assert gradient is not None  # noqa: S101 -- only trainable buckets have the hook
+        self.schedule.begin_backward(self)
+        gradient.collect(index)
+        if gradient.is_complete:
+            self.schedule.reduce_when_due(self, bucket)
+            self._reshard_if_complete()
+
+    def _reshard_if_complete(self) -> None:
+        """Reshard once all gradients are there, where nothing else tells that backward has left the unit.
+
+        With an input that wants a gradient, a parameter may still be read on the way to it; likewise a frozen one.
+        """
+        if any(b.gradient is None or not b.gradient.is_complete for b in self.buckets):
+            return
+        if all(call.inputs_left is None for call in self._calls):
+            for call in self._calls:
+                call.is_active, call.is_done = False, True
+            self._after_backward(None)
+
+    def _after_backward(self, previous: Unit | None) -> None:
+        if self.reshard_after_backward:
+            self.reshard()
+        self.schedule.prefetch_after_backward(previous)
+
+    def finish_backward(self) -> None:
+        """The whole backward is over: forget its calls and leave nothing unsharded."""
+        for call in self._calls:
+            call.is_active, call.is_done = False, True
+        if self.reshard_after_backward:
+            self.reshard()
+
+    def __deepcopy__(self, memo: object) -> Unit:
+        raise LifecycleError(
+            f"cannot copy a sharded model (unit {self.name!r})",
+            hint="deepcopy the model before sharding it, or build a second one and load the state dict",
+        )
+
+
+class _GradientHook:
+    """Post-accumulate hook of one original parameter."""
+
+    def __init__(self, unit: Unit, bucket: Bucket, index: int) -> None:
+        self.unit, self.bucket, self.index = weakref.ref(unit), bucket, index
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if (unit := self.unit()) is not None:
+            with _located(unit, "gradient"):
+                unit.gradient_appeared(self.bucket, self.index)
+
+
+class _OutputHook:
+    """Gradient hook of a unit's outputs; owns the call."""
+
+    def __init__(self, unit: Unit, call: Call) -> None:
+        self.unit, self.call = unit, call
+
+    def __call__(self, gradient: Any) -> None:
+        with _located(self.unit, "pre-backward"):
+            self.unit.pre_backward(self.call)
+
+
+class _InputHook:
+    """Hook of the identities in front of a unit's inputs."""
+
+    def __init__(self, unit: Unit, call: Call) -> None:
+        self.unit, self.call, self.fired = unit, weakref.ref(call), 0
+
+    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
+        call = self.call()
+        if call is None:
+            return
+        self.fired += 1
+        if self.fired == call.inputs_left:
+            self.fired = 0
+            if call.is_active:
+                with _located(self.unit, "post-backward"):
+                    self.unit.post_backward(call)
+
+
+class _located:  # noqa: N801 -- reads as a statement
+    """Adds rank, unit and phase to errors that do not say them."""
+
+    def __init__(self, unit: Unit, phase: str) -> None:
+        self.unit, self.phase = unit, phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, FullshardError):
+            error.add_note(f"fullshard: rank {self.unit.mesh.rank}, unit {self.unit.name!r}, {self.phase}")
+
+
+def _by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
+    """Slots grouped by (stored dtype, trainable), which with the unit's policy fixes all other dtypes."""
+    groups: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault((slot.parameter.dtype, slot.parameter.requires_grad), []).append(slot)
+    return list(groups.values())
+
+
+def _wants_gradient(unit: Unit) -> bool:
+    return any(p.requires_grad for bucket in unit.buckets for p in bucket.sharded_parameters)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _uncompiled(function: Any) -> Any:
+    """Keep dynamo out of a hook. (`torch.compiler.disable` would import dynamo, which takes seconds.)"""
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    hook._torchdynamo_disable_msg = "fullshard runs its hooks outside the graph"  # type: ignore[attr-defined]
+    return hook

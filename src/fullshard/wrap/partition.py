@@ -1,0 +1,104 @@
+"""Which unit owns which parameter.
+
+A parameter belongs to the innermost unit module around it. A tied parameter (one object under several names) belongs
+to the innermost unit around *all* its places, so that it is whole wherever it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+
+@dataclass(slots=True)
+class Slot:
+    """One parameter and every place of the module tree that refers to it.
+
+    Attributes:
+        parameter: the original parameter object.
+        owners: `(module, attribute)` of each place, definition order.
+        replaced: earlier objects of this parameter, which the user may still hold (those on the meta device).
+    """
+
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    replaced: list[nn.Parameter] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class UnitPlan:
+    """The parameters one unit will own.
+
+    Attributes:
+        modules: the unit's module; several if they are unsharded together.
+        slots: its parameters in definition order.
+    """
+
+    modules: list[nn.Module]
+    slots: list[Slot] = field(default_factory=list)
+
+
+def partition(
+    modules: Sequence[nn.Module],
+    unit_modules: Iterable[nn.Module] = (),
+    *,
+    ignored: Iterable[nn.Parameter] = (),
+    stop_at: Iterable[nn.Module] = (),
+) -> list[UnitPlan]:
+    """Assign every parameter below `modules` to a unit.
+
+    Args:
+        modules: roots of the walk; together they are the outermost unit.
+        unit_modules: modules below them that are units of their own.
+        ignored: parameters to leave alone.
+        stop_at: subtrees that are not entered (units made earlier).
+
+    Returns:
+        One plan per unit, inner units before the units around them, the outermost last.
+    """
+    root = UnitPlan(list(modules))
+    plans = {id(module): UnitPlan([module]) for module in unit_modules if all(module is not m for m in modules)}
+    skip, left_alone = {id(m) for m in stop_at}, {id(p) for p in ignored}
+    slots: dict[int, Slot] = {}
+    chains: dict[int, list[UnitPlan]] = {}
+    finished: list[UnitPlan] = []
+    visited: set[tuple[int, int]] = set()
+
+    def visit(module: nn.Module, chain: list[UnitPlan]) -> None:
+        if id(module) in skip:
+            return
+        plan = plans.get(id(module))
+        if plan is not None:
+            chain = [*chain, plan]
+        # A module that is shared by two units is seen once under each, and once only.
+        if (id(module), id(chain[-1])) in visited:
+            return
+        visited.add((id(module), id(chain[-1])))
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in left_alone:
+                continue
+            slot = slots.setdefault(id(parameter), Slot(parameter))
+            if not any(owner is module and name == attribute for owner, name in slot.owners):
+                slot.owners.append((module, attribute))
+            chains[id(parameter)] = _common(chains.get(id(parameter), chain), chain)
+        for child in module.children():
+            visit(child, chain)
+        if plan is not None and all(plan is not other for other in finished):
+            finished.append(plan)
+
+    for module in modules:
+        visit(module, [root])
+    finished.append(root)
+    for key, slot in slots.items():
+        chains[key][-1].slots.append(slot)
+    return finished
+
+
+def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:
+    """The common beginning of two chains of nested units."""
+    length = 0
+    while length < min(len(one), len(other)) and one[length] is other[length]:
+        length += 1
+    return one[:length]

@@ -1,0 +1,117 @@
+"""Runs a function on several real processes over Gloo and brings back what each returned.
+
+The processes are kept for the whole test session, because importing torch takes longer than most tests; each call gets
+a new process group. A call that fails, hangs or kills a rank ends the processes, and the next call starts new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import random
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_CONTEXT = mp.get_context("spawn")
+
+
+def _serve(tasks: Any, results: Any) -> None:
+    """Body of a worker process: one task after the other."""
+    torch.set_num_threads(1)
+    while True:
+        rank, world_size, store, function, args = tasks.get()
+        environment = dict(os.environ)
+        own = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+        os.environ.update({key: str(value) for key, value in own.items()})
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            )
+            results.put((rank, True, function(*args)))
+        except BaseException:
+            results.put((rank, False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.workers: list[tuple[Any, Any]] = []
+        self.results = _CONTEXT.Queue()
+
+    def grow(self, size: int) -> None:
+        # Read when a worker imports torch: one thread per rank, or the ranks starve each other.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        while len(self.workers) < size:
+            tasks = _CONTEXT.Queue()
+            worker = _CONTEXT.Process(target=_serve, args=(tasks, self.results), daemon=True)
+            worker.start()
+            self.workers.append((worker, tasks))
+
+    def end(self) -> None:
+        for worker, _ in self.workers:
+            worker.kill()
+            worker.join()
+        self.workers = []
+        self.results = _CONTEXT.Queue()
+
+
+_POOL = _Pool()
+atexit.register(_POOL.end)
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+    """Call `function(*args)` on `world_size` ranks and return the results in rank order.
+
+    Args:
+        function: a function at module level.
+        world_size: number of processes, joined in a Gloo process group.
+        args: passed on; must be picklable.
+        timeout: seconds until all processes are ended and the test fails.
+
+    Raises:
+        RuntimeError: a rank raised (the message holds the first traceback), died, or the time is over.
+    """
+    _POOL.grow(world_size)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            for rank, (_, tasks) in enumerate(_POOL.workers[:world_size]):
+                tasks.put((rank, world_size, str(Path(directory) / "store"), function, args))
+            return _collect(world_size, time.monotonic() + timeout)
+    except BaseException:
+        _POOL.end()
+        raise
+
+
+def _collect(world_size: int, deadline: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    while len(values) < world_size:
+        try:
+            rank, succeeded, value = _POOL.results.get(timeout=0.5)
+        except queue.Empty:
+            codes = {r: worker.exitcode for r, (worker, _) in enumerate(_POOL.workers[:world_size])}
+            dead = [r for r, code in codes.items() if code is not None]
+            if dead:
+                raise RuntimeError(f"rank {dead[0]} died with exit code {codes[dead[0]]}") from None
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"ranks {sorted(set(codes) - set(values))} did not finish in time") from None
+            continue
+        if not succeeded:
+            raise RuntimeError(f"rank {rank} raised:\n{value}")
+        values[rank] = value
+    return [values[rank] for rank in range(world_size)]
