@@ -31,7 +31,7 @@ def _serve(tasks: Any, results: Any) -> None:
     while True:
         rank, world_size, store, function, args = tasks.get()
         environment = dict(os.environ)
-        own = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({key: str(value) for key, value in own.items()})
         torch.manual_seed(0)
         random.seed(0)

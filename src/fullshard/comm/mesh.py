@@ -149,7 +149,8 @@ def _own_group(rank_lists: list[list[int]], rank: int) -> dist.ProcessGroup | No
 def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
     if device_mesh.ndim not in (1, 2):
         raise ConfigError(
-            f"a mesh of {device_mesh.ndim} axes {device_mesh.mesh_dim_names}", hint="1-D (shard) or 2-D (replicate, shard)"
+            f"a mesh of {device_mesh.ndim} axes {device_mesh.mesh_dim_names}",
+            hint="1-D (shard) or 2-D (replicate, shard)",
         )
     ranks = device_mesh.mesh
     if torch.equal(ranks.flatten(), torch.arange(dist.get_world_size())):

@@ -75,7 +75,8 @@ class Strategy:
             expected = shard_size
         if shard_size not in (None, expected):
             raise ConfigError(
-                f"{self.name} has a shard group of {expected} ranks at world size {world_size}, got shard_size = {shard_size}",
+                f"{self.name} has a shard group of {expected} ranks at world size {world_size}, "
+                f"got shard_size = {shard_size}",
                 hint="leave shard_size out, or use HYBRID_SHARD",
             )
         if expected < 1 or world_size % expected:

@@ -20,7 +20,9 @@ def describe_structure(units: Sequence[Unit]) -> list[str]:
     for unit in units:
         for number, bucket in enumerate(unit.buckets):
             reduce = bucket.gradient.dtype if bucket.gradient is not None else "frozen"
-            where = f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce})"
+            where = (
+                f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce})"
+            )
             for parameter in bucket.sharded_parameters:
                 shape = tuple(parameter.global_shape)
                 grad = parameter.requires_grad

@@ -30,6 +30,7 @@ from fullshard.wrap.partition import Slot
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
+
 class Bucket:
     """Storage of one bucket and its way from sharded to unsharded and back.
 

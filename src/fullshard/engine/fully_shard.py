@@ -82,7 +82,7 @@ def fully_shard(
     """
     if shard_placement_fn is not None:
         raise ConfigError("shard_placement_fn has no meaning here: units are cut into intervals", hint="leave it out")
-    modules = module if isinstance(module, list) else [module]
+    modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
     _check_reshard(reshard_after_forward)
     _check_offload(offload_policy, resolved)
@@ -129,7 +129,8 @@ def shard_model(
         strategy: a row of `core.strategy`, by name or code.
         shard_size: ranks per shard group; needed by hybrid strategies only.
         reshard_after_forward: overrides the strategy's column.
-        mp_policy, offload_policy: as for `fully_shard`.
+        mp_policy: as for `fully_shard`.
+        offload_policy: as for `fully_shard`.
         ignored_params: parameters to leave alone.
         forward_prefetch: unshard the next unit while one runs forward.
         backward_prefetch: a name of `BackwardPrefetch`.
@@ -301,7 +302,7 @@ def meta_parameters() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -28,7 +28,8 @@ from fullshard.engine.parameter import ShardedParameter, mesh_of_gradient, shard
 from fullshard.engine.unit import Unit
 
 NEEDS_WHOLE_TENSORS = frozenset(
-    "Adafactor Adalomo CAME LAMB Lamb FusedLAMB LARS Lars LBFGS Muon Shampoo DistributedShampoo SOAP SparseAdam".split()
+    {"Adafactor", "Adalomo", "CAME", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "LBFGS"}
+    | {"Muon", "Shampoo", "DistributedShampoo", "SOAP", "SparseAdam"}
 )
 """Optimizers whose update of an element depends on the rest of its tensor; wrong on slices."""
 
@@ -57,7 +58,8 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    return torch_clip.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    norm: torch.Tensor = torch_clip.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    return norm
 
 
 def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
@@ -76,7 +78,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """torch's total norm, with the sharded gradients' part summed over their shard group."""
+    """Torch's total norm, with the sharded gradients' part summed over their shard group."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     sharded: dict[Mesh, list[torch.Tensor]] = {}
     ordinary = []
@@ -92,9 +94,11 @@ def _total_norm(
     if ordinary:
         norms.append(_local_total_norm(ordinary, norm_type, False, foreach))
     device = norms[0].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(f"the total norm of order {norm_type} of gradients is {total.item()}, so it cannot be clipped")
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of gradients is {total.item()}, so it cannot be clipped"
+        )
     return total
 
 
@@ -110,12 +114,12 @@ def _group_norm(mesh: Mesh, gradients: Sequence[torch.Tensor], order: float, for
     if order == float("inf"):
         dist.all_reduce(local, op=dist.ReduceOp.MAX, group=mesh.shard_group)
         return local
-    if order == 0:
+    if order == 0:  # a count
         dist.all_reduce(local, group=mesh.shard_group)
         return local
-    powered = local.to(torch.float64) ** order if mesh.device.type == "cpu" else local**order
+    powered = local**order
     dist.all_reduce(powered, group=mesh.shard_group)
-    return (powered ** (1 / order)).to(torch.float32)
+    return powered ** (1 / order)
 
 
 # -- loss scaling -----------------------------------------------------------------------------------------------
@@ -130,7 +134,7 @@ def _unscale_grads(
     found_inf: torch.Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    """torch's unscaling, then agree on whether any rank found an overflow."""
+    """Torch's unscaling, then agree on whether any rank found an overflow."""
     found = _local_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     for mesh in {p.mesh for p in _sharded_parameters(optimizer)}:
         if mesh.world_group is None:
@@ -238,9 +242,8 @@ def _pinned(unit: Unit) -> LifecycleError:
 def install() -> None:
     """Put the three in place; called once when the engine is imported."""
     torch_clip._get_total_norm = _total_norm
-    torch_clip.get_total_norm = _total_norm
     nn.utils.get_total_norm = _total_norm
-    torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[method-assign]
+    torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[method-assign, assignment]
     torch_optimizer.register_optimizer_step_pre_hook(_before_step)
 
 

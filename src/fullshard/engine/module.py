@@ -46,7 +46,7 @@ class FSDPModule:
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether they are freed after backward. False saves gathers between micro-batches; the optimizer frees them."""
+        """Whether they are freed after backward; False saves gathers between micro-batches."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 

@@ -43,6 +43,7 @@ class ShardedParameter(nn.Parameter):
     _index: int
 
     def __new__(cls, bucket: Bucket, index: int, *, requires_grad: bool) -> ShardedParameter:
+        """Cut parameter `index` of `bucket` down to this rank's slice of `main`."""
         rank = bucket.mesh.shard_rank
         data = bucket.main[bucket.layout.shard_slice(index, rank)].detach()
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
@@ -51,8 +52,6 @@ class ShardedParameter(nn.Parameter):
         self.global_shape = torch.Size(bucket.layout.specs[index].shape)
         self.interval = bucket.layout.interval(index, rank)
         return self
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @property
     def name(self) -> str:
@@ -65,7 +64,7 @@ class ShardedParameter(nn.Parameter):
         return self._bucket.mesh
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # type: ignore[override]
         """Dimensions of the whole parameter."""
         return len(self.global_shape)
 
@@ -93,7 +92,7 @@ class ShardedParameter(nn.Parameter):
         """
         return gather_interval(self.detach(), self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"ShardedParameter({self.names[0] if self.names else '?'}, global_shape={tuple(self.global_shape)}, "
             f"interval=[{self.interval.start}, {self.interval.stop}), dtype={self.dtype})"
@@ -112,9 +111,11 @@ class ShardedParameter(nn.Parameter):
         )
 
     def register_hook(self, hook: object) -> NoReturn:
+        """Refused."""
         raise _no_hook(self, "register_hook")
 
     def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Refused."""
         raise _no_hook(self, "register_post_accumulate_grad_hook")
 
 
@@ -161,4 +162,4 @@ def _no_hook(parameter: ShardedParameter, method: str) -> LifecycleError:
 # torch turns its foreach and fused optimizers on only for types in these lists (DTensor is added the same way).
 for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
     if ShardedParameter not in _types:
-        _types.append(ShardedParameter)
+        _types.append(ShardedParameter)  # type: ignore[arg-type]

@@ -386,7 +386,7 @@ class _InputHook:
                     self.unit.post_backward(call)
 
 
-class _located:  # noqa: N801 -- reads as a statement
+class _located:
     """Adds rank, unit and phase to errors that do not say them."""
 
     def __init__(self, unit: Unit, phase: str) -> None:
@@ -417,7 +417,7 @@ def _in_backward() -> bool:
 
 
 def _uncompiled(function: Any) -> Any:
-    """Keep dynamo out of a hook. (`torch.compiler.disable` would import dynamo, which takes seconds.)"""
+    """Keep dynamo out of a hook; `torch.compiler.disable` would import dynamo, which takes seconds."""
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
