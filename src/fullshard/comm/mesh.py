@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -114,9 +115,10 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
     rows = [list(range(r * shard_size, (r + 1) * shard_size)) for r in range(replicate_size)]
     columns = [[row[s] for row in rows] for s in range(shard_size)]
     world_size = dist.get_world_size()
-    control = None if world_size == 1 else dist.new_group(backend="gloo")
-    shard_group = _own_group(rows, rank)
-    replicate_group = _own_group(columns, rank)
+    timeout = _timeout(device)
+    control = None if world_size == 1 else dist.new_group(backend="gloo", timeout=timeout)
+    shard_group = _own_group(rows, rank, timeout)
+    replicate_group = _own_group(columns, rank, timeout)
     return Mesh(
         device,
         rank=rank,
@@ -130,17 +132,24 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
         replicate_group=replicate_group,
         control_group=control,
         gather=collectives_for(shard_group, device),
-        reduce=collectives_for(_own_group(rows, rank), device),
+        reduce=collectives_for(_own_group(rows, rank, timeout), device),
         replicate=collectives_for(replicate_group, device),
     )
 
 
-def _own_group(rank_lists: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+def _timeout(device: torch.device) -> timedelta:
+    """What the user gave `init_process_group`; torch would use the backend's default for further groups."""
+    assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
+    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
+    return timeout
+
+
+def _own_group(rank_lists: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
     """Make one group per list (every rank must take part in making each) and return the one `rank` is in."""
     own = None
     for ranks in rank_lists:
         if len(ranks) > 1:
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
                 own = group
     return own

@@ -49,20 +49,27 @@ class MixedPrecisionPolicy:
         return torch.float32 if compute.itemsize < torch.float32.itemsize else compute
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *, into_mutable: bool = True) -> Any:
     """`value` with `function` applied to every tensor inside dicts, lists, (named) tuples and dataclasses.
 
     Containers that do not change are returned as they are, so that subclasses survive.
+
+    Args:
+        function: what to apply.
+        value: a tensor or anything that holds some.
+        into_mutable: False leaves lists, dicts and dataclasses alone, which somebody may mean to change in place.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
+    if not into_mutable and not isinstance(value, tuple):
+        return value
     if isinstance(value, Mapping):
         mapped = {key: map_tensors(function, item) for key, item in value.items()}
         if all(mapped[key] is value[key] for key in mapped):
             return value
         return mapped if type(value) is dict else _rebuild_mapping(value, mapped)
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(function, item) for item in value]
+        items = [map_tensors(function, item, into_mutable=into_mutable) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -22,7 +22,7 @@ from fullshard.engine.agree import check_agreement, describe_structure
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.unit import Call, Unit, UnitState
 
-REDUCTIONS_IN_FLIGHT = 2
+REDUCTIONS_IN_FLIGHT = 1
 """Reductions that may be under way before the oldest is waited for; bounds the memory of unsharded gradients."""
 
 

@@ -220,7 +220,7 @@ class Unit:
             # In backward with a live call this is checkpointing's recompute: its graph is never run backward.
             call = Call(self.schedule.note_call(self))
             self._current.append(call)
-            args, kwargs = self._watch_inputs(call, (args, kwargs))
+            args, kwargs = self._watch_inputs(call, args, kwargs)
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -241,11 +241,12 @@ class Unit:
             return None
         return cast_floating(output, self.policy.output_dtype)
 
-    def _watch_inputs(self, call: Call, inputs: Any) -> Any:
+    def _watch_inputs(self, call: Call, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
 
         The identity makes it this unit's own: a tensor that other modules read too is complete much later. A view
-        does not forbid the unit to change its input in place, as a custom autograd function would.
+        does not forbid the unit to change its input in place, as a custom autograd function would. Lists and dicts are
+        left as they are: the unit may be meant to change them, and would change a copy.
         """
         done = _uncompiled(_InputHook(self, call))
 
@@ -258,7 +259,8 @@ class Unit:
             call.inputs_left = (call.inputs_left or 0) + 1
             return view
 
-        return map_tensors(watch, inputs)
+        watched = {key: map_tensors(watch, value, into_mutable=False) for key, value in kwargs.items()}
+        return map_tensors(watch, args, into_mutable=False), watched
 
     def _watch_outputs(self, call: Call, output: Any) -> bool:
         """Learn when backward reaches an output; False if no output that autograd can come back through was found."""

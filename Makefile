@@ -1,0 +1,68 @@
+# `make train` and `make test` work on a clean machine: they create what they need.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Where torch comes from: empty is the default index of pip; set it to an index of CPU-only wheels to avoid CUDA
+TORCH_INDEX ?=
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest
+# Processes of `make train`; empty lets fullshard choose: 2 on a CPU, one per device otherwise.
+NPROC ?=
+ARGS ?=
+
+.PHONY: help venv train test test-full test-gpu lint format bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: its wheel decides between CPU and CUDA, and nothing after it may change that choice.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.run
+
+# Only what training needs; a development environment has it already.
+$(VENV)/.run: $(VENV)/.torch
+	$(PIP_INSTALL) --editable '.[hf,plots]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	DS_BUILD_OPS=0 $(PIP_INSTALL) --editable '.[bench]'
+	@touch $@
+
+venv: $(VENV)/.dev  ## create .venv with everything for development
+
+train: $(VENV)/.run  ## train the default model on 2 processes (options: ARGS="--steps 50 ...")
+	$(BIN)/fullshard train $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
+
+test: $(VENV)/.dev  ## run the default tests
+	$(PYTEST) -m 'not full and not gpu' $(ARGS)
+
+test-full: $(VENV)/.dev  ## run the default and the slow tests
+	$(PYTEST) -m 'not gpu' $(ARGS)
+
+test-gpu: $(VENV)/.dev  ## run the tests that need an accelerator
+	$(PYTEST) -m gpu $(ARGS)
+
+lint: $(VENV)/.dev  ## check style, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev  ## rewrite the files in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.bench  ## compare with the other engines on 2 processes (options: ARGS="--quick")
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+clean:  ## remove caches and the default output of `make train`; .venv stays
+	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,239 @@
+"""`python -m benchmarks.run`: measures the engines on the rows, interleaved, and writes one record.
+
+Every (row, repeat) runs each engine once in fresh processes, so that peak memory is an engine's own, and in an order
+that rotates from repeat to repeat, so that a machine that slows down for a while does not favour anyone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import os
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+from torch.distributed import TCPStore
+
+from benchmarks.catalog import BACKENDS, BARE, ENGINES, QUICK_ROW, ROWS, Row
+from benchmarks.record import (
+    FORMAT,
+    JOB,
+    RANK_RESULT,
+    RESULTS,
+    ROOT,
+    Job,
+    RankResult,
+    Record,
+    Run,
+    describe_machine,
+    git_state,
+    save,
+)
+from benchmarks.table import render
+
+# How long the other ranks may take to end by themselves once one has failed; they usually wait for it in a collective.
+GRACE_SECONDS = 5.0
+POLL_SECONDS = 0.05
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line; wrong names end the program with the list of right ones."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.add_argument("--rows", nargs="+", default=["*"], metavar="ROW", help="names or patterns such as '124m-*'")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES), metavar="ENGINE",
+                        help=f"of {', '.join(ENGINES)}")  # fmt: skip
+    parser.add_argument("--repeats", type=_at_least_one, help="default 5, with --quick 1")
+    parser.add_argument("--steps", type=_at_least_one, help="measured steps per run, default 10, with --quick 5")
+    parser.add_argument("--warmup", type=_at_least_one, help="steps before them, default 3, with --quick 2")
+    parser.add_argument("--ranks", type=_at_least_one, default=2, help="processes of the distributed engines")
+    parser.add_argument("--device", default="cpu", choices=list(BACKENDS))
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=17)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which one run is an error")
+    parser.add_argument("--name", help="of the record in benchmarks/results, default such as cpu-2ranks")
+    parser.add_argument("--quick", action="store_true", help=f"a smoke test: {QUICK_ROW} once, a few steps")
+    parser.add_argument("--allow-failures", action="store_true", help="exit with 0 although an engine failed")
+    options = parser.parse_args(arguments)
+    if options.quick and options.rows == ["*"]:
+        options.rows = [QUICK_ROW]
+    for option, full, quick in (("repeats", 5, 1), ("steps", 10, 5), ("warmup", 3, 2)):
+        if getattr(options, option) is None:
+            setattr(options, option, quick if options.quick else full)
+    for pattern in options.rows:
+        if not fnmatch.filter(ROWS, pattern):
+            parser.error(f"no row matches {pattern!r}; rows are {', '.join(ROWS)}")
+    options.name = options.name or f"{options.device}-{options.ranks}ranks{'-quick' if options.quick else ''}"
+    return options
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def plan_jobs(options: argparse.Namespace) -> Iterator[tuple[int, Job]]:
+    """All jobs in the order they run, each with its position in its repeat."""
+    rows: list[Row] = [row for row in ROWS.values() if any(fnmatch.fnmatch(row.name, p) for p in options.rows)]
+    engines = [engine for engine in ENGINES if engine in options.engines]
+    for row in rows:
+        for repeat in range(options.repeats):
+            shift = repeat % len(engines)
+            for position, engine in enumerate(engines[shift:] + engines[:shift]):
+                job = Job(
+                    row=row,
+                    engine=engine,
+                    repeat=repeat,
+                    ranks=1 if engine == BARE else options.ranks,
+                    warmup=options.warmup,
+                    steps=options.steps,
+                    seed=options.seed,
+                    lr=options.lr,
+                    device=options.device,
+                )
+                yield position, job
+
+
+def run_job(job: Job, position: int, timeout: float) -> Run:
+    """Runs one job in its own processes and returns what they measured, or why they did not."""
+    start, busy, own = time.monotonic(), _busy_cpu_seconds(), _own_cpu_seconds()
+    with tempfile.TemporaryDirectory(prefix="fullshard-bench-") as folder:
+        error = _run_ranks(job, Path(folder), timeout)
+        ranks: list[RankResult] = []
+        try:
+            if error is None:
+                results = [_result(Path(folder), rank).read_bytes() for rank in range(job.ranks)]
+                ranks = [RANK_RESULT.validate_json(result) for result in results]
+        except (OSError, ValidationError) as broken:
+            error = f"a rank ended without a readable result: {type(broken).__name__}"
+    return Run(
+        job=job,
+        position=position,
+        wall_seconds=time.monotonic() - start,
+        other_cpu_seconds=(_busy_cpu_seconds() - busy) - (_own_cpu_seconds() - own),
+        ranks=ranks,
+        error=error,
+    )
+
+
+def _run_ranks(job: Job, folder: Path, timeout: float) -> str | None:
+    """Starts a process per rank and waits for all; returns the reason if the job failed."""
+    # The store lives here and the ranks join it, as they do under torchrun: no port to guess and none to collide on.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(job.ranks):
+        command = [sys.executable, "-m", "benchmarks.worker", JOB.dump_json(job).decode(), str(_result(folder, rank))]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(job.ranks),
+            "LOCAL_WORLD_SIZE": str(job.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        with _log(folder, rank).open("wb") as log:
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        return _wait(ranks, folder, time.monotonic() + timeout, timeout)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float, timeout: float) -> str | None:
+    failed: int | None = None
+    while any(process.poll() is None for process in ranks):
+        if failed is None:
+            failed = next((rank for rank, process in enumerate(ranks) if process.returncode), None)
+            if failed is not None:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_SECONDS)
+    if failed is None:
+        failed = next((rank for rank, process in enumerate(ranks) if process.returncode), None)
+    if failed is not None:
+        return f"rank {failed}: {_last_words(_log(folder, failed), ranks[failed].returncode)}"
+    if any(process.returncode is None for process in ranks):
+        return f"not finished after {timeout:g} s"
+    return None
+
+
+def _last_words(log: Path, returncode: int) -> str:
+    """The exception of a failed rank on one line, without the paths of this machine."""
+    # torch puts the rank before each line of a traceback.
+    text = re.sub(r"^\[rank\d+\]: ", "", log.read_text(errors="replace"), flags=re.MULTILINE)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    raised = [index for index, line in enumerate(lines) if line.partition(":")[0].endswith(("Error", "Exception"))]
+    said = " ".join(lines[raised[-1] : raised[-1] + 3]) if raised else (lines[-1] if lines else "no output")
+    for path, name in ((str(ROOT), "."), (sys.prefix, "python"), (tempfile.gettempdir(), "tmp")):
+        said = said.replace(path, name)
+    return f"{said[:300]} (exit code {returncode})"
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def _busy_cpu_seconds() -> float:
+    """CPU time all processes and, where it is reported, other guests of the host have used since start-up."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (
+        int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_cpu_seconds() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs everything, prints the table, returns the exit code: 1 if an engine failed and that is not allowed."""
+    options = parse_arguments(arguments)
+    commit, dirty = git_state()
+    record = Record(
+        format=FORMAT,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["python", "-m", "benchmarks.run", *arguments]),
+        commit=commit,
+        dirty=dirty,
+        machine=describe_machine(),
+    )
+    path = RESULTS / f"{options.name}.json"
+    jobs = list(plan_jobs(options))
+    for number, (position, job) in enumerate(jobs, start=1):
+        run = run_job(job, position, options.timeout)
+        record.runs.append(run)
+        save(record, path)
+        outcome = run.error or f"{sorted(run.ranks[0].step_seconds)[job.steps // 2]:.3f} s/step"
+        print(f"[{number}/{len(jobs)}] {job.row.name} repeat {job.repeat} {job.engine}: {outcome}", flush=True)
+    print(f"\n{render(record)}\nrecord: {path.relative_to(ROOT)}")
+    num_failed = sum(run.error is not None for run in record.runs)
+    if num_failed:
+        print(f"{num_failed} of {len(jobs)} runs failed", file=sys.stderr)
+    return 1 if num_failed and not options.allow_failures else 0
+
+
+if __name__ == "__main__":
+    # Without this a terminated benchmark would leave its workers behind; so the exit unwinds and they are ended.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    sys.exit(main(sys.argv[1:]))

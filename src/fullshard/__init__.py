@@ -1,0 +1,58 @@
+"""Fully Sharded Data Parallel training for PyTorch.
+
+The names below are imported when they are first used, so `import fullshard` and `fullshard --help` load no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, accelerate
+    from fullshard.engine import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        ShardedParameter,
+        clip_grad_norm_,
+        fully_shard,
+        no_sync,
+        shard_model,
+        unsharded,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Accelerator",
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "FullyShardedDataParallelPlugin",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardedParameter",
+    "__version__",
+    "accelerate",
+    "clip_grad_norm_",
+    "fully_shard",
+    "no_sync",
+    "shard_model",
+    "unsharded",
+]
+
+_API = ("Accelerator", "FullyShardedDataParallelPlugin", "accelerate")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module("fullshard.api" if name in _API else "fullshard.engine")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
