@@ -24,7 +24,8 @@ class Gradient:
     """The gradient side of a trainable bucket.
 
     Attributes:
-        dtype: in which gradients are collected, summed and accumulated.
+        dtype: in which gradients are collected and summed over ranks.
+        main_dtype: in which they are accumulated over micro-batches: the wider of `dtype` and the stored dtype.
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: the same since the last `finish`; more than `fired` after backwards under `no_sync`.
         divisor: what the sum over all ranks is divided by.
@@ -33,6 +34,7 @@ class Gradient:
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         self.bucket, self.dtype = bucket, dtype
+        self.main_dtype = torch.promote_types(dtype, bucket.dtype)
         self.fired: set[int] = set()
         self.used: set[int] = set()
         self.divisor = float(bucket.mesh.world_size)
@@ -134,7 +136,7 @@ class Gradient:
         if self._earlier is not None:
             shard.add_(self._earlier)
             self._earlier = None
-        self._accumulate(shard, used)
+        self._accumulate(shard.to(self.main_dtype), used)
         self.used = set()
         return True
 
@@ -153,7 +155,7 @@ class Gradient:
         for index, parameter in enumerate(parameters):
             if index not in used and parameter.grad is None:
                 continue
-            if self._published[index] is None or self.dtype != self.bucket.dtype:
+            if self._published[index] is None or self.main_dtype != self.bucket.dtype:
                 parameter.grad = self._main[layout.shard_slice(index, rank)].to(self.bucket.dtype)
             assert parameter.grad is not None  # noqa: S101 -- just set, or set before
             self._published[index] = (parameter.grad, parameter.grad._version)
@@ -163,7 +165,7 @@ class Gradient:
 
         Where the dtypes differ the published tensor is a rounded copy, so a change in place counts as touched too.
         """
-        copied = self.dtype != self.bucket.dtype
+        copied = self.main_dtype != self.bucket.dtype
         for parameter, published in zip(self.bucket.sharded_parameters, self._published, strict=True):
             grad, version = published if published is not None else (None, 0)
             if parameter.grad is not grad or (copied and grad is not None and grad._version != version):
