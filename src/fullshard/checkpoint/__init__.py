@@ -1,0 +1,19 @@
+"""Checkpoints: saved by any number of ranks, loaded by any other, proved byte by byte, exported to Hugging Face."""
+
+from fullshard.checkpoint.catalog import latest_checkpoint
+from fullshard.checkpoint.export import export_hf
+from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict
+from fullshard.checkpoint.load import load_checkpoint
+from fullshard.checkpoint.save import save_checkpoint
+from fullshard.checkpoint.verify import Verification, verify_checkpoint
+
+__all__ = [
+    "Verification",
+    "export_hf",
+    "full_state_dict",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_full_state_dict",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

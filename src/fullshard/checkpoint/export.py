@@ -1,0 +1,274 @@
+"""Export a model as a Hugging Face directory that `from_pretrained` reads, without ever holding it whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.format import DTYPES
+from fullshard.checkpoint.full_state import full_tensor
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.storage import (
+    TensorEntry,
+    TensorFileWriter,
+    commit_directory,
+    make_temp_directory,
+    temp_directory,
+    write_file,
+)
+from fullshard.checkpoint.tensors import LocalTensor, dtype_name, local_buffers, local_parameters, rest, tensor_bytes
+from fullshard.core.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def export_hf(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+) -> Path:
+    """Write the weights, configuration and tokenizer of `model` for `from_pretrained`. A collective.
+
+    Parameters are gathered one at a time and written at once, so besides the shards every device holds one whole
+    parameter and rank 0's host up to two copies of it, however large the model and `max_shard_size` are. The directory
+    appears under its name only when it is complete.
+
+    Names and layout are those `save_pretrained` would write, also where Transformers keeps another layout in memory
+    (experts). The exception, which is logged, are models whose layout on disk joins several parameters into one: they
+    are written as they are in memory, which `from_pretrained` reads as well.
+
+    Args:
+        path: directory to create; only rank 0 writes.
+        model: a Transformers model, sharded or not. Of other modules only the weights are written.
+        tokenizer: anything with `save_pretrained`: a tokenizer or a processor.
+        dtype: store floating-point tensors as this; default: as they are.
+        max_shard_size: bytes of tensors per file, a number or text such as `5GB` (10**9) or `5GiB` (2**30). A single
+            tensor that is larger gets a file of its own.
+        overwrite: replace `path` if it exists.
+
+    Returns:
+        `path`.
+
+    Raises:
+        CheckpointError: on every rank; nothing new is left at `path`.
+        ConfigError: `max_shard_size` or `dtype` that cannot be understood.
+    """
+    limit, cast = parse_size(max_shard_size), _parse_dtype(dtype)
+    final = Path(path).absolute()
+    ranks = Ranks.of(model)
+    export_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
+    temp = temp_directory(final, export_id)
+    try:
+        plan, convert = ranks.together(f"exporting {final}", lambda: _plan(model, ranks.rank, limit=limit, cast=cast))
+        ranks.on_rank_0(f"exporting {final}", lambda: make_temp_directory(final, export_id, overwrite=overwrite))
+        _write_weights(temp, plan, convert, ranks)
+
+        def finish() -> None:
+            _write_index(temp, plan)
+            _write_configuration(temp, model, cast)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temp)
+            commit_directory(temp, final, export_id)
+
+        ranks.on_rank_0(f"exporting {final}", finish)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(temp, ignore_errors=True)
+        raise
+    return final
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """Part of a file that comes from one parameter or buffer.
+
+    Attributes:
+        source: what to gather.
+        entries: the tensors made of it that go into this file, in the order they are stored.
+    """
+
+    source: LocalTensor
+    entries: list[TensorEntry]
+
+
+_Plan = list[tuple[str, list[_Member]]]
+"""Files in order, each with its members in the order they are stored."""
+
+
+class _Converter:
+    """From a whole parameter to the tensors that Transformers stores for it.
+
+    Usually that is the parameter itself. But Transformers 5 keeps some models in another form in memory than on disk,
+    such as all experts of a layer in one tensor, and other software reads the form on disk.
+    """
+
+    def __init__(self, model: nn.Module, sources: Sequence[LocalTensor], *, cast: torch.dtype | None) -> None:
+        self._model, self._cast = model, cast
+        self._tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+        self._ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        self._revert = _weight_conversion(model)
+        if self._revert is not None and not self._is_separable(sources):
+            logger.warning(
+                "%s is exported in the form it has in memory: its form on disk joins several parameters into one",
+                type(model).__name__,
+            )
+            self._revert = None
+
+    def __call__(self, source: LocalTensor, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The stored tensors by name. Works on the meta device too, to learn names and shapes."""
+        sources = [name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied)]
+        name = sources[0] if sources else source.name  # the name that the others are tied to
+        if name in self._ignored:
+            return {}
+        if self._cast is not None and whole.is_floating_point():
+            whole = whole.to(self._cast)
+        return {name: whole} if self._revert is None else dict(self._revert(self._model, {name: whole}))
+
+    def _is_separable(self, sources: Sequence[LocalTensor]) -> bool:
+        """Whether every parameter can be converted alone, which streaming needs."""
+        revert = self._revert
+        assert revert is not None  # noqa: S101 -- the caller checked
+        try:
+            alone = [shape for source in sources for shape in _shapes(self(source, _meta(source)))]
+            self._revert = None
+            metas = {name: t for source in sources for name, t in self(source, _meta(source)).items()}
+            together = _shapes(revert(self._model, metas))
+        except (KeyError, ValueError, RuntimeError, IndexError, TypeError):
+            return False
+        finally:
+            self._revert = revert
+        return sorted(alone) == sorted(together)
+
+
+def _meta(source: LocalTensor) -> torch.Tensor:
+    return torch.empty(source.shape, dtype=source.tensor.dtype, device="meta")
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
+def _weight_conversion(model: nn.Module) -> Callable[[Any, dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None:
+    """Transformers' conversion from the form in memory to the form on disk; None if the version has none."""
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return None
+    loading = sys.modules.get("transformers.core_model_loading")  # there if the model comes from Transformers 5
+    return getattr(loading, "revert_weight_conversion", None)
+
+
+def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, _Converter]:
+    """Which tensor goes into which file, the same on every rank."""
+    if hasattr(model, "peft_config"):
+        raise CheckpointError(
+            "the model carries adapters, whose names no plain model has",
+            hint="merge them into the base model first, or save the adapters alone",
+        )
+    rest(model)
+    sources = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
+    convert = _Converter(model, sources, cast=cast)
+    shards: list[list[_Member]] = [[]]
+    filled = 0
+    for source in sources:
+        for name, tensor in convert(source, _meta(source)).items():
+            entry = TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape))
+            if filled and filled + entry.nbytes > limit:
+                shards.append([])
+                filled = 0
+            if not shards[-1] or shards[-1][-1].source is not source:
+                shards[-1].append(_Member(source, []))
+            shards[-1][-1].entries.append(entry)
+            filled += entry.nbytes
+    for shard in shards:  # all tensors made of one source have one dtype, so this is their order in the file
+        shard.sort(key=lambda member: -DTYPES[member.entries[0].dtype][1])
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    return list(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True)), convert
+
+
+def _write_weights(directory: Path, plan: _Plan, convert: _Converter, ranks: Ranks) -> None:
+    """Gather every tensor and let rank 0 write it.
+
+    An error on rank 0 does not stop the gathering, which the other ranks take part in; it is raised after the file.
+    """
+    for name, members in plan:
+        error: Exception | None = None
+        with contextlib.ExitStack() as stack:
+            writer: TensorFileWriter | None = None
+            for member in members:
+                whole = full_tensor(member.source)
+                if ranks.rank != 0 or error is not None:
+                    continue
+                try:
+                    if writer is None:
+                        entries = [entry for m in members for entry in m.entries]
+                        writer = stack.enter_context(TensorFileWriter(directory / name, entries, {"format": "pt"}))
+                    converted = convert(member.source, whole)
+                    for entry in member.entries:
+                        writer.write(entry.name, tensor_bytes(converted[entry.name]))
+                    if member is members[-1]:
+                        writer.finish()
+                except Exception as caught:
+                    error = caught
+        ranks.fail_together(f"writing {name}", error)
+
+
+def _write_index(directory: Path, plan: _Plan) -> None:
+    if len(plan) == 1:
+        return
+    files = {entry.name: (name, entry.nbytes) for name, members in plan for m in members for entry in m.entries}
+    index = {
+        "metadata": {"total_size": sum(nbytes for _, nbytes in files.values())},
+        "weight_map": {tensor: name for tensor, (name, _) in sorted(files.items())},
+    }
+    write_file(directory / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+
+
+def _write_configuration(directory: Path, model: nn.Module, cast: torch.dtype | None) -> None:
+    """`config.json` and `generation_config.json`, if it is a Transformers model."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__]
+    dtype = cast or next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if dtype is not None:
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
+    config.save_pretrained(directory)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and hasattr(model, "generate"):
+        generation.save_pretrained(directory)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or a text such as `5GB` (10**9) or `5GiB` (2**30). Raises `ConfigError` for anything else."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
+    nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
+    if nbytes < 1:
+        raise ConfigError(f"cannot read {size!r} as a size", hint="use bytes, or text such as 5GB or 500MiB")
+    return nbytes
+
+
+def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    is_usable = isinstance(found, torch.dtype) and found.is_floating_point and str(found)[len("torch.") :] in DTYPES
+    if dtype is not None and not is_usable:
+        raise ConfigError(f"cannot export as {dtype!r}", hint="use float32, bfloat16 or float16")
+    return found

@@ -1,0 +1,244 @@
+"""The manifest: what a checkpoint directory says about itself. No torch here.
+
+    step-1000/
+      manifest.json                       this schema, with a checksum of its own
+      model-rank00000.safetensors         one file per rank that owns a part: 1-D tensors under parameter names
+      optimizer-rank00000.safetensors     the same for optimizer state, under `PARAMETER/KEY`
+      state-rank00000.safetensors         random number generators of the rank, tensors found in `extra` and the like
+
+Every file of one save carries the same `save_id`, and the manifest holds the size of each file and one crc32c per
+chunk of it, so a file that is torn, flipped, swapped or from another save cannot be read by mistake. Chunks rather
+than whole files, because a rank that loads a part must be able to prove that part without reading the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import google_crc32c
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from fullshard.core.errors import CheckpointError
+from fullshard.core.layout import Interval
+
+FORMAT_VERSION = 1
+"""Raised when a manifest of the old version can no longer be written; every older version stays readable."""
+
+MANIFEST_NAME = "manifest.json"
+CHUNK_NBYTES = 4 * 2**20
+"""Bytes under one checksum: the least a rank reads to prove one element, and few enough checksums for a terabyte."""
+
+DTYPES: dict[str, tuple[str, int]] = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "complex64": ("C64", 8),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+"""torch's dtype name -> (name in safetensors, bytes per element)."""
+
+_PREFIX, _MIDDLE, _SUFFIX = b'{"crc32c":"', b'","manifest":', b"}\n"
+_FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+_Natural = Annotated[int, Field(ge=0)]
+
+
+class _Record(BaseModel):
+    """Part of a manifest: immutable, and refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileRecord(_Record):
+    """One data file.
+
+    Attributes:
+        nbytes: its exact size.
+        crc32c: one checksum per chunk of `Manifest.chunk_nbytes`; the last chunk may be shorter.
+    """
+
+    nbytes: _Natural
+    crc32c: tuple[_Natural, ...]
+
+
+class PieceRecord(_Record):
+    """Elements [start, stop) of a flattened tensor, stored by one rank in its file."""
+
+    rank: _Natural
+    start: _Natural
+    stop: _Natural
+
+    @property
+    def interval(self) -> Interval:
+        """The elements as an interval."""
+        return Interval(self.start, self.stop)
+
+
+class TensorRecord(_Record):
+    """A tensor that is stored in pieces.
+
+    Attributes:
+        shape: global shape; `()` is a scalar.
+        dtype: torch's name without the prefix, for example `bfloat16`.
+        pieces: who stores which elements; empty pieces are left out.
+        aliases: further names of the same tensor (tied parameters).
+    """
+
+    shape: tuple[_Natural, ...]
+    dtype: str
+    pieces: tuple[PieceRecord, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+class StateTensorRecord(TensorRecord):
+    """A tensor of optimizer state.
+
+    Attributes:
+        layout: `interval` if it is laid out like its parameter, `replicated` if every rank holds all of it.
+        is_on_host: whether it lay in host memory although its parameter may not (Adam's `step`).
+    """
+
+    layout: Literal["interval", "replicated"]
+    is_on_host: bool = False
+
+
+class StateValueRecord(_Record):
+    """Optimizer state that is not a tensor, as written by `values.encode_value`."""
+
+    value: JsonValue
+
+
+class GroupRecord(_Record):
+    """A parameter group: its parameters by name and its hyper-parameters."""
+
+    parameters: tuple[str, ...]
+    options: dict[str, JsonValue]
+
+
+class OptimizerRecord(_Record):
+    """An optimizer.
+
+    Attributes:
+        kind: name of its class.
+        groups: its parameter groups in order.
+        state: parameter name -> state key -> what is stored.
+    """
+
+    kind: str
+    groups: tuple[GroupRecord, ...]
+    state: dict[str, dict[str, StateTensorRecord | StateValueRecord]]
+
+
+class MeshRecord(_Record):
+    """Sizes of the device mesh the checkpoint was saved on; for people, nothing depends on it."""
+
+    replicate: int
+    shard: int
+
+
+class Manifest(_Record):
+    """Everything a checkpoint holds except the bytes of its tensors.
+
+    Attributes:
+        format: marks the file as ours.
+        format_version: version of this schema.
+        save_id: unique id of the save, repeated in every data file.
+        saved_at: seconds since the epoch, by the clock of rank 0.
+        world_size: ranks that saved; generators are restored only at this world size.
+        states: name -> encoded Python value (`scheduler`, `scaler`, `extra`, `objects`).
+    """
+
+    format: Literal["fullshard"] = "fullshard"
+    format_version: int = FORMAT_VERSION
+    save_id: str
+    saved_at: float
+    fullshard_version: str
+    torch_version: str
+    world_size: Annotated[int, Field(ge=1)]
+    mesh: MeshRecord
+    chunk_nbytes: Annotated[int, Field(ge=1)] = CHUNK_NBYTES
+    files: dict[_FileName, FileRecord]
+    parameters: dict[str, TensorRecord]
+    buffers: dict[str, TensorRecord]
+    optimizer: OptimizerRecord | None = None
+    states: dict[str, JsonValue] = {}
+
+
+def rank_file_name(kind: str, rank: int) -> str:
+    """Name of the data file of one rank. `kind` is `model`, `optimizer` or `state`."""
+    return f"{kind}-rank{rank:05d}.safetensors"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body."""
+    body = manifest.model_dump_json(exclude_defaults=False).encode()
+    return _PREFIX + f"{google_crc32c.value(body):08x}".encode() + _MIDDLE + body + _SUFFIX
+
+
+def decode_manifest(data: bytes, *, where: str) -> Manifest:
+    """Read what `encode_manifest` wrote.
+
+    Args:
+        data: contents of the manifest file.
+        where: path for messages.
+
+    Raises:
+        CheckpointError: damaged, of a newer version, or not a manifest.
+    """
+    match = re.match(re.escape(_PREFIX) + rb"([0-9a-f]{8})" + re.escape(_MIDDLE), data)
+    if match is None or not data.endswith(_SUFFIX):
+        raise CheckpointError(f"{where} is not a fullshard manifest, or it is damaged")
+    body = data[match.end() : -len(_SUFFIX)]
+    expected, got = int(match[1], 16), google_crc32c.value(body)
+    if got != expected:
+        raise CheckpointError(f"{where} is damaged: its crc32c is {got:08x}, expected {expected:08x}")
+    fields = json.loads(body)
+    version = fields.get("format_version") if isinstance(fields, dict) else None
+    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        raise CheckpointError(
+            f"{where} has format version {version!r}, this fullshard reads 1 to {FORMAT_VERSION}",
+            hint="update fullshard",
+        )
+    try:
+        return Manifest.model_validate_json(body)
+    except ValidationError as error:
+        raise CheckpointError(f"{where} does not follow the schema: {error}") from None
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: no such directory, no manifest in it, or a damaged one.
+    """
+    return decode_manifest(read_manifest_bytes(directory), where=str(directory / MANIFEST_NAME))
+
+
+def read_manifest_bytes(directory: Path) -> bytes:
+    """Contents of the manifest file. Raises `CheckpointError` if there is none."""
+    try:
+        return (directory / MANIFEST_NAME).read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} holds no complete checkpoint: {MANIFEST_NAME} cannot be read ({error.strerror})",
+            hint="latest_checkpoint(parent) names the newest valid one",
+        ) from None

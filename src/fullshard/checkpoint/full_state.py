@@ -1,0 +1,128 @@
+"""Whole tensors in memory: the state dict of the unsharded model, out of the sharded one and back into it.
+
+For models that fit one host. `save_checkpoint` needs no whole tensor anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, modules_with_extra_state, rest
+from fullshard.core.errors import CheckpointError
+from fullshard.engine import ShardedParameter
+from fullshard.engine.module import clean_name
+
+
+def full_tensor(local: LocalTensor) -> torch.Tensor:
+    """The whole of a parameter or buffer; sharded ones are gathered, which is a collective."""
+    if isinstance(local.tensor, ShardedParameter):
+        return local.tensor.full_tensor()
+    return local.tensor.detach()
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
+    """What `state_dict()` of the unsharded model would be. A collective: every rank calls it.
+
+    Parameters are gathered one at a time, so the device needs room for the largest one besides the shards.
+
+    Args:
+        model: sharded or not.
+        rank0_only: return an empty dict on all ranks but 0.
+        cpu: move every tensor to the host as soon as it is whole.
+
+    Returns:
+        Copies under the unsharded model's names, in its order; tied names share one tensor.
+
+    Raises:
+        CheckpointError: inside `unsharded(model)`.
+    """
+    rest(model)
+    rank = Ranks.of(model).rank
+    keep = rank == 0 or not rank0_only
+    whole: dict[str, Any] = {}
+    for local in (*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)):
+        tensor = full_tensor(local)
+        if not keep:
+            continue
+        if not local.is_sharded:
+            tensor = tensor.clone()
+        whole |= dict.fromkeys(local.names, tensor.cpu() if cpu else tensor)
+    if not keep:
+        return {}
+    for path, module in modules_with_extra_state(model).items():
+        whole[f"{path}._extra_state" if path else "_extra_state"] = module.get_extra_state()
+    return {name: whole[name] for name in map(clean_name, model.state_dict())}
+
+
+@torch.no_grad()
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load whole tensors into a sharded model. A collective: every rank calls it.
+
+    Only rank 0's `state_dict` is read; tensors are sent one at a time and every rank keeps its interval. Values are
+    cast to the parameters' dtypes, as torch's `load_state_dict` does.
+
+    Args:
+        model: sharded or not.
+        state_dict: names and whole tensors, on rank 0; ignored on the others (None is fine).
+        strict: refuse missing and unexpected names.
+
+    Returns:
+        The missing and the unexpected names, empty if `strict`.
+
+    Raises:
+        CheckpointError: on every rank: names (if strict) or shapes that differ, all of them listed.
+    """
+    ranks = Ranks.of(model)
+    ranks.together("loading a state dict", lambda: rest(model))
+    locals_ = [*local_parameters(model, rank=ranks.rank), *local_buffers(model, rank=ranks.rank)]
+    modules = modules_with_extra_state(model)
+    if modules:
+        raise CheckpointError(
+            f"modules with extra state cannot be loaded from a state dict here: {', '.join(modules)}",
+            hint="use save_checkpoint and load_checkpoint",
+        )
+    given = state_dict if ranks.rank == 0 and state_dict is not None else {}
+    found = ranks.on_rank_0("loading a state dict", lambda: _compare(locals_, given, strict=strict))
+    names, missing, unexpected = ranks.broadcast(found)
+    for local, name in zip(locals_, names, strict=True):
+        if name is None:
+            continue
+        whole = torch.empty(local.shape, dtype=local.tensor.dtype, device=ranks.device)
+        if ranks.rank == 0:
+            whole.copy_(given[name])
+        ranks.broadcast_tensor(whole)
+        part = whole.reshape(-1)[local.interval.start : local.interval.stop]
+        destination = local.tensor.detach()
+        destination.copy_(part.view(destination.shape))
+    return missing, unexpected
+
+
+def _compare(
+    locals_: list[LocalTensor], state_dict: Mapping[str, Any], *, strict: bool
+) -> tuple[list[str | None], list[str], list[str]]:
+    """For each tensor of the model the name to take it from; names missing and unexpected."""
+    given = {clean_name(name): name for name in state_dict}
+    names: list[str | None] = []
+    missing, problems = [], []
+    for local in locals_:
+        present = [given[name] for name in local.names if name in given]
+        names.append(present[0] if present else None)
+        if not present:
+            missing.append(local.name)
+        elif tuple(state_dict[present[0]].shape) != local.shape:
+            problems.append(f"{local.name!r} has shape {local.shape}, got {tuple(state_dict[present[0]].shape)}")
+    known = {name for local in locals_ for name in local.names}
+    unexpected = [name for clean, name in given.items() if clean not in known]
+    if strict:
+        problems += [f"{name!r} is missing" for name in missing]
+        problems += [f"{name!r} is not in the model" for name in unexpected]
+    if problems:
+        raise CheckpointError("the state dict does not match the model:\n" + "\n".join(problems))
+    return names, missing, unexpected

@@ -1,0 +1,377 @@
+"""Load a checkpoint into any number of ranks: every rank reads the bytes it will own, and proves them.
+
+Everything that can be known from the manifest is checked before the first value changes. Bytes are checked as they are
+read, so a checkpoint found damaged half-way leaves the model half loaded: after an error, load another checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.format import (
+    DTYPES,
+    MANIFEST_NAME,
+    Manifest,
+    StateTensorRecord,
+    StateValueRecord,
+    TensorRecord,
+    decode_manifest,
+    rank_file_name,
+    read_manifest,
+    read_manifest_bytes,
+)
+from fullshard.checkpoint.optimizer_state import group_parameters
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.resharding import plan_reads
+from fullshard.checkpoint.rng import restore_rng
+from fullshard.checkpoint.storage import TensorFileReader, replaced_directories
+from fullshard.checkpoint.tensors import (
+    LocalTensor,
+    device_of,
+    dtype_name,
+    local_buffers,
+    local_parameters,
+    modules_with_extra_state,
+    rest,
+    tensor_bytes,
+    torch_dtype,
+)
+from fullshard.checkpoint.values import decode_value
+from fullshard.checkpoint.verify import pieces_of, quick_problems
+from fullshard.core.errors import CheckpointError
+from fullshard.core.layout import Interval
+
+logger = logging.getLogger(__name__)
+
+_MAX_OPEN_FILES = 16
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Hyper-parameters of torch's optimizers that say how to compute, not what; they stay as the caller chose them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A tensor of this rank that is to be filled.
+
+    Attributes:
+        kind, name: kind of file, and name of the tensor in it.
+        record: where its pieces are.
+        interval: elements of the flattened whole that `tensor` holds.
+        tensor: the destination; its dtype is that of the record.
+    """
+
+    kind: str
+    name: str
+    record: TensorRecord
+    interval: Interval
+    tensor: torch.Tensor
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    objects: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """Load what `save_checkpoint` wrote, at any world size, strategy and mesh. A collective: every rank calls it.
+
+    Parts that are not asked for are not read. Parts that are asked for must be there, and the model must have exactly
+    the parameters and persistent buffers of the checkpoint, with the same shapes and dtypes.
+
+    Args:
+        path: a checkpoint directory that every rank can read.
+        model: sharded or not.
+        optimizer: over the same groups of parameters as the one saved. Its state is replaced.
+        scheduler: its `load_state_dict` is called.
+        scaler: likewise.
+        objects: likewise, in the order they were saved.
+
+    Returns:
+        The `extra` of `save_checkpoint`, empty if there was none.
+
+    Raises:
+        CheckpointError: on every rank, if any rank found the checkpoint damaged or not to match. What differs is
+            listed in full before anything changed; damaged bytes may be found when part of the model is loaded.
+    """
+    directory = Path(path).absolute()
+    ranks = Ranks.of(model)
+    opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory))
+    data = ranks.broadcast_bytes(opened or b"")
+    wanted = {"scheduler": scheduler, "scaler": scaler, "objects": list(objects) or None}
+
+    def prepare() -> _Load:
+        manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
+        return _Load(directory, manifest, ranks.rank, model, optimizer, {k for k, v in wanted.items() if v is not None})
+
+    load = ranks.together(f"matching {directory} with the model", prepare)
+    stored = ranks.together(f"reading {directory}", load.read)
+
+    def restore() -> dict[str, Any]:
+        load.restore_optimizer(stored)
+        load.restore_modules(stored)
+        for name, source in wanted.items():
+            if source is not None:
+                _load_state_dict(source, decode_value(load.manifest.states[name], stored))
+        extra = decode_value(load.manifest.states.get("extra"), stored)
+        # last, because a load_state_dict() may draw random numbers
+        load.restore_rng(stored, ranks.world_size)
+        return extra or {}
+
+    return ranks.together(f"restoring {directory}", restore)
+
+
+class _Load:
+    """One rank's part of a load. The constructor finds all that does not match and changes nothing."""
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        rank: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        wanted: set[str],
+    ) -> None:
+        rest(model)
+        self.directory, self.manifest, self.rank, self.model, self.optimizer = (
+            directory,
+            manifest,
+            rank,
+            model,
+            optimizer,
+        )
+        self.parameters = local_parameters(model, rank=rank)
+        self._primary = {n: name for name, r in manifest.parameters.items() for n in (name, *r.aliases)}
+        self._state: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        problems: list[str] = []
+        self._targets = _match("parameter", self.parameters, manifest.parameters, problems)
+        self._targets += _match("buffer", local_buffers(model, rank=rank), manifest.buffers, problems)
+        problems += [f"{name} was not saved" for name in sorted(wanted - manifest.states.keys())]
+        module_extra = manifest.states.get("module_extra")
+        saved_modules = module_extra if isinstance(module_extra, dict) else {}
+        modules, saved = sorted(modules_with_extra_state(model)), sorted(saved_modules)
+        if modules != saved:
+            problems.append(f"the modules with extra state are {modules}, saved was that of {saved}")
+        if optimizer is not None:
+            problems += self._match_groups(optimizer)
+        if problems:
+            raise _mismatch(problems)
+        if optimizer is not None:
+            self._allocate_state(optimizer)
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Fill every target; returns tensors that are no part of model or optimizer."""
+        with _Readers(self.directory, self.manifest) as readers:
+            # the order of the files, so that each is read from front to back
+            for target in sorted(self._targets, key=lambda t: (t.kind, -DTYPES[t.record.dtype][1])):
+                _fill(target, readers)
+            stored = readers.all_tensors(rank_file_name("state", 0))
+            if self.rank:
+                stored = {name: t for name, t in stored.items() if not name.startswith("rng/")}
+                if self.rank < self.manifest.world_size:
+                    stored |= readers.all_tensors(rank_file_name("state", self.rank))
+        return stored
+
+    def restore_optimizer(self, stored: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizer the hyper-parameters and the state that was read. Needs no `step()` to make any."""
+        if self.optimizer is None or self.manifest.optimizer is None:
+            return
+        for group, record in zip(self.optimizer.param_groups, self.manifest.optimizer.groups, strict=True):
+            options = {key: decode_value(value, stored) for key, value in record.options.items()}
+            group.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
+        self.optimizer.state.clear()
+        for parameter, state in self._state:
+            self.optimizer.state[parameter] = state
+
+    def restore_modules(self, stored: Mapping[str, torch.Tensor]) -> None:
+        """Give modules back their extra state."""
+        saved = self.manifest.states.get("module_extra")
+        if isinstance(saved, dict):
+            for path, module in modules_with_extra_state(self.model).items():
+                module.set_extra_state(decode_value(saved[path], stored))
+
+    def restore_rng(self, stored: Mapping[str, torch.Tensor], world_size: int) -> None:
+        """Set the generators, if this rank saved its own."""
+        if world_size != self.manifest.world_size:
+            if self.rank == 0:
+                logger.warning(
+                    "random number generators are not restored: saved by %d ranks, loaded by %d",
+                    self.manifest.world_size,
+                    world_size,
+                )
+            return
+        for name in restore_rng(stored, device_of(self.model)):
+            logger.warning("the random number generator of %r is not restored: other kind of device", name)
+
+    def _match_groups(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Where the optimizer's groups differ from the saved ones."""
+        saved = self.manifest.optimizer
+        if saved is None:
+            return ["the optimizer was not saved"]
+        problems = []
+        if saved.kind != type(optimizer).__name__:
+            problems.append(f"the optimizer is a {type(optimizer).__name__}, saved was a {saved.kind}")
+        groups = group_parameters(optimizer, self.parameters)
+        if len(groups) != len(saved.groups):
+            problems.append(f"the optimizer has {len(groups)} parameter groups, saved were {len(saved.groups)}")
+        for number, (members, record) in enumerate(zip(groups, saved.groups, strict=False)):
+            mine = {self._primary.get(local.name, local.name) for _, local in members}
+            theirs = set(record.parameters)
+            problems += [f"parameter group {number} lacks {name!r}, which was saved in it" for name in theirs - mine]
+            problems += [f"parameter group {number} has {name!r}, which was not saved in it" for name in mine - theirs]
+        return sorted(problems)
+
+    def _allocate_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make empty state as the manifest describes it, and note how it is to be filled."""
+        assert self.manifest.optimizer is not None  # noqa: S101 -- _match_groups refused it
+        groups = group_parameters(optimizer, self.parameters)
+        for group, members in zip(optimizer.param_groups, groups, strict=True):
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for parameter, local in members:
+                name = self._primary[local.name]
+                records = self.manifest.optimizer.state.get(name)
+                if records is not None:
+                    state = {k: self._allocate(name, k, r, local, on_device=on_device) for k, r in records.items()}
+                    self._state.append((parameter, state))
+
+    def _allocate(
+        self, name: str, key: str, record: StateTensorRecord | StateValueRecord, local: LocalTensor, *, on_device: bool
+    ) -> Any:
+        if isinstance(record, StateValueRecord):
+            return decode_value(record.value, {})
+        dtype = torch_dtype(DTYPES[record.dtype][0])
+        if record.layout == "interval":
+            # with the strides of the parameter: fused optimizers walk both through memory without looking at them
+            tensor = torch.empty_like(local.tensor.detach(), dtype=dtype)
+            interval = local.interval
+        else:
+            # torch wants the step count on the device for fused and capturable optimizers, else wherever it was
+            on_host = record.is_on_host and not (on_device and key == "step")
+            tensor = torch.empty(record.shape, dtype=dtype, device="cpu" if on_host else local.tensor.device)
+            interval = Interval(0, record.numel)
+        self._targets.append(_Target("optimizer", f"{name}/{key}", record, interval, tensor))
+        return tensor
+
+
+class _Readers:
+    """Readers of the data files, a few open at a time."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._open: OrderedDict[str, TensorFileReader] = OrderedDict()
+
+    def __enter__(self) -> _Readers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for reader in self._open.values():
+            reader.close()
+
+    def __getitem__(self, name: str) -> TensorFileReader:
+        reader = self._open.pop(name, None)
+        if reader is None:
+            reader = TensorFileReader(
+                self._directory / name,
+                self._manifest.files[name],
+                chunk_nbytes=self._manifest.chunk_nbytes,
+                save_id=self._manifest.save_id,
+            )
+        self._open[name] = reader
+        if len(self._open) > _MAX_OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        return reader
+
+    def all_tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Every tensor of a file, in host memory; none if there is no such file."""
+        if name not in self._manifest.files:
+            return {}
+        result = {}
+        for key, stored in self[name].tensors.items():
+            tensor = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
+            self[name].read_into(stored.start, tensor_bytes(tensor))
+            result[key] = tensor
+        return result
+
+
+@torch.no_grad()
+def _fill(target: _Target, readers: _Readers) -> None:
+    """Read the elements of one target from the files that hold them."""
+    tensor = target.tensor.detach()
+    in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
+    staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
+    data = tensor_bytes(staging)
+    itemsize = tensor.itemsize
+    pieces = {piece.rank: piece.interval.numel for piece in pieces_of(target.record)}
+    for read in plan_reads(pieces_of(target.record), target.interval):
+        reader = readers[rank_file_name(target.kind, read.rank)]
+        stored = reader.find(target.name, target.record.dtype, pieces[read.rank])
+        part = data[read.target.start * itemsize : read.target.stop * itemsize]
+        reader.read_into(stored.start + read.source.start * itemsize, part)
+    if not in_place:
+        tensor.copy_(staging)
+
+
+def _match(
+    what: str, known: Sequence[LocalTensor], saved: Mapping[str, TensorRecord], problems: list[str]
+) -> list[_Target]:
+    """What to read for the parameters or buffers of the model; differences are added to `problems`."""
+    by_name = {n: (name, record) for name, record in saved.items() for n in (name, *record.aliases)}
+    targets, used = [], set()
+    for local in known:
+        found = [by_name[name] for name in local.names if name in by_name]
+        used |= {name for name, _ in found}
+        if not found:
+            problems.append(f"{what} {local.name!r} is not in the checkpoint")
+            continue
+        if len({name for name, _ in found}) > 1:
+            names = " and ".join(repr(name) for name, _ in found)
+            problems.append(f"{what} {local.name!r} is tied in the model, but saved apart as {names}")
+            continue
+        name, record = found[0]
+        if record.shape != local.shape:
+            problems.append(f"{what} {local.name!r} has shape {local.shape}, saved with {record.shape}")
+        elif record.dtype != dtype_name(local.tensor, where=local.name):
+            problems.append(f"{what} {local.name!r} is {local.tensor.dtype}, saved as torch.{record.dtype}")
+        else:
+            targets.append(_Target("model", name, record, local.interval, local.tensor))
+    problems += [f"{what} {name!r} of the checkpoint is not in the model" for name in saved if name not in used]
+    return targets
+
+
+def _open(directory: Path) -> bytes:
+    """The manifest, after a look at all files. On rank 0 only, to spare the file system."""
+    if not directory.exists() and (old := replaced_directories(directory)):
+        raise CheckpointError(
+            f"{directory} is missing: a save that was to replace it was killed",
+            hint=f"its old contents are in {old[0]}",
+        )
+    if problems := quick_problems(directory, read_manifest(directory)):
+        raise CheckpointError(f"{directory} is damaged:\n" + "\n".join(problems))
+    return read_manifest_bytes(directory)
+
+
+def _mismatch(problems: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint does not match in {len(problems)} places:\n" + "\n".join(problems),
+        hint="build the model and the optimizer as they were when it was saved",
+    )
+
+
+def _load_state_dict(source: Any, state: Any) -> None:
+    if not isinstance(source, list):
+        source.load_state_dict(state)
+        return
+    if len(source) != len(state):
+        raise CheckpointError(f"{len(source)} objects are to be loaded, {len(state)} were saved")
+    for one, part in zip(source, state, strict=True):
+        one.load_state_dict(part)

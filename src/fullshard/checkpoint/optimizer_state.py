@@ -1,0 +1,111 @@
+"""What of an optimizer is saved: its parameter groups by parameter name, and the state of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.format import GroupRecord
+from fullshard.checkpoint.tensors import LocalTensor
+from fullshard.checkpoint.values import encode_value
+from fullshard.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """One value in the state of one parameter on this rank.
+
+    Attributes:
+        parameter: whose state it is.
+        key: its key, for example `exp_avg`.
+        value: a tensor, or a Python value.
+        layout: see `StateTensorRecord`; None if the value is no tensor.
+    """
+
+    parameter: LocalTensor
+    key: str
+    value: Any
+    layout: Literal["interval", "replicated"] | None
+
+    @property
+    def name(self) -> str:
+        """Its name in the optimizer's file."""
+        return f"{self.parameter.name}/{self.key}"
+
+    @property
+    def is_stored_here(self) -> bool:
+        """Whether this rank writes the tensor. A replicated one is written by the owner of element 0."""
+        return self.layout == "interval" or (self.layout == "replicated" and self.parameter.interval.start == 0)
+
+
+def group_parameters(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]
+) -> list[list[tuple[nn.Parameter, LocalTensor]]]:
+    """The parameters of each group, as the optimizer and as the model know them.
+
+    Raises:
+        CheckpointError: the optimizer holds a tensor that is no parameter of the model at rest.
+    """
+    known = {id(local.tensor): local for local in parameters}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in known]
+        if strangers:
+            raise CheckpointError(
+                f"group {number} of {type(optimizer).__name__} holds {len(strangers)} tensors that are no parameters "
+                f"of the model, the first of shape {strangers[0]}",
+                hint="make the optimizer after sharding the model, or call fullshard.engine.repoint(optimizer, model)",
+            )
+        groups.append([(p, known[id(p)]) for p in group["params"]])
+    return groups
+
+
+def group_records(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor], tensors: dict[str, torch.Tensor]
+) -> list[GroupRecord]:
+    """The groups as they are stored; hyper-parameters that are tensors go into `tensors`."""
+    records = []
+    for number, members in enumerate(group_parameters(optimizer, parameters)):
+        options = {
+            key: encode_value(value, where=f"optimizer/groups/{number}/{key}", tensors=tensors)
+            for key, value in optimizer.param_groups[number].items()
+            if key != "params"
+        }
+        records.append(GroupRecord(parameters=tuple(local.name for _, local in members), options=options))
+    return records
+
+
+def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]) -> Iterator[StateEntry]:
+    """State this rank is to report: that of parameters of which it saves at least one element.
+
+    Raises:
+        CheckpointError: state that is laid out neither like its parameter nor alike on all ranks.
+    """
+    for members in group_parameters(optimizer, parameters):
+        for parameter, local in members:
+            if not local.is_writer or local.interval.numel == 0:
+                continue
+            state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                yield StateEntry(local, key, value, _layout(local, key, value))
+
+
+def _layout(local: LocalTensor, key: str, value: Any) -> Literal["interval", "replicated"] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    is_counter = value.ndim == 0 and (local.is_sharded or key == "step")
+    if is_counter:
+        return "replicated"
+    if tuple(value.shape) == tuple(local.tensor.shape):
+        return "interval"
+    if local.is_sharded:
+        raise CheckpointError(
+            f"optimizer state {key!r} of {local.name!r} has shape {tuple(value.shape)}: neither a scalar nor that of "
+            f"this rank's slice, {tuple(local.tensor.shape)}",
+            hint="use an optimizer that keeps one value per element; block-wise 8-bit state cannot be saved yet",
+        )
+    return "replicated"

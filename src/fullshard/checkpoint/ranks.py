@@ -1,0 +1,166 @@
+"""What the ranks of a save or a load tell each other: small messages, and above all whether any of them failed.
+
+Messages are JSON, not pickled objects. An error on one rank becomes the same error on all of them, so that none goes
+on alone and waits for ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.core.errors import CheckpointError
+from fullshard.engine import ShardedParameter
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All ranks of the job, seen from this one. Every method is a collective unless there is one rank.
+
+    Attributes:
+        rank, world_size: this rank and how many there are.
+        device: where tensors must lie to be sent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.device = torch.device("cpu")
+        if self.world_size > 1 and "gloo" not in str(dist.get_backend_config(group)):
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is not None:
+                self.device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks:
+        """The ranks that `model` is sharded over.
+
+        Raises:
+            CheckpointError: only some ranks of the job share the model.
+        """
+        for parameter in model.parameters():
+            if isinstance(parameter, ShardedParameter):
+                ranks = cls(parameter.mesh.control_group)
+                if parameter.mesh.world_size != ranks.world_size:
+                    raise CheckpointError(
+                        f"{parameter.name} is sharded over {parameter.mesh.world_size} of {ranks.world_size} ranks",
+                        hint="checkpoints need a mesh over all ranks",
+                    )
+                return ranks
+        return cls()
+
+    def gather(self, value: Any) -> list[Any]:
+        """JSON values of all ranks, on rank 0; an empty list elsewhere."""
+        if self.world_size == 1:
+            return [value]
+        data = json.dumps(value).encode()
+        with _peers("collecting messages"):
+            sizes = self._sizes(len(data))
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+            padded[: len(data)] = _as_tensor(data).to(self.device)
+            parts = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
+            dist.gather(padded, parts, dst=0, group=self._group)
+        if parts is None:
+            return []
+        return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON value."""
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.rank == 0 else b""))
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's bytes."""
+        if self.world_size == 1:
+            return data
+        with _peers("waiting for rank 0"):
+            size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+            dist.broadcast(size, src=0, group=self._group)
+            buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+            if self.rank == 0:
+                buffer.copy_(_as_tensor(data))
+            dist.broadcast(buffer, src=0, group=self._group)
+        return buffer.cpu().numpy().tobytes()
+
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor`, which lies on `device`, with rank 0's."""
+        if self.world_size > 1 and tensor.numel():
+            with _peers("receiving tensors"):
+                dist.broadcast(tensor, src=0, group=self._group)
+
+    def together(self, doing: str, function: Callable[[], T]) -> T:
+        """Run `function` on every rank; if it fails on any, fail on all.
+
+        Args:
+            doing: what it does, for the message: "writing the checkpoint".
+            function: must not communicate.
+
+        Raises:
+            CheckpointError: on every rank, naming each failed rank and its reason.
+        """
+        result: list[T] = []
+        error: Exception | None = None
+        try:
+            result.append(function())
+        except Exception as caught:
+            error = caught
+        self.fail_together(doing, error)
+        return result[0]
+
+    def fail_together(self, doing: str, error: Exception | None) -> None:
+        """Raise on every rank if any rank passes an error. See `together`."""
+        message = None if error is None else (str(error) if isinstance(error, CheckpointError) else _describe(error))
+        messages: Sequence[str | None] = self.broadcast(self.gather(message))
+        failed = [rank for rank, text in enumerate(messages) if text is not None]
+        if not failed:
+            return
+        if self.world_size == 1 and isinstance(error, CheckpointError):
+            raise error
+        reasons = dict.fromkeys(text for text in messages if text is not None)
+        lines = [f"{_name(r for r, text in enumerate(messages) if text == reason)}: {reason}" for reason in reasons]
+        raise CheckpointError(f"{doing} failed\n" + "\n".join(lines)) from error
+
+    def on_rank_0(self, doing: str, function: Callable[[], T]) -> T | None:
+        """Run `function` on rank 0 only; if it fails, fail on all. Returns its result there, None elsewhere."""
+        return self.together(doing, lambda: function() if self.rank == 0 else None)
+
+    def _sizes(self, nbytes: int) -> list[int]:
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        own = torch.tensor([nbytes], dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(sizes, own, group=self._group)
+        return [int(size) for size in sizes.tolist()]
+
+
+@contextmanager
+def _peers(doing: str) -> Iterator[None]:
+    """Say what a failed collective means: another rank is gone or stuck."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"lost the other ranks while {doing}: {error}", hint="see the log of the rank that stopped first"
+        ) from error
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _name(ranks: Iterator[int]) -> str:
+    """`rank 3`, or `ranks 0, 1, 2 and 61 more`."""
+    numbers = list(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:3]))
+    return f"ranks {shown}" + (f" and {len(numbers) - 3} more" if len(numbers) > 3 else "")

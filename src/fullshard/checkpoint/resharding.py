@@ -1,0 +1,86 @@
+"""From the pieces a checkpoint was saved in to the interval a rank wants. Pure arithmetic, no torch.
+
+saved    |--- piece 0 ---|--------- piece 1 ---------|-- piece 2 --|
+wanted            [start .......................... stop)
+reads             |------|---------------------------|--|
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fullshard.core.layout import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a flattened tensor that one rank saved."""
+
+    rank: int
+    interval: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One contiguous copy.
+
+    Attributes:
+        rank: whose file to read.
+        source: elements, counted from the start of the piece in that file.
+        target: elements, counted from the start of the wanted interval.
+    """
+
+    rank: int
+    source: Interval
+    target: Interval
+
+
+def plan_reads(pieces: Sequence[Piece], wanted: Interval) -> list[Read]:
+    """The reads that fill `wanted`, in order.
+
+    Args:
+        pieces: sorted by start and free of `coverage_problems`.
+        wanted: elements of the flattened tensor; empty gives no reads.
+
+    Returns:
+        Reads whose targets follow each other without gap from 0 to `wanted.numel`.
+    """
+    if wanted.numel == 0:
+        return []
+    first = max(0, bisect_right(pieces, wanted.start, key=lambda piece: piece.interval.start) - 1)
+    reads = []
+    for piece in pieces[first:]:
+        if piece.interval.start >= wanted.stop:
+            break
+        common = wanted.intersect(piece.interval)
+        if common.numel:
+            reads.append(
+                Read(piece.rank, common.shift(-piece.interval.start), common.shift(-wanted.start)),
+            )
+    return reads
+
+
+def coverage_problems(pieces: Sequence[Piece], numel: int) -> list[str]:
+    """Why `pieces` are not each of `numel` elements exactly once; empty if they are.
+
+    Args:
+        pieces: sorted by start.
+        numel: elements of the whole tensor.
+    """
+    problems = []
+    end, last = 0, -1
+    for piece in pieces:
+        start, stop = piece.interval.start, piece.interval.stop
+        if start < 0 or stop > numel or start >= stop:
+            problems.append(f"rank {piece.rank} holds elements [{start}, {stop}) of {numel}")
+        if start > end:
+            problems.append(f"elements [{end}, {start}) are in no file")
+        elif start < end and last >= 0:
+            problems.append(f"elements [{start}, {min(stop, end)}) are held by rank {last} and by rank {piece.rank}")
+        if stop > end:
+            end, last = stop, piece.rank
+    if end < numel:
+        problems.append(f"elements [{end}, {numel}) are in no file")
+    return problems

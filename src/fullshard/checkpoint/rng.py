@@ -1,0 +1,67 @@
+"""State of the random number generators of one rank, as tensors: no pickle, so nothing in it can run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fullshard.core.errors import CheckpointError
+
+_PREFIX = "rng/"
+_PYTHON_VERSION = 3
+"""Version of the tuple that `random.getstate` returns, the same since Python 3.2."""
+
+
+def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of Python's, NumPy's and torch's generators, the latter on the host and on `device`."""
+    version, words, gauss = random.getstate()
+    if version != _PYTHON_VERSION:
+        raise CheckpointError(f"Python's random state has version {version}, expected {_PYTHON_VERSION}")
+    kind, keys, position, has_gauss, cached = _numpy_state()
+    if kind != "MT19937":
+        raise CheckpointError(f"NumPy's global generator is {kind}, only the default (MT19937) can be saved")
+    tensors = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        tensors[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return {_PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
+def restore_rng(tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
+    """Set the generators to what `rng_tensors` returned.
+
+    Returns:
+        Names of generators on either side that the other does not have: another kind of device.
+    """
+    setters: dict[str, Callable[[torch.Tensor], Any]] = {
+        "python": lambda words: random.setstate(
+            (_PYTHON_VERSION, tuple(words.tolist()), next(iter(tensors[_PREFIX + "python_gauss"].tolist()), None))
+        ),
+        "numpy": lambda words: _set_numpy(words.tolist(), tensors[_PREFIX + "numpy_gauss"].item()),
+        "torch": torch.set_rng_state,
+    }
+    if device.type != "cpu":
+        setters[device.type] = lambda state: torch.get_device_module(device).set_rng_state(state, device)
+    saved = {name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX) and "gauss" not in name}
+    for name in saved & setters.keys():
+        setters[name](tensors[_PREFIX + name])
+    return sorted(saved ^ setters.keys())
+
+
+def _numpy_state() -> tuple[str, Any, int, int, float]:
+    state: Any = np.random.get_state()  # the global generator is what data sets and collators use
+    return state[0], state[1], state[2], state[3], state[4]
+
+
+def _set_numpy(words: list[int], cached: float | int) -> None:
+    *keys, position, has_gauss = words
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, float(cached)))

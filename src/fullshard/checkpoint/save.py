@@ -1,0 +1,356 @@
+"""Save a checkpoint: every rank writes what it owns, rank 0 makes it count.
+
+    rank 0        makes `.tmp-NAME-ID`                                    [all learn the id]
+    every rank    writes its files there, fsyncs them, reports sizes and checksums      [rank 0 learns all, or all fail]
+    rank 0        checks that every element is stored exactly once, writes the manifest, fsyncs, renames to NAME
+
+Until the rename nothing looks like a checkpoint, and nothing old is touched before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+import fullshard
+from fullshard.checkpoint.catalog import LATEST_NAME, remove_oldest
+from fullshard.checkpoint.format import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    MeshRecord,
+    OptimizerRecord,
+    PieceRecord,
+    StateTensorRecord,
+    StateValueRecord,
+    TensorRecord,
+    encode_manifest,
+    rank_file_name,
+)
+from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.rng import rng_tensors
+from fullshard.checkpoint.storage import (
+    TensorEntry,
+    TensorFileWriter,
+    commit_directory,
+    make_temp_directory,
+    storage_order,
+    temp_directory,
+    write_file,
+)
+from fullshard.checkpoint.tensors import (
+    LocalTensor,
+    device_of,
+    dtype_name,
+    local_buffers,
+    local_parameters,
+    modules_with_extra_state,
+    rest,
+    tensor_bytes,
+)
+from fullshard.checkpoint.values import encode_value
+from fullshard.checkpoint.verify import structure_problems
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.engine import ShardedParameter
+
+logger = logging.getLogger(__name__)
+
+
+class PieceReport(BaseModel):
+    """A piece of a parameter or buffer that a rank wrote."""
+
+    dtype: str
+    start: int
+    stop: int
+
+
+class StateReport(BaseModel):
+    """What a rank holds of one value of optimizer state; compared over ranks where it must be the same.
+
+    Attributes:
+        record: the record as this rank would write it, its own piece included.
+        digest: checksum of a replicated tensor; 0 for others.
+    """
+
+    record: StateTensorRecord | StateValueRecord
+    digest: int = 0
+
+
+class RankReport(BaseModel):
+    """What one rank wrote."""
+
+    files: dict[str, FileRecord]
+    tensors: dict[str, PieceReport]
+    state: dict[str, dict[str, StateReport]]
+
+
+def save_checkpoint(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    objects: Sequence[Any] = (),
+    total_limit: int | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Save a training state that any number of ranks can load. A collective: every rank calls it.
+
+    Parameters, optimizer state and persistent buffers are stored once, by the ranks that own them; random number
+    generators by every rank; all else as rank 0 has it. The directory must lie where every rank can write to.
+
+    Args:
+        path: directory to create, for example `out/step-1000`.
+        model: sharded or not.
+        optimizer: its state must be one value per element of a parameter, or the same on all ranks (`step`).
+        scheduler: an object with `state_dict()` and `load_state_dict()`.
+        scaler: likewise.
+        extra: what `load_checkpoint` is to return: numbers, text, tensors, and lists, tuples, dicts of them.
+        objects: further objects with `state_dict()` and `load_state_dict()`, loaded again in the same order.
+        total_limit: remove the oldest checkpoints beside `path` once the new one is complete, to keep this many.
+        overwrite: replace `path` if it exists; the old one stays whole until the new one is.
+
+    Returns:
+        `path`.
+
+    Raises:
+        CheckpointError: on every rank, if any rank failed. Nothing is left at `path` but what was there before.
+        ConfigError: `total_limit` below 1.
+    """
+    if total_limit is not None and total_limit < 1:
+        raise ConfigError(
+            f"total_limit = {total_limit} would keep no checkpoint", hint="use 1 or more, or None for all"
+        )
+    final = Path(path).absolute()
+    ranks = Ranks.of(model)
+    save_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
+    temp = temp_directory(final, save_id)
+    sources = {"scheduler": scheduler, "scaler": scaler, "objects": list(objects) or None}
+    try:
+        ranks.on_rank_0(f"saving {final}", lambda: make_temp_directory(final, save_id, overwrite=overwrite))
+        writer = ranks.together(
+            "collecting the state", lambda: _RankWriter(temp, save_id, ranks.rank, model, optimizer, sources, extra)
+        )
+        report = ranks.together(f"writing {final}", writer.write)
+        reports = ranks.gather(report.model_dump(mode="json"))
+
+        def commit() -> None:
+            manifest = writer.manifest([RankReport.model_validate(r) for r in reports], model)
+            write_file(temp / MANIFEST_NAME, encode_manifest(manifest))
+            commit_directory(temp, final, save_id)
+
+        ranks.on_rank_0(f"committing {final}", commit)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(temp, ignore_errors=True)
+        raise
+    ranks.on_rank_0(f"{final} is saved; tidying up beside it", lambda: _tidy_up(final, total_limit))
+    return final
+
+
+class _RankWriter:
+    """One rank's part of a save: everything that can be refused is refused here, before a byte is written."""
+
+    def __init__(
+        self,
+        directory: Path,
+        save_id: str,
+        rank: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        sources: Mapping[str, Any],
+        extra: Mapping[str, Any] | None,
+    ) -> None:
+        rest(model)
+        self.directory, self.save_id, self.rank, self.optimizer = directory, save_id, rank, optimizer
+        self.parameters = local_parameters(model, rank=rank)
+        self.buffers = local_buffers(model, rank=rank)
+        self.state = [] if optimizer is None else list(state_entries(optimizer, self.parameters))
+        stored: dict[str, torch.Tensor] = {}
+        # Every rank asks for the states, because a state_dict() may be a collective; only rank 0 keeps them.
+        values: dict[str, Any] = {name: _state_dict(source) for name, source in sources.items() if source is not None}
+        if modules := modules_with_extra_state(model):
+            values["module_extra"] = {path: module.get_extra_state() for path, module in modules.items()}
+        if extra is not None:
+            values["extra"] = dict(extra)
+        self.states = {name: encode_value(value, where=name, tensors=stored) for name, value in values.items()}
+        self.groups = [] if optimizer is None else group_records(optimizer, self.parameters, stored)
+        self.stored = (stored if rank == 0 else {}) | rng_tensors(device_of(model))
+
+    def write(self) -> RankReport:
+        """Write the rank's files and say what is in them."""
+        files, tensors = {}, {}
+        mine = [local for local in (*self.parameters, *self.buffers) if local.is_writer and local.interval.numel]
+        for local in mine:
+            dtype = dtype_name(local.tensor, where=local.name)
+            tensors[local.name] = PieceReport(dtype=dtype, start=local.interval.start, stop=local.interval.stop)
+        state: dict[str, dict[str, StateReport]] = {}
+        for entry in self.state:
+            state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, self.rank)
+        contents = {
+            "model": {local.name: local.tensor.detach().reshape(-1) for local in mine},
+            "optimizer": {e.name: _stored(e) for e in self.state if e.layout is not None and e.is_stored_here},
+            "state": self.stored,
+        }
+        for kind, named in contents.items():
+            if named:
+                name = rank_file_name(kind, self.rank)
+                files[name] = self._write_file(self.directory / name, named)
+        return RankReport(files=files, tensors=tensors, state=state)
+
+    def _write_file(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+        entries = [TensorEntry(n, dtype_name(t, where=n), tuple(t.shape)) for n, t in tensors.items()]
+        metadata = {"format": "pt", "save_id": self.save_id, "rank": str(self.rank)}
+        try:
+            with TensorFileWriter(path, entries, metadata) as writer:
+                for entry in storage_order(entries):
+                    writer.write(entry.name, tensor_bytes(tensors[entry.name]))
+                return writer.finish()
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path.parent}, which rank 0 made, is not there for rank {self.rank}",
+                hint="save to a directory that all hosts share",
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
+
+    def manifest(self, reports: Sequence[RankReport], model: nn.Module) -> Manifest:
+        """Put the reports of all ranks together. Rank 0 only.
+
+        Raises:
+            CheckpointError: ranks contradict each other, or an element is stored never or twice.
+        """
+        mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
+        optimizer = None
+        if self.optimizer is not None:
+            optimizer = OptimizerRecord(
+                kind=type(self.optimizer).__name__, groups=tuple(self.groups), state=_merge_state(reports)
+            )
+        manifest = Manifest(
+            save_id=self.save_id,
+            saved_at=time.time(),
+            fullshard_version=fullshard.__version__,
+            torch_version=str(torch.__version__),
+            world_size=len(reports),
+            mesh=MeshRecord(
+                replicate=mesh.replicate_size if mesh else len(reports), shard=mesh.shard_size if mesh else 1
+            ),
+            files={name: record for report in reports for name, record in report.files.items()},
+            parameters=_merge_tensors(self.parameters, reports),
+            buffers=_merge_tensors(self.buffers, reports),
+            optimizer=optimizer,
+            states=self.states,
+        )
+        unknown = {name for r in reports for name in (*r.tensors, *r.state)} - {
+            *manifest.parameters,
+            *manifest.buffers,
+        }
+        problems = [f"rank 0 does not know {name!r}, which another rank saved" for name in sorted(unknown)]
+        problems += structure_problems(manifest)
+        for name, record in manifest.files.items():
+            # proof that all ranks wrote into the same directory, not each into one of the same name
+            if not (self.directory / name).exists() or (self.directory / name).stat().st_size != record.nbytes:
+                problems.append(
+                    f"rank 0 does not see {name} of {record.nbytes} bytes: do all hosts share the directory?"
+                )
+        if problems:
+            raise CheckpointError("the ranks saved no complete state:\n" + "\n".join(problems))
+        return manifest
+
+
+def _state_dict(source: Any) -> Any:
+    return [one.state_dict() for one in source] if isinstance(source, list) else source.state_dict()
+
+
+def _stored(entry: StateEntry) -> torch.Tensor:
+    tensor: torch.Tensor = entry.value.detach()
+    return tensor.reshape(-1) if entry.layout == "interval" else tensor
+
+
+def _state_report(entry: StateEntry, rank: int) -> StateReport:
+    if entry.layout is None:
+        tensors: dict[str, torch.Tensor] = {}
+        record = StateValueRecord(value=encode_value(entry.value, where=entry.name, tensors=tensors))
+        if tensors:
+            raise CheckpointError(f"optimizer state {entry.name} holds tensors inside a Python value")
+        return StateReport(record=record)
+    tensor: torch.Tensor = entry.value
+    interval = entry.parameter.interval
+    start, stop = (interval.start, interval.stop) if entry.layout == "interval" else (0, tensor.numel())
+    piece = PieceRecord(rank=rank, start=start, stop=stop)
+    return StateReport(
+        record=StateTensorRecord(
+            shape=entry.parameter.shape if entry.layout == "interval" else tuple(tensor.shape),
+            dtype=dtype_name(tensor, where=entry.name),
+            pieces=(piece,) if entry.is_stored_here and stop > start else (),
+            layout=entry.layout,
+            is_on_host=tensor.device.type == "cpu",
+        ),
+        digest=google_crc32c.value(tensor_bytes(tensor)) if entry.layout == "replicated" else 0,
+    )
+
+
+def _merge_tensors(known: Sequence[LocalTensor], reports: Sequence[RankReport]) -> dict[str, TensorRecord]:
+    """Records of the parameters or buffers that rank 0 knows, with the pieces that all ranks wrote."""
+    records = {}
+    for local in known:
+        pieces = []
+        dtype = dtype_name(local.tensor, where=local.name)
+        for rank, report in enumerate(reports):
+            if (piece := report.tensors.get(local.name)) is None:
+                continue
+            if piece.dtype != dtype:
+                raise CheckpointError(f"{local.name!r} is {dtype} on rank 0 and {piece.dtype} on rank {rank}")
+            pieces.append(PieceRecord(rank=rank, start=piece.start, stop=piece.stop))
+        pieces.sort(key=lambda piece: piece.start)
+        records[local.name] = TensorRecord(
+            shape=local.shape, dtype=dtype, pieces=tuple(pieces), aliases=local.names[1:]
+        )
+    return records
+
+
+def _merge_state(reports: Sequence[RankReport]) -> dict[str, dict[str, StateTensorRecord | StateValueRecord]]:
+    """Optimizer state of all ranks; what must be the same on all of them is compared."""
+    merged: dict[str, dict[str, StateTensorRecord | StateValueRecord]] = {}
+    first: dict[tuple[str, str], tuple[int, StateReport]] = {}
+    pieces: dict[tuple[str, str], list[PieceRecord]] = {}
+    for rank, report in enumerate(reports):
+        for name, state in report.state.items():
+            for key, item in state.items():
+                other, seen = first.setdefault((name, key), (rank, item))
+                if _comparable(item) != _comparable(seen):
+                    raise CheckpointError(f"optimizer state {name}/{key} differs between rank {other} and rank {rank}")
+                if isinstance(item.record, StateTensorRecord):
+                    pieces.setdefault((name, key), []).extend(item.record.pieces)
+    for (name, key), (_, item) in first.items():
+        record = item.record
+        if isinstance(record, StateTensorRecord):
+            ordered = sorted(pieces[name, key], key=lambda piece: piece.start)
+            record = record.model_copy(update={"pieces": tuple(ordered)})
+        merged.setdefault(name, {})[key] = record
+    return merged
+
+
+def _comparable(report: StateReport) -> tuple[Any, int]:
+    """All of a report but which piece the rank wrote."""
+    return report.record.model_dump(exclude={"pieces"}), report.digest
+
+
+def _tidy_up(final: Path, total_limit: int | None) -> None:
+    write_file(final.with_name(LATEST_NAME), f"{final.name}\n".encode())
+    if total_limit is not None:
+        for removed in remove_oldest(final, keep=total_limit):
+            logger.info("removed checkpoint %s: total_limit is %d", removed, total_limit)

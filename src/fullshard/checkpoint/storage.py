@@ -1,0 +1,380 @@
+"""Files and directories that are either whole or not there, and reads that prove what they read. No torch here.
+
+Data files follow the safetensors layout (8 bytes of header length, a JSON header, the tensors), so every tool that
+reads safetensors reads them. They are written and read here byte by byte because two things are needed that the
+safetensors package does not offer: one tensor in memory at a time while writing, and a checksum of each chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, FileRecord
+from fullshard.core.errors import CheckpointError
+
+Bytes = NDArray[np.uint8]
+"""A 1-D array of bytes; what tensors are turned into before they reach this module."""
+
+TEMP_PREFIX, OLD_PREFIX = ".tmp-", ".old-"
+_HEADER_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in a file: its name, torch's dtype name and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
+
+
+def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """`entries` in the order they are stored: widest elements first, which keeps every tensor aligned to its dtype."""
+    return sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
+
+
+class TensorFileWriter:
+    """Writes one data file, tensor by tensor, and returns its record when it is safely on disk.
+
+    Args:
+        path: file to create; it must not exist.
+        entries: every tensor of the file. They are to be written in the order of `storage_order(entries)`.
+        metadata: text that goes into the header.
+
+    Raises:
+        CheckpointError: a dtype that safetensors has no name for.
+        OSError: the file cannot be created or written.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
+        self._pending = storage_order(entries)
+        self._crc32c: list[int] = []
+        self._chunk_crc32c = self._chunk_filled = self._nbytes = 0
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        offset = 0
+        for entry in self._pending:
+            header[entry.name] = {
+                "dtype": DTYPES[entry.dtype][0],
+                "shape": list(entry.shape),
+                "data_offsets": [offset, offset + entry.nbytes],
+            }
+            offset += entry.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+        self._file = path.open("xb", buffering=0)
+        try:
+            self._append(np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, name: str, data: Bytes) -> None:
+        """Append the next tensor, which must be `name` with exactly its bytes."""
+        entry = self._pending.pop(0)
+        if entry.name != name or data.nbytes != entry.nbytes:
+            raise CheckpointError(f"got {name!r} of {data.nbytes} bytes, expected {entry.name!r} of {entry.nbytes}")
+        self._append(data)
+
+    def finish(self) -> FileRecord:
+        """Flush the file to the disk, close it, and say what is in it."""
+        if self._pending:
+            raise CheckpointError(f"{len(self._pending)} tensors were not written, first {self._pending[0].name!r}")
+        if self._chunk_filled:
+            self._crc32c.append(self._chunk_crc32c)
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileRecord(nbytes=self._nbytes, crc32c=tuple(self._crc32c))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _append(self, data: Bytes) -> None:
+        """Write `data` and carry the checksums on; chunks are counted from the start of the file."""
+        at = 0
+        while at < data.nbytes:
+            part = data[at : at + CHUNK_NBYTES - self._chunk_filled]
+            self._chunk_crc32c = google_crc32c.extend(self._chunk_crc32c, part)
+            written = 0
+            while written < part.nbytes:  # an unbuffered write may stop early, for example when the disk is full
+                written += self._file.write(part[written:].data) or 0
+            self._chunk_filled += part.nbytes
+            at += part.nbytes
+            if self._chunk_filled == CHUNK_NBYTES:
+                self._crc32c.append(self._chunk_crc32c)
+                self._chunk_crc32c = self._chunk_filled = 0
+        self._nbytes += data.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in a file: name in safetensors, shape, and byte range counted from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class TensorFileReader:
+    """Reads parts of one data file; every byte handed out has passed its checksum.
+
+    Args:
+        path: the file.
+        record: what the manifest says about it.
+        chunk_nbytes: bytes per checksum.
+        save_id: the id the file must carry.
+
+    Raises:
+        CheckpointError: missing, of the wrong size, damaged, or from another save.
+    """
+
+    def __init__(self, path: Path, record: FileRecord, *, chunk_nbytes: int, save_id: str) -> None:
+        self.path = path
+        self._record, self._chunk_nbytes, self._save_id = record, chunk_nbytes, save_id
+        self._cached = (-1, b"")
+        if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
+            raise CheckpointError(problem)
+        self._file = path.open("rb", buffering=0)
+        try:
+            self.tensors = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def find(self, name: str, dtype: str, numel: int) -> StoredTensor:
+        """The tensor `name`. Raises `CheckpointError` unless it is there with that dtype (torch's name) and size."""
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.path} does not hold {name!r}, which the manifest promises")
+        code, itemsize = DTYPES[dtype]
+        if stored.dtype != code or stored.stop - stored.start != numel * itemsize:
+            raise CheckpointError(
+                f"{self.path} holds {name!r} as {stored.dtype} in {stored.stop - stored.start} bytes, expected {code} "
+                f"in {numel * itemsize}"
+            )
+        return stored
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Fill `out` with the bytes of the file from `start` on."""
+        filled = 0
+        while filled < out.nbytes:
+            index, offset = divmod(start + filled, self._chunk_nbytes)
+            chunk = self._chunk(index)[offset : offset + out.nbytes - filled]
+            out[filled : filled + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
+            filled += len(chunk)
+
+    def damaged_chunks(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges of all chunks that fail their checksum."""
+        for index in range(len(self._record.crc32c)):
+            start = index * self._chunk_nbytes
+            data = self._pread(start, min(self._chunk_nbytes, self._record.nbytes - start))
+            if google_crc32c.value(data) != self._record.crc32c[index]:
+                yield start, start + len(data)
+
+    def _chunk(self, index: int) -> bytes:
+        """Chunk `index`, checked. The last one is kept, because small neighbours share a chunk."""
+        if self._cached[0] == index:
+            return self._cached[1]
+        start = index * self._chunk_nbytes
+        if start >= self._record.nbytes:
+            raise CheckpointError(f"{self.path} ends at byte {self._record.nbytes}, byte {start} was asked for")
+        data = self._pread(start, min(self._chunk_nbytes, self._record.nbytes - start))
+        got, expected = google_crc32c.value(data), self._record.crc32c[index]
+        if got != expected:
+            raise CheckpointError(
+                f"{self.path} is damaged between bytes {start} and {start + len(data)}: crc32c is {got:08x}, expected "
+                f"{expected:08x}{self._foreign_save()}",
+                hint="use an older checkpoint; latest_checkpoint(parent, thorough=True) finds the newest intact one",
+            )
+        self._cached = (index, data)
+        return data
+
+    def _pread(self, start: int, nbytes: int) -> bytes:
+        """`nbytes` bytes from `start` on. Raises `CheckpointError` if the disk gives fewer."""
+        parts = []
+        while nbytes:
+            try:
+                part = os.pread(self._file.fileno(), nbytes, start)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read at byte {start}: {error.strerror}") from error
+            if not part:
+                raise CheckpointError(f"{self.path} ended at byte {start} while it was read")
+            parts.append(part)
+            start, nbytes = start + len(part), nbytes - len(part)
+        return b"".join(parts)
+
+    def _read_header(self) -> dict[str, StoredTensor]:
+        """Tensors of the file by name."""
+        prefix = np.empty(8, dtype=np.uint8)
+        self.read_into(0, prefix)
+        nbytes = int.from_bytes(prefix.tobytes(), "little")
+        if 8 + nbytes > self._record.nbytes:
+            raise CheckpointError(f"{self.path} claims a header of {nbytes} bytes in a file of {self._record.nbytes}")
+        text = np.empty(nbytes, dtype=np.uint8)
+        self.read_into(8, text)
+        header = json.loads(text.tobytes())
+        save_id = header.pop("__metadata__", {}).get("save_id")
+        if save_id != self._save_id:
+            raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
+        data = 8 + nbytes
+        return {
+            name: StoredTensor(t["dtype"], tuple(t["shape"]), data + t["data_offsets"][0], data + t["data_offsets"][1])
+            for name, t in header.items()
+        }
+
+    def _foreign_save(self) -> str:
+        """An explanation for a failed checksum: the file is whole, but of another save or another rank."""
+        try:
+            length = int.from_bytes(self._pread(0, 8), "little")
+            metadata = json.loads(self._pread(8, min(length, self._record.nbytes)))["__metadata__"]
+            if metadata["save_id"] != self._save_id:
+                return f" (the file belongs to save {metadata['save_id']}, the manifest to {self._save_id})"
+            if f"-rank{int(metadata['rank']):05d}." not in self.path.name:
+                return f" (the file was written by rank {metadata['rank']}: were files swapped?)"
+        except (CheckpointError, ValueError, KeyError, TypeError):
+            pass  # the header itself is damaged, which the message says already
+        return ""
+
+
+def size_problem(path: Path, record: FileRecord, *, chunk_nbytes: int) -> str | None:
+    """What is wrong with a data file before any of it is read; None if nothing."""
+    if len(record.crc32c) != -(-record.nbytes // chunk_nbytes):
+        return f"the manifest holds {len(record.crc32c)} checksums for the {record.nbytes} bytes of {path.name}"
+    try:
+        nbytes = path.stat().st_size
+    except OSError as error:
+        return f"{path} is missing ({error.strerror})"
+    return None if nbytes == record.nbytes else f"{path} has {nbytes} bytes, expected {record.nbytes}"
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Create or replace a small file so that a crash leaves the old or the new contents."""
+    temporary = path.with_name(f"{TEMP_PREFIX}{path.name}-{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temp_directory(final: Path, save_id: str) -> Path:
+    """Where a save writes before it is committed to `final`."""
+    return final.with_name(f"{TEMP_PREFIX}{final.name}-{save_id}")
+
+
+def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
+    """Create the directory a save fills before it is committed to `final`.
+
+    What earlier saves to the same name left behind when they were killed is removed.
+
+    Raises:
+        CheckpointError: `final` exists and may not be replaced, or nothing can be created beside it.
+    """
+    if final.exists() and not overwrite:
+        raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        restore_replaced(final)
+        for stale in _beside(final, TEMP_PREFIX):
+            shutil.rmtree(stale)
+        temp = temp_directory(final, save_id)
+        temp.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot prepare a directory beside {final}: {error}") from error
+    return temp
+
+
+def commit_directory(temp: Path, final: Path, save_id: str) -> None:
+    """Give a complete directory its final name; what bore that name is removed only after that.
+
+    POSIX cannot replace a directory that is not empty, so the old one steps aside under a name of its own first. A
+    crash between the two renames leaves it there, whole, and `restore_replaced` brings it back.
+    """
+    sync_directory(temp)
+    old = final.with_name(f"{OLD_PREFIX}{final.name}-{save_id}")
+    if final.exists():
+        final.rename(old)
+    try:
+        temp.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
+    sync_directory(final.parent)
+    for stale in replaced_directories(final):
+        shutil.rmtree(stale)
+
+
+def restore_replaced(final: Path) -> None:
+    """Bring back the directory that was stepping aside when a commit was killed, if `final` is missing."""
+    if final.exists():
+        return
+    for old in replaced_directories(final):
+        old.rename(final)
+        sync_directory(final.parent)
+        return
+
+
+def replaced_directories(final: Path) -> list[Path]:
+    """Directories that bore the name `final` until a commit that never ended."""
+    return _beside(final, OLD_PREFIX)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
+    aside = path.with_name(f"{TEMP_PREFIX}{path.name}-removed")
+    if aside.exists():
+        shutil.rmtree(aside)
+    path.rename(aside)
+    sync_directory(path.parent)
+    shutil.rmtree(aside)
+
+
+def _beside(final: Path, prefix: str) -> list[Path]:
+    """Directories that saves to `final` have made: its name between `prefix` and a word without a hyphen."""
+    entries = final.parent.iterdir() if final.parent.is_dir() else ()
+    return sorted(path for path in entries if path.name.rpartition("-")[0] == prefix + final.name)

@@ -1,0 +1,136 @@
+"""Which tensors of a model are saved, how this rank holds them, and their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.format import DTYPES
+from fullshard.checkpoint.storage import Bytes
+from fullshard.core.errors import CheckpointError
+from fullshard.core.layout import Interval
+from fullshard.engine import ShardedParameter
+from fullshard.engine.module import clean_name, units_of
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """What this rank holds of a parameter or buffer.
+
+    Attributes:
+        names: qualified names without those of wrappers; several if it is tied. The first one identifies it.
+        tensor: the parameter or buffer itself; a 1-D slice if it is sharded.
+        shape: global shape.
+        interval: elements of the flattened whole that `tensor` holds.
+        is_writer: whether this rank saves them; of several ranks that hold the same elements exactly one does.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    interval: Interval
+    is_writer: bool
+
+    @property
+    def name(self) -> str:
+        """The name that identifies it."""
+        return self.names[0]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks hold other elements of it."""
+        return isinstance(self.tensor, ShardedParameter)
+
+
+def rest(model: nn.Module) -> None:
+    """Bring every unit of `model` to rest, so that its parameters are the slices that optimizers know.
+
+    Raises:
+        CheckpointError: inside `unsharded(model)`.
+    """
+    for unit in units_of(model):
+        if unit.is_pinned:
+            raise CheckpointError(
+                f"unit {unit.name!r} is held unsharded", hint="leave the `with unsharded(model)` block first"
+            )
+        unit.reshard()
+
+
+def local_parameters(model: nn.Module, *, rank: int) -> list[LocalTensor]:
+    """All parameters in definition order, each once. `model` is at rest.
+
+    Raises:
+        CheckpointError: a parameter on the meta device.
+    """
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), (parameter, []))[1].append(clean_name(path))
+    result = []
+    for parameter, names in found.values():
+        if parameter.is_meta:
+            raise CheckpointError(f"parameter {names[0]!r} is on the meta device", hint="initialise it first")
+        unique = tuple(dict.fromkeys(names))
+        if isinstance(parameter, ShardedParameter):
+            shape, interval = tuple(parameter.global_shape), parameter.interval
+            is_writer = parameter.mesh.replicate_rank == 0
+        else:
+            shape, interval, is_writer = tuple(parameter.shape), Interval(0, parameter.numel()), rank == 0
+        result.append(LocalTensor(unique, parameter, shape, interval, is_writer))
+    return result
+
+
+def local_buffers(model: nn.Module, *, rank: int) -> list[LocalTensor]:
+    """All persistent buffers, each once. Every rank holds them whole and rank 0 saves them."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for path, module in model.named_modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                name = clean_name(f"{path}.{attribute}" if path else attribute)
+                found.setdefault(id(buffer), (buffer, []))[1].append(name)
+    return [
+        LocalTensor(tuple(dict.fromkeys(names)), buffer, tuple(buffer.shape), Interval(0, buffer.numel()), rank == 0)
+        for buffer, names in found.values()
+    ]
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that define `get_extra_state`, by path."""
+    return {
+        clean_name(path): module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model computes."""
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        return torch.device("cpu")
+    return parameter.mesh.device if isinstance(parameter, ShardedParameter) else parameter.device
+
+
+def dtype_name(tensor: torch.Tensor, *, where: str) -> str:
+    """The name of the dtype without `torch.`. Raises `CheckpointError` if safetensors has none for it."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES or tensor.layout is not torch.strided:
+        raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot hold")
+    return name
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """The dtype that safetensors calls `code`. Raises `CheckpointError` for one it does not know."""
+    for name, (known, _) in DTYPES.items():
+        if known == code:
+            dtype = getattr(torch, name)
+            assert isinstance(dtype, torch.dtype)  # noqa: S101 -- DTYPES holds names of dtypes
+            return dtype
+    raise CheckpointError(f"unknown dtype {code!r} in a data file")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Bytes:
+    """The elements as bytes in host memory: a view where possible, a copy of this one tensor else."""
+    flat = tensor.detach().reshape(-1).cpu().contiguous()
+    return flat.view(torch.uint8).numpy()

@@ -1,0 +1,110 @@
+"""Python state (schedules, scalers, hyper-parameters) as JSON, and back, without losing a type or a bit.
+
+JSON has no tuples, no infinities and no keys but strings, and schedules use all three. What plain JSON cannot say is
+an object with the key `$`. Tensors go to a data file and leave their name behind. Anything else is refused: there is
+no pickle, so a checkpoint cannot run code.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import JsonValue
+
+from fullshard.core.errors import CheckpointError
+
+_TAG = "$"
+
+
+def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
+    """`value` as JSON.
+
+    Args:
+        value: None, bool, int, float, str, bytes, tensors, and lists, tuples, sets, dicts and Counters of them.
+        where: path of the value, for messages and as the name of a tensor.
+        tensors: receives the tensors found, by name.
+
+    Raises:
+        CheckpointError: a value of another type; the message says where it is.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        return encode_value(value.item(), where=where, tensors=tensors)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_TAG: "float", "value": repr(float(value))}
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        tensors[where] = value.detach()
+        return {_TAG: "tensor", "name": where}
+    if isinstance(value, list | tuple | set):
+        items = [encode_value(item, where=f"{where}/{i}", tensors=tensors) for i, item in enumerate(value)]
+        return (
+            items if isinstance(value, list) else {_TAG: "set" if isinstance(value, set) else "tuple", "items": items}
+        )
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, where=where, tensors=tensors)
+    raise CheckpointError(
+        f"{where} is a {type(value).__qualname__}, which cannot be stored without pickle",
+        hint="store numbers, text, tensors, and lists, tuples, sets and dicts of them",
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
+    encoded = {key: encode_value(item, where=f"{where}/{key}", tensors=tensors) for key, item in value.items()}
+    if not isinstance(value, Counter) and all(isinstance(key, str) and key != _TAG for key in encoded):
+        return encoded
+    items: list[JsonValue] = [
+        [encode_value(key, where=f"a key of {where}", tensors={}), item] for key, item in encoded.items()
+    ]
+    return {_TAG: "counter" if isinstance(value, Counter) else "map", "items": items}
+
+
+def decode_value(value: JsonValue, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `encode_value` was given.
+
+    Args:
+        value: the JSON.
+        tensors: the tensors it names.
+
+    Raises:
+        CheckpointError: a tensor is not there, or a tag of a newer version.
+    """
+    if isinstance(value, list):
+        return [decode_value(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$": "float", "value": str(text)}:
+            return float(text)
+        case {"$": "bytes", "value": str(text)}:
+            return base64.b64decode(text)
+        case {"$": "tensor", "name": str(name)}:
+            if name not in tensors:
+                raise CheckpointError(f"tensor {name!r} is in no file of the checkpoint")
+            return tensors[name]
+        case {"$": "tuple", "items": list(items)}:
+            return tuple(decode_value(item, tensors) for item in items)
+        case {"$": "set", "items": list(items)}:
+            return {decode_value(item, tensors) for item in items}
+        case {"$": "map" | "counter" as kind, "items": list(items)}:
+            decoded = {_pair(item, tensors)[0]: _pair(item, tensors)[1] for item in items}
+            return Counter(decoded) if kind == "counter" else decoded
+        case {"$": tag}:
+            raise CheckpointError(f"unknown kind of value {tag!r}", hint="update fullshard")
+    return {key: decode_value(item, tensors) for key, item in value.items()}
+
+
+def _pair(item: JsonValue, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    if not isinstance(item, list) or len(item) != 2:
+        raise CheckpointError(f"expected a key and a value, got {item!r}")
+    return decode_value(item[0], tensors), decode_value(item[1], tensors)

@@ -1,0 +1,172 @@
+"""Prove a checkpoint, without a process group or a model: every file, every byte, every element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.checkpoint.format import (
+    DTYPES,
+    MANIFEST_NAME,
+    Manifest,
+    StateTensorRecord,
+    TensorRecord,
+    rank_file_name,
+    read_manifest,
+)
+from fullshard.checkpoint.resharding import Piece, coverage_problems
+from fullshard.checkpoint.storage import TensorFileReader, size_problem
+from fullshard.core.errors import CheckpointError
+from fullshard.core.sizes import format_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `verify_checkpoint` found. `str()` is for people.
+
+    Attributes:
+        path: the checkpoint.
+        problems: one line each; empty if the checkpoint is whole.
+        num_files, nbytes: data files and their size.
+        manifest: its manifest; None if that is what is damaged.
+    """
+
+    path: Path
+    problems: tuple[str, ...]
+    num_files: int
+    nbytes: int
+    manifest: Manifest | None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def raise_if_damaged(self) -> None:
+        """Raise `CheckpointError` with all problems, if there are any."""
+        if self.problems:
+            raise CheckpointError(str(self))
+
+    def __str__(self) -> str:
+        if self.manifest is None or self.problems:
+            return f"{self.path} is damaged:\n" + "\n".join(f"  {problem}" for problem in self.problems)
+        return (
+            f"{self.path} is whole: {self.num_files} files, {format_nbytes(self.nbytes)}, "
+            f"{len(self.manifest.parameters)} parameters, saved by {self.manifest.world_size} ranks"
+        )
+
+
+def verify_checkpoint(path: str | Path) -> Verification:
+    """Read every byte of a checkpoint and list all that is wrong with it.
+
+    Args:
+        path: the checkpoint directory.
+
+    Returns:
+        The findings; damage is not an exception here, see `Verification.raise_if_damaged`.
+    """
+    directory = Path(path)
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        return Verification(directory, (str(error),), 0, 0, None)
+    problems = structure_problems(manifest)
+    for name in manifest.files:
+        problems += _file_problems(directory / name, manifest)
+    for entry in sorted(directory.iterdir()):
+        if entry.name != MANIFEST_NAME and entry.name not in manifest.files:
+            problems.append(f"{entry} is not part of the checkpoint")
+    nbytes = sum(record.nbytes for record in manifest.files.values())
+    return Verification(directory, tuple(problems), len(manifest.files), nbytes, manifest)
+
+
+def quick_problems(directory: Path, manifest: Manifest) -> list[str]:
+    """What is wrong as far as can be told without reading data: records that contradict, files missing or cut."""
+    sizes = (
+        size_problem(directory / name, record, chunk_nbytes=manifest.chunk_nbytes)
+        for name, record in manifest.files.items()
+    )
+    return structure_problems(manifest) + [problem for problem in sizes if problem is not None]
+
+
+def structure_problems(manifest: Manifest) -> list[str]:
+    """Contradictions inside a manifest: elements in no file or in two, unknown dtypes, state of unknown parameters."""
+    problems = []
+    for file, tensor, record in stored_tensors(manifest):
+        if record.dtype not in DTYPES:
+            problems.append(f"{tensor!r} has the unknown dtype {record.dtype!r}")
+        files = dict.fromkeys(rank_file_name(file, piece.rank) for piece in record.pieces)
+        problems += [f"{tensor!r}: its file {f} is not in the manifest" for f in files if f not in manifest.files]
+        problems += [f"{tensor!r}: {problem}" for problem in coverage_problems(pieces_of(record), record.numel)]
+    if manifest.optimizer is not None:
+        problems += _optimizer_problems(manifest)
+    return problems
+
+
+def stored_tensors(manifest: Manifest) -> Iterator[tuple[str, str, TensorRecord]]:
+    """Kind of file, name in that file, and record, of every tensor that is stored in pieces."""
+    for name, record in (manifest.parameters | manifest.buffers).items():
+        yield "model", name, record
+    if manifest.optimizer is not None:
+        for name, state in manifest.optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, StateTensorRecord):
+                    yield "optimizer", f"{name}/{key}", value
+
+
+def pieces_of(record: TensorRecord) -> list[Piece]:
+    """The pieces of a tensor, sorted by start."""
+    return sorted((Piece(p.rank, p.interval) for p in record.pieces), key=lambda piece: piece.interval.start)
+
+
+def _optimizer_problems(manifest: Manifest) -> list[str]:
+    optimizer = manifest.optimizer
+    assert optimizer is not None  # noqa: S101 -- the caller checked
+    grouped = [name for group in optimizer.groups for name in group.parameters]
+    unknown = sorted({*grouped, *optimizer.state} - manifest.parameters.keys())
+    problems = [f"the optimizer knows {name!r}, which is no parameter" for name in unknown]
+    for name, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, StateTensorRecord) and value.layout == "interval" and name in manifest.parameters:
+                shape = manifest.parameters[name].shape
+                if value.shape != shape:
+                    problems.append(f"optimizer state {name}/{key} has shape {value.shape}, its parameter {shape}")
+    return problems
+
+
+def _file_problems(path: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with one data file."""
+    record = manifest.files[path.name]
+    if problem := size_problem(path, record, chunk_nbytes=manifest.chunk_nbytes):
+        return [problem]
+    try:
+        with TensorFileReader(path, record, chunk_nbytes=manifest.chunk_nbytes, save_id=manifest.save_id) as reader:
+            problems = []
+            for start, stop in reader.damaged_chunks():
+                hit = [name for name, t in reader.tensors.items() if t.start < stop and start < t.stop]
+                problems.append(
+                    f"{path} is damaged between bytes {start} and {stop}, in {', '.join(hit) or 'no tensor'}"
+                )
+            return problems + _content_problems(path, reader, manifest)
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _content_problems(path: Path, reader: TensorFileReader, manifest: Manifest) -> list[str]:
+    """Where the tensors of a file differ from those the manifest expects in it."""
+    kind, _, rank = path.name.removesuffix(".safetensors").rpartition("-rank")
+    if kind not in ("model", "optimizer"):
+        return []
+    problems, expected = [], set()
+    for file, name, record in stored_tensors(manifest):
+        for piece in record.pieces if file == kind else ():
+            if piece.rank != int(rank):
+                continue
+            expected.add(name)
+            try:
+                reader.find(name, record.dtype, piece.interval.numel)
+            except CheckpointError as error:
+                problems.append(str(error))
+    extra = sorted(reader.tensors.keys() - expected)
+    return problems + [f"{path} holds {name!r}, which the manifest does not know" for name in extra]

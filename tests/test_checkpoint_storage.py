@@ -1,0 +1,146 @@
+"""Data files: readable by safetensors, proved chunk by chunk, and committed whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, FileRecord
+from fullshard.checkpoint.storage import (
+    TensorEntry,
+    TensorFileReader,
+    TensorFileWriter,
+    commit_directory,
+    make_temp_directory,
+    storage_order,
+)
+from fullshard.checkpoint.tensors import tensor_bytes
+from fullshard.core.errors import CheckpointError
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor], save_id: str = "id") -> FileRecord:
+    entries = [TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
+    with TensorFileWriter(path, entries, {"save_id": save_id, "rank": "0"}) as writer:
+        for entry in storage_order(entries):
+            writer.write(entry.name, tensor_bytes(tensors[entry.name]))
+        return writer.finish()
+
+
+def _reader(path: Path, record: FileRecord, save_id: str = "id") -> TensorFileReader:
+    return TensorFileReader(path, record, chunk_nbytes=CHUNK_NBYTES, save_id=save_id)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_safetensors_reads_every_dtype(tmp_path: Path, dtype: str) -> None:
+    """One odd byte in front must not misalign what follows."""
+    torch_dtype = getattr(torch, dtype)
+    tensors = {
+        "odd": torch.tensor([1], dtype=torch.uint8),
+        "value": torch.randint(0, 2, (3, 5)).to(torch_dtype),
+        "scalar": torch.tensor(1).to(torch_dtype),
+        "empty": torch.empty(0, 4, dtype=torch_dtype),
+    }
+    _write(tmp_path / "f", tensors)
+    loaded = load_file(tmp_path / "f")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].shape == tensor.shape
+        assert loaded[name].dtype == tensor.dtype
+        assert tensor_bytes(loaded[name]).tobytes() == tensor_bytes(tensor).tobytes()
+
+
+def test_reads_across_chunks_and_checks_each(tmp_path: Path) -> None:
+    numel = 3 * CHUNK_NBYTES // 8 + 1000
+    value = torch.arange(numel, dtype=torch.int64)
+    record = _write(tmp_path / "f", {"a": torch.zeros(7), "value": value})
+    assert len(record.crc32c) == 4
+    rng = np.random.default_rng(0)
+    with _reader(tmp_path / "f", record) as reader:
+        stored = reader.find("value", "int64", numel)
+        for start in [0, *rng.integers(0, numel - 600_000, 5).tolist()]:
+            out = torch.empty(600_000, dtype=torch.int64)
+            reader.read_into(stored.start + start * 8, tensor_bytes(out))
+            assert torch.equal(out, value[start : start + 600_000])
+        assert list(reader.damaged_chunks()) == []
+    data = bytearray((tmp_path / "f").read_bytes())
+    data[2 * CHUNK_NBYTES + 5] ^= 16
+    (tmp_path / "f").write_bytes(data)
+    with _reader(tmp_path / "f", record) as reader:
+        reader.read_into(stored.start, tensor_bytes(torch.empty(9, dtype=torch.int64)))  # the first chunk is sound
+        with pytest.raises(CheckpointError, match=f"damaged between bytes {2 * CHUNK_NBYTES} and {3 * CHUNK_NBYTES}"):
+            reader.read_into(2 * CHUNK_NBYTES + 100, tensor_bytes(torch.empty(1)))
+        assert list(reader.damaged_chunks()) == [(2 * CHUNK_NBYTES, 3 * CHUNK_NBYTES)]
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_any_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.mktemp("flip") / "f"
+    record = _write(path, {"a": torch.randn(30), "b": torch.arange(5)})
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged between bytes"):
+        _reader(path, record)
+
+
+def test_a_file_of_another_save_is_named(tmp_path: Path) -> None:
+    record = _write(tmp_path / "f", {"a": torch.zeros(3)}, save_id="mine")
+    _write(tmp_path / "g", {"a": torch.ones(3)}, save_id="hers")
+    (tmp_path / "g").replace(tmp_path / "f")
+    with pytest.raises(CheckpointError, match="belongs to save hers, the manifest to mine"):
+        _reader(tmp_path / "f", record, save_id="mine")
+
+
+def test_missing_and_truncated_files(tmp_path: Path) -> None:
+    record = _write(tmp_path / "f", {"a": torch.zeros(3)})
+    (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"f has {record.nbytes - 1} bytes, expected {record.nbytes}"):
+        _reader(tmp_path / "f", record)
+    (tmp_path / "f").unlink()
+    with pytest.raises(CheckpointError, match="f is missing"):
+        _reader(tmp_path / "f", record)
+
+
+def test_the_writer_wants_what_was_announced(tmp_path: Path) -> None:
+    entry = TensorEntry("a", "float32", (3,))
+    with TensorFileWriter(tmp_path / "f", [entry], {}) as writer:
+        with pytest.raises(CheckpointError, match="1 tensors were not written"):
+            writer.finish()
+        with pytest.raises(CheckpointError, match="expected 'a' of 12"):
+            writer.write("a", np.zeros(11, dtype=np.uint8))
+
+
+def test_a_commit_replaces_and_tidies_up(tmp_path: Path) -> None:
+    final = tmp_path / "step[1]"
+    for content in ("old", "new"):
+        temp = make_temp_directory(final, content, overwrite=True)
+        (temp / "file").write_text(content)
+        commit_directory(temp, final, content)
+        assert (final / "file").read_text() == content
+        assert [p.name for p in tmp_path.iterdir()] == ["step[1]"]
+    with pytest.raises(CheckpointError, match=r"exists already\nhint: .*overwrite=True"):
+        make_temp_directory(final, "x", overwrite=False)
+
+
+def test_leftovers_of_killed_saves_go_and_replaced_ones_come_back(tmp_path: Path) -> None:
+    final = tmp_path / "step"
+    (tmp_path / ".tmp-step-dead").mkdir()
+    (tmp_path / ".tmp-step-10-alive").mkdir()
+    (tmp_path / ".old-step-10-dead").mkdir()
+    (tmp_path / ".old-step-dead").mkdir()
+    (tmp_path / ".old-step-dead" / "file").write_text("whole")
+    make_temp_directory(final, "next", overwrite=True)
+    assert (final / "file").read_text() == "whole"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".old-step-10-dead",
+        ".tmp-step-10-alive",
+        ".tmp-step-next",
+        "step",
+    ]
