@@ -1,0 +1,553 @@
+"""`Accelerator`: Accelerate's names over fullshard's engine. Methods validate and delegate.
+
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+What differs from Accelerate, each time to be right where it is not: a scheduler steps once per optimizer step, not once
+per rank; every micro-batch is reduced into the sharded gradient, so accumulation costs no memory; gradients are reduced
+in float32; units are found without being told; a checkpoint is complete or not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fullshard import checkpoint
+from fullshard.api import collectives, saving
+from fullshard.api.data import ShardedDataLoader, skip_first_batches
+from fullshard.api.gathering import Gathering
+from fullshard.api.optimizer import AcceleratedOptimizer
+from fullshard.api.options import (
+    DataLoaderConfiguration,
+    DistributedType,
+    GradientAccumulationPlugin,
+    Handlers,
+    ProjectConfiguration,
+    check_data_loader_configuration,
+)
+from fullshard.api.plugin import FullyShardedDataParallelPlugin
+from fullshard.api.scheduler import AcceleratedScheduler
+from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
+from fullshard.api.state import GradientState, ProcessState
+from fullshard.config.schema import ShardingConfig
+from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
+from fullshard.engine import clip_grad_norm_, clip_grad_value_, no_sync, repoint
+from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS, run_on_main
+
+_REFUSED = {
+    "deepspeed_plugin": "there is one engine here; SHARD_GRAD_OP is ZeRO-2 and FULL_SHARD is ZeRO-3",
+    "deepspeed_plugins": "there is one engine here; SHARD_GRAD_OP is ZeRO-2 and FULL_SHARD is ZeRO-3",
+    "megatron_lm_plugin": "tensor and pipeline parallelism are not supported",
+    "torch_tp_plugin": "tensor parallelism is not supported",
+    "parallelism_config": "tensor, context and pipeline parallelism are not supported",
+    "dynamo_plugin": "give dynamo_backend, which compiles every unit on its own",
+    "log_with": "trackers are not supported; write what you log from the main process",
+}
+_RNG_TYPES = {"generator", "torch", "cuda"}
+_ABSENT = {
+    **dict.fromkeys(("init_trackers", "log", "get_tracker", "log_images"), _REFUSED["log_with"]),
+    "join_uneven_inputs": "not needed: every rank has the same number of steps",
+    "profile": "use torch.profiler",
+    "lomo_backward": "optimizers that step within backward are not supported",
+    "register_save_state_pre_hook": "use register_for_checkpointing",
+    "register_load_state_pre_hook": "use register_for_checkpointing",
+}
+
+
+class Accelerator(Gathering):
+    """Trains a script's models sharded, on any number of ranks.
+
+    Args:
+        device_placement: put batches on the device.
+        split_batches: a loader's batch size is that of all ranks together.
+        mixed_precision: `no`, `bf16` or `fp16`.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        cpu: compute on the CPU although there is an accelerator.
+        dataloader_config: `DataLoaderConfiguration`; replaces `split_batches`.
+        fsdp_plugin: `FullyShardedDataParallelPlugin`, a `ShardingConfig` or a dict for one. Default: what
+            `accelerate launch` put into the environment, else FULL_SHARD with units found automatically.
+        rng_types: generators made equal over the ranks at the start of every epoch: `torch`, `cuda`; samplers
+            (`generator`) always are.
+        project_dir, project_config: where `save_state` writes.
+        gradient_accumulation_plugin: `GradientAccumulationPlugin`; replaces `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: schedulers step with the optimizer; False: at every call.
+        kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, Accelerate's or fullshard's.
+        dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not.
+        refused: Accelerate's other arguments; anything but None is an error that gives the reason.
+
+    Raises:
+        ConfigError: a setting that is wrong or not supported.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | ShardingConfig | Mapping[str, Any] | None = None,
+        rng_types: list[str] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[Any] | None = None,
+        dynamo_backend: str | None = None,
+        **refused: Any,
+    ) -> None:
+        _refuse(refused)
+        handlers = Handlers.of(kwargs_handlers)
+        mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        dynamo_backend = dynamo_backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND")
+        cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+        self.fsdp_plugin = fsdp_plugin
+        self.setup = Setup.of(fsdp_plugin, mixed_precision, handlers.autocast, dynamo_backend)
+        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(
+            int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", gradient_accumulation_steps))
+            if gradient_accumulation_steps == 1
+            else gradient_accumulation_steps
+        )
+        if accumulation.num_steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {accumulation.num_steps}")
+        super().__init__(
+            ProcessState.start(cpu=cpu, timeout_seconds=handlers.timeout_seconds or DEFAULT_TIMEOUT_SECONDS),
+            GradientState(accumulation.num_steps, accumulation.sync_with_dataloader),
+        )
+        self.device_placement = device_placement
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        check_data_loader_configuration(self.dataloader_config, self.num_processes)
+        self.rng_types = _check_rng_types(rng_types)
+        self.project_configuration = project_config or ProjectConfiguration()
+        if project_dir is not None:
+            self.project_configuration.project_dir = os.fspath(project_dir)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scaler = (
+            torch.amp.GradScaler(self.device.type, **handlers.scaler) if self.mixed_precision == "fp16" else None
+        )
+        self.step = 0
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[ShardedDataLoader] = []
+        self._custom_objects: list[Any] = []
+        self._said_schedule = False
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names that do not exist.
+        reason = f" ({_ABSENT[name]})" if name in _ABSENT else ""
+        raise AttributeError(f"fullshard's Accelerator has no {name!r}{reason}")
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision mode: `no`, `fp32`, `bf16` or `fp16`."""
+        return self.setup.precision.mode
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Always FSDP, on one rank too."""
+        return DistributedType.FSDP
+
+    @property
+    def state(self) -> SimpleNamespace:
+        """What scripts read from Accelerate's state."""
+        return SimpleNamespace(
+            fsdp_plugin=self.fsdp_plugin,
+            distributed_type=self.distributed_type,
+            mixed_precision=self.mixed_precision,
+            device=self.device,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            local_process_index=self.local_process_index,
+            is_main_process=self.is_main_process,
+            is_local_main_process=self.is_local_main_process,
+        )
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends a step."""
+        return self.gradient_state.sync_gradients
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because a scaled gradient overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def project_dir(self) -> str | None:
+        """Base directory for `save_state`."""
+        directory: str | None = self.project_configuration.project_dir
+        return directory
+
+    # -- prepare ------------------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """Shard models, and make everything else fit them. Any order, any mix, in one call or several.
+
+        Args:
+            objects: models, optimizers, data loaders, schedulers; other objects are returned as they are.
+            device_placement: per object, whether batches of a loader go to the device.
+
+        Returns:
+            The prepared objects in the same order; a single one is not put into a tuple.
+        """
+        placement = device_placement or [self.device_placement] * len(objects)
+        if len(placement) != len(objects):
+            raise ConfigError(f"device_placement has {len(placement)} entries for {len(objects)} objects")
+        prepared = list(objects)
+        # Models first: an optimizer is re-pointed to what they become. Then optimizers, on which schedulers depend.
+        for index, value in enumerate(objects):
+            if isinstance(value, nn.Module):
+                prepared[index] = self.prepare_model(value)
+            elif isinstance(value, DataLoader):
+                prepared[index] = self.prepare_data_loader(value, device_placement=placement[index])
+        for index, value in enumerate(objects):
+            if isinstance(value, torch.optim.Optimizer):
+                prepared[index] = self.prepare_optimizer(value)
+        for index, value in enumerate(objects):
+            if _is_scheduler(value):
+                prepared[index] = self.prepare_scheduler(value)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Shard a model in place, and re-point optimizers prepared earlier to it. One that is sharded is left as it is.
+
+        Args:
+            model: the model.
+            device_placement: must not be False: a sharded model lives on the rank's device.
+            evaluation_mode: the model is only used for inference; it is sharded all the same.
+        """
+        if device_placement is False:
+            raise ConfigError("device_placement=False: a sharded model lives on the rank's device")
+        if hasattr(model, "_orig_mod"):
+            raise ConfigError(
+                "the model was compiled as a whole, and sharding it would put communication inside the graph",
+                hint="pass the plain model; Accelerator(dynamo_backend='inductor') compiles each unit",
+            )
+        device_map: Any = getattr(model, "hf_device_map", None)
+        if device_map and len(set(device_map.values())) > 1:
+            raise ConfigError("the model is spread over devices (device_map)", hint="load it without device_map")
+        if not is_sharded(model):
+            model = shard(model, self.setup, self.process, self._say)
+            for optimizer in self._optimizers:
+                repoint(optimizer.optimizer)
+        if is_sharded(model) and not any(model is other for other in self._models):
+            self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Re-point an optimizer to the sharded parameters, and make it step at the end of an accumulation.
+
+        Raises:
+            OptimizerError: it needs whole matrices, so it would be wrong on slices.
+            ConfigError: a second optimizer in fp16.
+        """
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        if self.scaler is not None and self._optimizers:
+            raise ConfigError(
+                "fp16 with several optimizers: the first one's step changes the scale of the others' gradients",
+                hint="use bf16, which needs no loss scale",
+            )
+        repoint(optimizer)
+        prepared = AcceleratedOptimizer(optimizer, gradient_state=self.gradient_state, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Make a scheduler step once per optimizer step."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
+        held = getattr(scheduler, "optimizer", None)
+        own = [o for o in self._optimizers if held is o or held is o.optimizer]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            optimizers=own or self._optimizers,
+            gradient_state=self.gradient_state,
+            with_optimizer=self.step_scheduler_with_optimizer,
+        )
+        self._schedulers.append(prepared)
+        if self.num_processes > 1 and not self.dataloader_config.split_batches and not self._said_schedule:
+            self._said_schedule = True
+            self._say(
+                "schedulers step once per optimizer step (Accelerate: once per rank): a schedule's length is counted "
+                "with len() of the prepared loader"
+            )
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> ShardedDataLoader:
+        """Divide a data loader over the ranks.
+
+        Raises:
+            ConfigError, DataError: see `ShardedDataLoader`.
+        """
+        if isinstance(data_loader, ShardedDataLoader):
+            return data_loader
+        places = self.device_placement if device_placement is None else device_placement
+        prepared = ShardedDataLoader(
+            data_loader,
+            rank=self.process_index,
+            world_size=self.num_processes,
+            device=self.device if places else None,
+            split_batches=self.dataloader_config.split_batches,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.dataloader_config.non_blocking,
+            gradient_state=self.gradient_state,
+            synchronize=self._synchronize_rng,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    # -- a training step ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Around each micro-batch. Every `gradient_accumulation_steps`-th one, and the last of an epoch, ends a step.
+
+        Each micro-batch's gradients are reduced into the sharded gradient at once, so accumulation costs no memory.
+        `no_sync` trades memory for less communication.
+
+        Args:
+            models: not needed; accepted as Accelerate has them.
+        """
+        self.gradient_state.begin_micro_batch()
+        yield
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Keep gradients unsharded and local inside; the first backward outside reduces their sum."""
+        with no_sync(model) if is_sharded(model) else contextlib.nullcontext():
+            yield
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Backward of the loss, divided by the accumulation steps and, in fp16, scaled.
+
+        Args:
+            loss: a scalar, the mean over this rank's micro-batch.
+            options: passed to `Tensor.backward`.
+        """
+        loss = loss / self.gradient_accumulation_steps
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**options)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the loss scale, in fp16; nothing otherwise, and nothing the second time in a step."""
+        chosen = self._optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
+            if not isinstance(one, AcceleratedOptimizer):
+                raise OptimizerError(f"{type(one).__name__} was not prepared", hint="pass what prepare() returned")
+            one.unscale()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scale gradients to a norm of at most `max_norm` over all ranks, at the end of a step; before it only measure.
+
+        Returns:
+            The norm before, the same on every rank.
+        """
+        if not self.sync_gradients:
+            # Cutting a part of the sum would change the result, and in fp16 it is still scaled.
+            return clip_grad_norm_(parameters, float("inf"), norm_type)
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value], at the end of a step."""
+        if self.sync_gradients:
+            self.unscale_gradients()
+            clip_grad_value_(parameters, clip_value)
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Autocast for computations outside a prepared model, in the modes bf16 and fp16; nothing otherwise."""
+        options = autocast_handler or self.setup.autocast
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+        if dtype is None:
+            yield
+            return
+        with torch.autocast(
+            self.device.type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
+        ):
+            yield
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Have `save_state` and `load_state` include objects with `state_dict()` and `load_state_dict()`."""
+        wrong = [type(o).__name__ for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
+        if wrong:
+            raise ConfigError(f"cannot checkpoint {', '.join(wrong)}: no state_dict() and load_state_dict()")
+        self._custom_objects.extend(objects)
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+        """Save models, optimizers, schedulers, scaler, loader positions, random states and registered objects.
+
+        Args:
+            output_dir: directory to create; an earlier checkpoint there is replaced once the new one is complete. With
+                `automatic_checkpoint_naming` it is `project_dir/checkpoints/checkpoint_N` instead.
+            safe_serialization: must not be False: there is no other.
+
+        Returns:
+            The directory.
+        """
+        if not safe_serialization:
+            raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
+        config = self.project_configuration
+        if config.save_on_each_node:
+            raise ConfigError("save_on_each_node: a checkpoint lies in storage that all hosts share")
+        # Rank 0 looks, because others may see the file system a moment earlier or later.
+        path, overwrite = run_on_main(self.process.environment, lambda: saving.next_path(config, output_dir))
+        saving.save(
+            path,
+            self._training_state(),
+            self.process.environment,
+            total_limit=config.total_limit if config.automatic_checkpoint_naming else None,
+            overwrite=overwrite,
+        )
+        config.iteration += 1
+        return str(path)
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
+        """Load what `save_state` wrote, at any number of ranks, into the same prepared objects.
+
+        Args:
+            input_dir: the directory; None: the newest complete one under `project_dir/checkpoints`.
+        """
+        config = self.project_configuration
+        path = run_on_main(self.process.environment, lambda: saving.existing_path(config, input_dir))
+        self.step = saving.load(path, self._training_state())
+        if config.automatic_checkpoint_naming:
+            config.iteration = saving.number_of(path) + 1
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole, in host memory: on rank 0; empty elsewhere. A collective."""
+        return checkpoint.full_state_dict(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the whole model as safetensors into a directory, with its config if it has one. A collective."""
+        if not safe_serialization:
+            raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
+        saving.save_model(model, Path(save_directory), max_shard_size, self.process.environment)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write an object on the main process: `torch.save`, or safetensors for a dict of tensors; never half of it."""
+        if self.is_main_process:
+            saving.save_object(obj, Path(f), safe=safe_serialization)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model itself: it was sharded in place. A module made by `torch.compile` is unwrapped if asked.
+
+        Args:
+            model: a prepared model.
+            keep_fp32_wrapper: False also takes back the autocast around its forward.
+            keep_torch_compile: False gives the module inside one that `torch.compile` made.
+        """
+        inner = getattr(model, "_orig_mod", model)
+        if not keep_fp32_wrapper:
+            remove_autocast(inner)
+        return model if keep_torch_compile else inner
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """A loader without its first batches; see `skip_first_batches`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything prepared. Returns one None per object, to overwrite the caller's references with."""
+        self._models, self._optimizers, self._schedulers, self._dataloaders = [], [], [], []
+        self.step = 0
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    def end_training(self) -> None:
+        """Wait for all ranks and leave the process group."""
+        self.wait_for_everyone()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _say(self, message: str) -> None:
+        if self.is_main_process:
+            print(f"fullshard: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- start-up lines, once
+
+    def _synchronize_rng(self) -> None:
+        if "torch" in self.rng_types:
+            torch.set_rng_state(collectives.broadcast_object(torch.get_rng_state()))
+        if "cuda" in self.rng_types and self.device.type == "cuda":
+            torch.cuda.set_rng_state(collectives.broadcast_object(torch.cuda.get_rng_state(self.device)), self.device)
+
+    def _training_state(self) -> saving.TrainingState:
+        if not self._models:
+            raise LifecycleError("nothing to save or load", hint="call prepare(model, ...) first")
+        return saving.TrainingState(
+            models=self._models,
+            optimizers=[optimizer.optimizer for optimizer in self._optimizers],
+            schedulers=[scheduler.scheduler for scheduler in self._schedulers],
+            scaler=self.scaler,
+            loaders=self._dataloaders,
+            objects=self._custom_objects,
+            step=self.step,
+        )
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in _REFUSED:
+            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            raise ConfigError(f"{name} is not supported", hint=_REFUSED[name])
+
+
+def _check_rng_types(rng_types: list[Any] | None) -> set[str]:
+    names = {str(getattr(kind, "value", kind)) for kind in rng_types or ()}
+    if names - _RNG_TYPES:
+        raise ConfigError(
+            f"unknown rng_types {sorted(names - _RNG_TYPES)}", hint=f"use {', '.join(sorted(_RNG_TYPES))}"
+        )
+    return names
+
+
+def _is_scheduler(value: Any) -> bool:
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler):
+        return True
+    return not isinstance(value, torch.optim.Optimizer | nn.Module | DataLoader) and all(
+        callable(getattr(value, name, None)) for name in ("step", "state_dict", "load_state_dict")
+    )

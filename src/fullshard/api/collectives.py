@@ -1,0 +1,178 @@
+"""Collectives on nested structures of tensors, for metrics and control flow. Identities in a single process.
+
+These serve a few values per step or epoch, so they check what the engine's own collectives need not: that every rank
+brings the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fullshard.core.errors import CommunicationError, ConfigError
+
+T = TypeVar("T")
+Reduction = Literal["sum", "mean", "max", "none"]
+_CPU = torch.device("cpu")
+
+
+def world_size() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def map_leaves(function: Callable[[torch.Tensor], Any], data: Any, *, strict: bool = False) -> Any:
+    """`data` with `function` applied to every tensor in nested lists, (named) tuples and mappings.
+
+    Args:
+        function: applied to each tensor.
+        data: the structure; its container types are kept.
+        strict: refuse leaves that are not tensors instead of passing them through.
+
+    Raises:
+        TypeError: a leaf that is not a tensor, with `strict`.
+    """
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if isinstance(data, list | tuple):
+        items = [map_leaves(function, item, strict=strict) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if isinstance(data, Mapping):
+        mapped = {key: map_leaves(function, value, strict=strict) for key, value in data.items()}
+        return mapped if type(data) is dict else cast("Any", type(data))(mapped)
+    if strict:
+        raise TypeError(f"expected tensors in lists, tuples and mappings, got a {type(data).__name__}")
+    return data
+
+
+def send_to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """`data` with every tensor, and everything else that has a `.to` method, on `device`."""
+    if isinstance(data, torch.Tensor) or (hasattr(data, "to") and not isinstance(data, list | tuple)):
+        try:
+            return data.to(device, non_blocking=non_blocking)
+        except TypeError:  # BatchEncoding.to and the like take the device alone
+            return data.to(device)
+    if isinstance(data, list | tuple):
+        items = [send_to_device(item, device, non_blocking) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if isinstance(data, Mapping):
+        moved = {key: send_to_device(value, device, non_blocking) for key, value in data.items()}
+        return moved if type(data) is dict else cast("Any", type(data))(moved)
+    return data
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's `value` on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=_CPU if _has_cpu_backend() else None)
+    return box[0]
+
+
+def all_gather_object(value: T) -> list[T]:
+    """Every rank's `value`, in rank order."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather(data: Any) -> Any:
+    """The tensors of all ranks, concatenated along the first dimension in rank order; scalars become 1-D.
+
+    Raises:
+        CommunicationError: a tensor's shape or dtype differs between ranks.
+        TypeError: `data` holds something that is not a tensor.
+    """
+    if world_size() == 1:
+        return map_leaves(lambda t: t.reshape(1) if t.ndim == 0 else t, data, strict=True)
+    _check_agreement(data)
+    return map_leaves(_gather_tensor, data, strict=True)
+
+
+def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
+    """The tensors combined over all ranks, elementwise, times `scale`.
+
+    Raises:
+        ConfigError: an unknown reduction.
+        CommunicationError: a tensor's shape or dtype differs between ranks.
+    """
+    if reduction not in ("sum", "mean", "max", "none"):
+        raise ConfigError(f"unknown reduction {reduction!r}", hint="use sum, mean, max or none")
+    if world_size() > 1:
+        _check_agreement(data)
+    return map_leaves(lambda tensor: _reduce_tensor(tensor, reduction, scale), data, strict=True)
+
+
+def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """The tensors made as long along `dim` as the longest on any rank, so that they can be gathered.
+
+    Args:
+        data: tensors in any nesting. A tensor that has no dimension `dim` is returned as it is.
+        dim: dimension to pad.
+        pad_index: value to pad with.
+        pad_first: pad at the start instead of the end.
+    """
+    if world_size() == 1:
+        return data
+    lengths: list[int] = []
+    map_leaves(lambda tensor: lengths.append(_length(tensor, dim)), data)
+    longest = iter([max(column) for column in zip(*all_gather_object(lengths), strict=True)])
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        missing = next(longest) - _length(tensor, dim)
+        if missing == 0:
+            return tensor
+        # `F.pad` takes (before, after) pairs from the last dimension backwards.
+        pairs = [0, 0] * (tensor.ndim - 1 - dim % tensor.ndim) + ([missing, 0] if pad_first else [0, missing])
+        return F.pad(tensor, pairs, value=pad_index)
+
+    return map_leaves(pad, data)
+
+
+def _length(tensor: torch.Tensor, dim: int) -> int:
+    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
+
+
+def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    # As bytes, because backends differ in the dtypes they gather.
+    rows = (tensor.reshape(1) if tensor.ndim == 0 else tensor).detach().contiguous()
+    raw = rows.reshape(-1).view(torch.uint8)
+    gathered = raw.new_empty(world_size() * raw.numel())
+    dist.all_gather(list(gathered.chunk(world_size())) if raw.numel() else [raw] * world_size(), raw)
+    return gathered.view(rows.dtype).reshape(world_size() * rows.shape[0], *rows.shape[1:])
+
+
+def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
+    if reduction == "none" or world_size() == 1:
+        return tensor * scale if scale != 1.0 and reduction != "none" else tensor.clone()
+    # Half precision is summed in float32: some backends cannot, and none should.
+    is_half = tensor.is_floating_point() and tensor.element_size() < 4
+    total = tensor.detach().float() if is_half else tensor.detach().clone()
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
+    if reduction == "mean":
+        total = total / world_size()
+    result = total * scale if scale != 1.0 else total
+    return result.to(tensor.dtype) if is_half else result
+
+
+def _check_agreement(data: Any) -> None:
+    shapes: list[tuple[tuple[int, ...], str]] = []
+    map_leaves(lambda tensor: shapes.append((tuple(tensor.shape), str(tensor.dtype))), data, strict=True)
+    everyone = all_gather_object(shapes)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise CommunicationError(
+                f"ranks bring different tensors to a collective: rank 0 has {everyone[0]}, rank {rank} has {other}",
+                hint="pad them to the same shape first (pad_across_processes)",
+            )
+
+
+def _has_cpu_backend() -> bool:
+    return "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())

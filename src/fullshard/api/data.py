@@ -1,0 +1,413 @@
+"""A data loader whose batches are divided over the ranks.
+
+`ShardedDataLoader` takes any `torch.utils.data.DataLoader` and gives every rank its share of each step, with a number
+of steps that is the same on all ranks (a rank that stopped early would leave the others waiting in a collective). The
+order depends on a seed and the epoch alone, never on the number of ranks, so a run can resume on any number of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from fullshard.api.collectives import broadcast_object, send_to_device
+from fullshard.api.dealing import Deal
+from fullshard.api.state import GradientState
+from fullshard.core.errors import ConfigError, DataError
+
+_END = object()
+_INHERITED = (
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
+
+
+class ShardedDataLoader(DataLoader[Any]):
+    """This rank's part of a data loader.
+
+    Every step deals `batch_size` samples to each rank (or `batch_size` samples over all ranks with `split_batches`).
+    An incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it;
+    `remainder` tells how many of its samples are real. Samplers with a `generator` (so all of torch's) are seeded with
+    seed + epoch; the order of any other sampler is rank 0's. The epoch advances after each complete iteration.
+
+    Args:
+        loader: the loader to divide.
+        rank: this rank.
+        world_size: number of ranks.
+        device: where batches are put; None leaves them where they are.
+        split_batches: the loader's batch size is that of all ranks together.
+        data_seed: base seed of the order; by default that of the loader's own generator, else torch's initial seed.
+        non_blocking: copy to the device without waiting (pays off with pinned memory).
+        gradient_state: told where in the epoch the loop is.
+        synchronize: called at the start of every epoch, on all ranks.
+
+    Raises:
+        ConfigError: `split_batches` with a batch size that is not a multiple of the world size, or with batches of the
+            user's own making.
+        DataError: the loader divides its data over the ranks already, or has no length where one is needed.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | None = None,
+        split_batches: bool = False,
+        data_seed: int | None = None,
+        non_blocking: bool = False,
+        gradient_state: GradientState | None = None,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        _refuse_sharded(loader, world_size)
+        share = _Share.of(loader, rank, world_size, split_batches)
+        inherited = {name: getattr(loader, name) for name in _INHERITED if hasattr(loader, name)}
+        super().__init__(**share.arguments(loader), **inherited)
+        self.share = share
+        self._epoch = [0]  # in a list, so that copies made by `skipping` share it
+        self.end_of_dataloader = False
+        self.remainder: int | None = None
+        """Real samples of the step just handed out if it was filled up, else None."""
+        self._target = device
+        self._non_blocking = non_blocking
+        self._gradient_state = gradient_state or GradientState()
+        self._synchronize = synchronize
+        self._skip_each = 0
+        self._start = 0
+        self._consumed = 0
+        seed = share.initial_seed() if data_seed is None else data_seed
+        self._seed: int = broadcast_object(seed) if world_size > 1 else seed
+
+    @property
+    def epoch(self) -> int:
+        """Complete iterations so far, or what `set_epoch` said."""
+        return self._epoch[0]
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples per step over all ranks (batches per step, if the loader makes batches of its own)."""
+        return self.share.deal.round_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of an epoch. Raises `TypeError` if the dataset has no length."""
+        return self.share.length()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`. Called by the loader itself after each complete iteration."""
+        self._epoch[0] = epoch
+
+    def __len__(self) -> int:
+        return max(0, self.share.deal.rounds(self.share.length()) - self._skip_each)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._synchronize is not None:
+            self._synchronize()
+        skip, self._start = self._start + self._skip_each * self.total_batch_size, 0
+        discard = self.share.start_epoch(self._seed, self.epoch, skip)
+        iterator = iter(super().__iter__())
+        self._consumed = skip
+        self._gradient_state.enter_loader(self)
+        try:
+            for _ in range(discard):
+                next(iterator, _END)
+            following = next(iterator, _END)
+            while following is not _END:
+                batch, real = self.share.unpack(following)
+                following = next(iterator, _END)
+                self.end_of_dataloader = following is _END
+                real = self.share.last_real() if self.end_of_dataloader and real is None else real
+                self.remainder = real if real != self.total_batch_size else None
+                self._consumed += self.total_batch_size
+                yield batch if self._target is None else send_to_device(batch, self._target, self._non_blocking)
+            self._epoch[0] += 1
+            self._consumed = 0
+        finally:
+            self.end_of_dataloader, self.remainder = False, None
+            self._gradient_state.leave_loader(self)
+
+    def state_dict(self) -> dict[str, int]:
+        """Position of the loop: seed, epoch and items used. Valid at any number of ranks."""
+        return {"seed": self._seed, "epoch": self.epoch, "consumed": self._consumed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a position: the next iteration starts after the last batch that was handed out.
+
+        Raises:
+            DataError: the position is not one of this kind of loader.
+        """
+        if set(state) != {"seed", "epoch", "consumed"}:
+            raise DataError(f"not the position of a data loader: keys {sorted(state)}, expected seed, epoch, consumed")
+        self._seed, self._epoch[0], self._start = state["seed"], state["epoch"], state["consumed"]
+        self._consumed = self._start
+
+    def skipping(self, batches: int) -> ShardedDataLoader:
+        """A copy whose every iteration leaves out the first `batches` steps; it counts epochs with the original."""
+        other = copy.copy(self)
+        object.__setattr__(other, "_iterator", None)
+        other._skip_each = self._skip_each + batches
+        return other
+
+
+def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """A loader like `loader` that leaves out the first `num_batches` batches of every iteration.
+
+    Map-style datasets are not read for skipped batches; iterable ones have to be.
+    """
+    if not isinstance(loader, ShardedDataLoader):
+        loader = ShardedDataLoader(loader)
+    return loader.skipping(num_batches)
+
+
+class _Share:
+    """One rank's share of a map-style dataset. `_IterableShare` is the counterpart for iterable datasets.
+
+    Attributes:
+        deal: how the order is dealt.
+    """
+
+    def __init__(self, deal: Deal, order: Iterable[Any], *, of_batches: bool, as_sampler: bool) -> None:
+        self.deal = deal
+        self._order = order
+        self._of_batches = of_batches
+        self._as_sampler = as_sampler
+        self._sampler = _DealtSampler(deal, order, single=of_batches)
+
+    @staticmethod
+    def of(loader: DataLoader[Any], rank: int, world_size: int, split_batches: bool) -> _Share:
+        """The right share for a loader."""
+        if isinstance(loader.dataset, IterableDataset):
+            size, drop_last = loader.batch_size, bool(loader.drop_last)
+            return _IterableShare(_deal(size, rank, world_size, split_batches, drop_last), loader)
+        # Without automatic batching the sampler may itself yield lists of indices (`sampler=BatchSampler(...)`).
+        batches: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        as_sampler = loader.batch_sampler is None
+        if type(batches) is BatchSampler:
+            deal = _deal(batches.batch_size, rank, world_size, split_batches, batches.drop_last)
+            return _Share(deal, batches.sampler, of_batches=False, as_sampler=as_sampler)
+        deal = _deal(None, rank, world_size, split_batches, bool(getattr(batches, "drop_last", False)))
+        return _Share(deal, batches, of_batches=True, as_sampler=as_sampler)
+
+    def arguments(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """Arguments for the divided loader."""
+        common = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        if self._as_sampler:
+            return common | {"batch_size": None, "sampler": self._sampler}
+        return common | {"batch_sampler": self._sampler}
+
+    def initial_seed(self) -> int:
+        generator = getattr(self._order, "generator", None)
+        return torch.initial_seed() if generator is None else int(generator.initial_seed())
+
+    def length(self) -> int:
+        return len(cast("Sized", self._order))
+
+    def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
+        """Prepare the next iteration. Returns how many steps the loop itself must throw away."""
+        self._sampler.prepare(seed, epoch, skip)
+        return 0
+
+    def unpack(self, batch: Any) -> tuple[Any, int | None]:
+        """The batch, and the real items of its round if it carries them."""
+        return batch, None
+
+    def last_real(self) -> int | None:
+        """Real items of the last round, once it was dealt."""
+        return self._sampler.last_real
+
+
+class _DealtSampler(Sampler[Any]):
+    """This rank's lists of indices, in an order that all ranks agree on."""
+
+    def __init__(self, deal: Deal, order: Iterable[Any], *, single: bool) -> None:
+        self._deal = deal
+        self._order = order
+        self._single = single
+        self._next = (0, 0, 0)
+        self.last_real: int | None = None
+
+    def prepare(self, seed: int, epoch: int, skip: int) -> None:
+        self._next = (seed, epoch, skip)
+        self.last_real = None
+
+    def __len__(self) -> int:
+        return self._deal.rounds(len(cast("Sized", self._order)))
+
+    def __iter__(self) -> Iterator[Any]:
+        # Read now and not at the first `next`: another iteration may be prepared in between.
+        seed, epoch, skip = self._next
+        return self._shares(_agreed_order(self._order, seed, epoch, self._deal.world_size), skip)
+
+    def _shares(self, order: Iterable[Any], skip: int) -> Iterator[Any]:
+        for share, real in self._deal.shares(order, skip=skip):
+            self.last_real = real
+            yield share[0] if self._single else share
+
+
+def _agreed_order(order: Iterable[Any], seed: int, epoch: int, world_size: int) -> Iterable[Any]:
+    """The order of one epoch, the same on every rank and after a restart."""
+    set_epoch = getattr(order, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    if isinstance(order, SequentialSampler):
+        return order
+    if hasattr(order, "generator") and not isinstance(order, BatchSampler):
+        seeded = copy.copy(order)
+        cast("Any", seeded).generator = torch.Generator().manual_seed(seed + epoch)
+        return seeded
+    if not hasattr(order, "__len__"):
+        if world_size > 1:
+            raise DataError(
+                f"cannot agree on the order of {type(order).__name__} over {world_size} ranks: it has no length",
+                hint="give the sampler a __len__ or a `generator` attribute that it draws from",
+            )
+        return order
+    # A sampler of unknown make draws from the global generators: seed them for the time of the draw, and to be safe
+    # from anything else that differs between processes let rank 0's order be everybody's.
+    drawn = _drawn_under_seed(order, seed + epoch)
+    return broadcast_object(drawn) if world_size > 1 else drawn
+
+
+def _drawn_under_seed(order: Iterable[Any], seed: int) -> list[Any]:
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed % 2**32)
+            return list(order)
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+class _IterableShare(_Share):
+    """One rank's share of an iterable dataset: every rank reads the stream and keeps its part of each round."""
+
+    def __init__(self, deal: Deal, loader: DataLoader[Any]) -> None:
+        super().__init__(deal, (), of_batches=False, as_sampler=False)
+        self._dataset = _DealtDataset(deal, cast("IterableDataset[Any]", loader.dataset))
+        self._num_workers = loader.num_workers
+
+    def arguments(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        batched = loader.batch_size is not None
+        return {
+            "dataset": self._dataset,
+            "batch_size": self.deal.per_rank if batched else None,
+            "collate_fn": _CollateDealt(loader.collate_fn, batched=batched),
+        }
+
+    def initial_seed(self) -> int:
+        generator = getattr(self._dataset.dataset, "generator", None)
+        return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
+
+    def length(self) -> int:
+        return len(cast("Sized", self._dataset.dataset))
+
+    def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
+        dataset = self._dataset.dataset
+        set_epoch, generator = getattr(dataset, "set_epoch", None), getattr(dataset, "generator", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(seed + epoch)
+        if self._num_workers == 0:
+            self._dataset.skip = skip
+            return 0
+        # Workers deal rounds of their own, so only whole rounds can be thrown away, here.
+        rounds, rest = divmod(skip, self.deal.round_size)
+        if rest:
+            raise DataError(
+                f"cannot continue after {skip} samples of an iterable dataset in steps of {self.deal.round_size}",
+                hint="with num_workers > 0, resume with the same global batch size",
+            )
+        return rounds
+
+    def unpack(self, batch: Any) -> tuple[Any, int | None]:
+        inner, real = batch
+        return inner, int(real)
+
+    def last_real(self) -> int | None:
+        return None
+
+
+class _DealtDataset(IterableDataset[Any]):
+    """This rank's samples of a stream, each with the number of real samples in its round."""
+
+    def __init__(self, deal: Deal, dataset: IterableDataset[Any]) -> None:
+        self.deal = deal
+        self.dataset = dataset
+        self.skip = 0
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        return self._items(self.skip)
+
+    def __getattr__(self, name: str) -> Any:
+        # Scripts reach through `loader.dataset`. Names looked up before __init__ (unpickling) must not recurse.
+        if name.startswith("__") or "dataset" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def _items(self, skip: int) -> Iterator[tuple[Any, int]]:
+        for share, real in self.deal.shares(self.dataset, skip=skip):
+            for item in share:
+                yield item, real
+
+
+class _CollateDealt:
+    """Collates samples of a `_DealtDataset`; in a worker process, so it must pickle."""
+
+    def __init__(self, collate: Callable[[Any], Any], *, batched: bool) -> None:
+        self._collate = collate
+        self._batched = batched
+
+    def __call__(self, dealt: Any) -> tuple[Any, int]:
+        if not self._batched:
+            item, real = dealt
+            return self._collate(item), real
+        return self._collate([item for item, _ in cast("Sequence[tuple[Any, int]]", dealt)]), dealt[0][1]
+
+
+def _deal(batch_size: int | None, rank: int, world_size: int, split_batches: bool, drop_last: bool) -> Deal:
+    if not split_batches or world_size == 1:
+        return Deal(rank, world_size, batch_size or 1, drop_last)
+    if batch_size is None:
+        raise ConfigError(
+            "split_batches needs a loader with a batch size, and this one makes batches of its own",
+            hint="leave split_batches out: each rank then takes whole batches in turn",
+        )
+    if batch_size % world_size:
+        raise ConfigError(
+            f"split_batches: a batch of {batch_size} does not divide into {world_size} equal shares",
+            hint="use a batch size that is a multiple of the number of processes",
+        )
+    return Deal(rank, world_size, batch_size // world_size, drop_last)
+
+
+def _refuse_sharded(loader: DataLoader[Any], world_size: int) -> None:
+    """Data that was divided over the ranks once must not be divided again: most of it would never be seen."""
+    if world_size == 1:
+        return
+    sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise DataError(
+            "the data loader has a DistributedSampler, so it divides the data over the ranks already",
+            hint="pass the loader without it (shuffle=True instead); prepare() divides the data",
+        )
+    if getattr(loader.dataset, "_distributed", None) is not None:
+        raise DataError(
+            "the dataset was divided with split_dataset_by_node, and would be divided a second time",
+            hint="pass the whole dataset; prepare() divides the data",
+        )

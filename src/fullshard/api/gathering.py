@@ -1,0 +1,84 @@
+"""Metrics and signals over all ranks: what an evaluation loop asks of the Accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fullshard.api import collectives
+from fullshard.api.processes import Processes
+from fullshard.api.state import GradientState, ProcessState
+
+
+class Gathering(Processes):
+    """The part of the Accelerator that combines values of all ranks.
+
+    Args:
+        process: this process's place in the job.
+        gradient_state: knows the loop, and so which samples of a batch are repetitions.
+    """
+
+    def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
+        super().__init__(process)
+        self.gradient_state = gradient_state
+        self._trigger = False
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all ranks, concatenated along the first dimension; see `collectives.gather`."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather` without the samples that filled up the last batch of an epoch.
+
+        Args:
+            input_data: tensors in any nesting, one row per sample; or a list of objects, one per sample.
+            use_gather_object: gather objects although they are tensors.
+        """
+        if use_gather_object or not _all_tensors(input_data):
+            data = [item for part in collectives.all_gather_object(input_data) for item in part]
+            keep = self._real_rows(len(data))
+            return data if keep is None else data[:keep]
+        data = collectives.gather(input_data)
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            keep = self._real_rows(tensor.shape[0])
+            return tensor if keep is None else tensor[:keep]
+
+        return collectives.map_leaves(cut, data)
+
+    def reduce(self, tensor: Any, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> Any:
+        """Tensors combined over all ranks; see `collectives.reduce`."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors made equally long on all ranks; see `collectives.pad_across_processes`."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` sees on every rank."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has raised the flag since the last check. A collective."""
+        flag = torch.tensor(int(self._trigger), device=self.device)
+        self._trigger = False
+        return bool(collectives.reduce(flag, "max").item())
+
+    def _real_rows(self, rows: int) -> int | None:
+        """Rows that are not repetitions, of `rows` gathered in the current step; None: all."""
+        loader = self.gradient_state.loaders[-1] if self.gradient_state.loaders else None
+        if loader is None or loader.remainder is None:
+            return None
+        # A loader with batches of its own making counts ranks, not samples: the repeating ranks come last.
+        if loader.total_batch_size == self.num_processes:
+            return rows // self.num_processes * loader.remainder
+        return loader.remainder
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        collectives.map_leaves(lambda tensor: tensor, data, strict=True)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,112 @@
+"""The optimizer a script holds after `prepare`: it steps when the accumulation is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fullshard.api.state import GradientState
+from fullshard.engine import repoint
+
+
+class AcceleratedOptimizer(Optimizer):
+    """Wraps an optimizer. `step` and `zero_grad` do nothing between the micro-batches of one step.
+
+    Args:
+        optimizer: re-pointed to sharded parameters already, or later when its model is sharded.
+        gradient_state: tells whether the current micro-batch ends a step.
+        scaler: scales the loss in fp16; None otherwise.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, gradient_state: GradientState, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        # The base class is for isinstance checks (schedulers make them); its own constructor is not for wrappers.
+        self.optimizer = optimizer
+        self.gradient_state = gradient_state
+        self.scaler = scaler
+        self.is_unscaled = False
+        self._was_skipped = False
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because a scaled gradient overflowed."""
+        return self._was_skipped
+
+    @property
+    def state(self) -> Any:
+        """State per parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Default hyper-parameters."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters if the current micro-batch ends a step."""
+        self._was_skipped = False
+        if not self.gradient_state.sync_gradients:
+            return None
+        if self.scaler is None:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        scale = self.scaler.get_scale()
+        result = self.scaler.step(self.optimizer, *(() if closure is None else (closure,)))
+        self.scaler.update()
+        self.is_unscaled = False
+        # The scale shrinks exactly when a rank found an overflow, which the engine makes known to all of them.
+        self._was_skipped = self.scaler.get_scale() < scale
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients if the current micro-batch ends a step."""
+        if self.gradient_state.sync_gradients:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, at most once per step."""
+        if self.scaler is not None and not self.is_unscaled:
+            self.scaler.unscale_(self.optimizer)
+            self.is_unscaled = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; parameters of a sharded model may be given as they were before."""
+        self.optimizer.add_param_group(param_group)
+        repoint(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only names that neither this object nor its class has: hyper-parameter helpers such as `.train()`.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"

@@ -1,0 +1,164 @@
+"""Small option classes under Accelerate's names. Accelerate's own classes are accepted in their place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+from fullshard.core.errors import ConfigError
+
+
+class DistributedType(StrEnum):
+    """How a model is distributed; scripts compare with it. There is one way here."""
+
+    FSDP = "FSDP"
+
+
+@dataclass(slots=True)
+class DataLoaderConfiguration:
+    """How data loaders are divided over the ranks.
+
+    Attributes:
+        split_batches: a loader's batch size is that of all ranks together, not of each.
+        dispatch_batches: must not be true: every rank reads its own batches here.
+        even_batches: must not be false: ranks with fewer steps would leave the others waiting.
+        use_seedable_sampler: no choice: samplers are always seeded with seed + epoch.
+        data_seed: base seed of shuffling; by default torch's initial seed on rank 0.
+        non_blocking: copy batches to the device without waiting.
+        use_stateful_dataloader: no choice: loaders always have `state_dict` and `load_state_dict`.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass(slots=True)
+class GradientAccumulationPlugin:
+    """How gradients are accumulated.
+
+    Attributes:
+        num_steps: micro-batches per optimizer step.
+        adjust_scheduler: no choice: schedulers step with the optimizer.
+        sync_with_dataloader: end the step at the end of an epoch, however many micro-batches it has.
+        sync_each_batch: no choice: every micro-batch is reduced into the sharded gradient.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+
+@dataclass(slots=True)
+class ProjectConfiguration:
+    """Where `save_state` writes.
+
+    Attributes:
+        project_dir: base directory.
+        logging_dir: kept for scripts that read it; the base directory by default.
+        automatic_checkpoint_naming: number checkpoints under `project_dir/checkpoints`.
+        total_limit: checkpoints to keep; the oldest goes after the new one is complete.
+        iteration: number of the next checkpoint.
+        save_on_each_node: must not be true: a checkpoint lives in storage that all hosts share.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.logging_dir = self.logging_dir or self.project_dir
+
+
+@dataclass(slots=True)
+class GradScalerKwargs:
+    """Arguments of the loss scaler for fp16; see `torch.amp.GradScaler`."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass(slots=True)
+class AutocastKwargs:
+    """Arguments of the autocast around the model; `enabled=False` leaves only the dtypes of the precision policy."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass(slots=True)
+class InitProcessGroupKwargs:
+    """Arguments of the process group; only the timeout can be chosen."""
+
+    timeout: timedelta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """The `kwargs_handlers` of an Accelerator, sorted out.
+
+    Attributes:
+        scaler: arguments for the loss scaler.
+        autocast: whether the model and `autocast()` use autocast, and its weight cache.
+        timeout_seconds: of the process group; None: the default.
+    """
+
+    scaler: dict[str, Any]
+    autocast: AutocastKwargs
+    timeout_seconds: float | None
+
+    @classmethod
+    def of(cls, handlers: list[Any] | None) -> Handlers:
+        """Sort handlers by the name of their class, so that Accelerate's own serve as well.
+
+        Raises:
+            ConfigError: a handler that nothing here uses.
+        """
+        scaler: dict[str, Any] = {}
+        autocast, timeout = AutocastKwargs(), None
+        for handler in handlers or ():
+            match type(handler).__name__:
+                case "GradScalerKwargs":
+                    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+                    scaler = {name: getattr(handler, name) for name in names}
+                case "AutocastKwargs":
+                    autocast = AutocastKwargs(handler.enabled, handler.cache_enabled)
+                case "InitProcessGroupKwargs":
+                    timeout = handler.timeout.total_seconds() if handler.timeout is not None else None
+                case name:
+                    raise ConfigError(
+                        f"kwargs handler {name} has no meaning here",
+                        hint="GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs are used",
+                    )
+        return cls(scaler, autocast, timeout)
+
+
+def check_data_loader_configuration(config: Any, world_size: int) -> None:
+    """Refuse what a sharded run cannot honour.
+
+    Raises:
+        ConfigError: dispatching, or uneven batches on several ranks.
+    """
+    if getattr(config, "dispatch_batches", None):
+        raise ConfigError(
+            "dispatch_batches=True: rank 0 reading for all ranks is not supported",
+            hint="leave it out: every rank reads its own part, of iterable datasets too",
+        )
+    if not getattr(config, "even_batches", True) and world_size > 1:
+        raise ConfigError(
+            "even_batches=False would give some ranks fewer steps, and the others would wait for them for ever",
+            hint="leave it out, or drop the incomplete batch with DataLoader(drop_last=True)",
+        )

@@ -1,0 +1,150 @@
+"""What scripts do per process: ask who they are, wait, print once, divide inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+
+from fullshard.api.state import ProcessState
+from fullshard.core.errors import ConfigError
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+class Processes:
+    """The part of the Accelerator that is about processes and not about training.
+
+    Args:
+        process: this process's place in the job.
+    """
+
+    def __init__(self, process: ProcessState) -> None:
+        self.process = process
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.process.device
+
+    @property
+    def num_processes(self) -> int:
+        """World size."""
+        return self.process.environment.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Rank."""
+        return self.process.environment.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank on this host."""
+        return self.process.environment.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank is here."""
+        self.process.barrier()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print`, on the first rank of each host."""
+        if self.is_local_main_process:
+            print(*values, **options)  # noqa: T201 -- that is what it is for
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Rank 0 runs the block before the others (who then find what it downloaded or cached)."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first rank of each host runs the block before the others."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    def on_main_process(self, function: FunctionT) -> FunctionT:
+        """Decorator: the function runs on rank 0 and returns None elsewhere."""
+        return self._only(self.is_main_process, function)
+
+    def on_local_main_process(self, function: FunctionT) -> FunctionT:
+        """Decorator: the function runs on the first rank of each host and returns None elsewhere."""
+        return self._only(self.is_local_main_process, function)
+
+    def on_last_process(self, function: FunctionT) -> FunctionT:
+        """Decorator: the function runs on the last rank and returns None elsewhere."""
+        return self._only(self.is_last_process, function)
+
+    def on_process(self, function: FunctionT | None = None, process_index: int | None = None) -> Any:
+        """Decorator: the function runs on the given rank and returns None elsewhere."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only(self.process_index == process_index, function)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of `inputs`: neighbouring items, the first ranks taking one more if it does not divide.
+
+        Args:
+            inputs: a list, tuple, tensor or other sliceable, or a mapping of such, all of the same length.
+            apply_padding: repeat the last item where a rank has fewer, so that results can be gathered.
+
+        Raises:
+            ConfigError: the values of a mapping differ in length.
+        """
+        if isinstance(inputs, Mapping):
+            lengths = {key: len(value) for key, value in inputs.items()}
+            if len(set(lengths.values())) > 1:
+                raise ConfigError(f"cannot split values of different lengths between processes: {lengths}")
+            yield type(inputs)({key: self._part(value, apply_padding) for key, value in inputs.items()})  # type: ignore[call-arg]
+        else:
+            yield self._part(inputs, apply_padding)
+
+    def _part(self, inputs: Any, apply_padding: bool) -> Any:
+        size, extra = divmod(len(inputs), self.num_processes)
+        rank = self.process_index
+        start = rank * size + min(rank, extra)
+        part = inputs[start : start + size + (rank < extra)]
+        missing = size + (extra > 0) - len(part)
+        if not apply_padding or missing == 0 or len(inputs) == 0:
+            return part
+        last = inputs[-1:]
+        if isinstance(part, torch.Tensor):
+            return torch.cat([part, *[last] * missing])
+        return part + last * missing
+
+    @contextlib.contextmanager
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            # Also after an error, or the others would wait for a rank that is gone from here.
+            if is_first:
+                self.wait_for_everyone()
+
+    def _only(self, runs_here: bool, function: FunctionT) -> FunctionT:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if runs_here else None
+
+        return cast("FunctionT", wrapped)

@@ -1,0 +1,245 @@
+"""What the Accelerator's `save_state` and `load_state` put into a checkpoint, and where.
+
+One model with one optimizer is one checkpoint of `fullshard.checkpoint`. Several models or optimizers are *parts*: a
+directory of checkpoints, each a model and the optimizer that holds its parameters. It gets its name once all parts are
+complete, so like a single one it is whole or not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from fullshard import checkpoint
+from fullshard.api.collectives import broadcast_object
+from fullshard.api.data import ShardedDataLoader
+from fullshard.checkpoint.catalog import LATEST_NAME
+from fullshard.checkpoint.format import MANIFEST_NAME, read_manifest
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.launch.environment import RankEnvironment, run_on_main
+
+_PART = "part_"
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_AUTOMATIC = re.compile(r"checkpoint_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Everything that is saved.
+
+    Attributes:
+        models, optimizers, schedulers: in the order they were prepared, without wrappers.
+        scaler: the loss scaler in fp16.
+        loaders: their positions are saved.
+        objects: registered by the script.
+        step: a counter the script keeps.
+    """
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Any]
+    scaler: Any
+    loaders: Sequence[ShardedDataLoader]
+    objects: Sequence[Any]
+    step: int
+
+    def parts(self) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
+        """Models with their optimizers. A model with two optimizers comes twice.
+
+        Raises:
+            CheckpointError: an optimizer that holds no prepared model's parameters, or several models'.
+        """
+        pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
+        for optimizer in self.optimizers:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            owners = [model for model in self.models if held & {id(p) for p in model.parameters()}]
+            if len(owners) != 1:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} holds parameters of {len(owners)} prepared models, expected 1",
+                    hint="give each model an optimizer of its own",
+                )
+            pairs.append((owners[0], optimizer))
+        covered = {id(model) for model, _ in pairs}
+        return pairs + [(model, None) for model in self.models if id(model) not in covered]
+
+    def counters(self) -> dict[str, Any]:
+        """What goes into the checkpoint's `extra`."""
+        return {"step": self.step, "loaders": [loader.state_dict() for loader in self.loaders]}
+
+
+def next_path(config: Any, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
+    """Where to save, and whether what is there may be replaced.
+
+    Raises:
+        ConfigError: no directory is given.
+        CheckpointError: the directory holds something else, which would be lost.
+    """
+    if config.automatic_checkpoint_naming:
+        if config.project_dir is None:
+            raise ConfigError("automatic_checkpoint_naming needs a project_dir")
+        return Path(config.project_dir) / "checkpoints" / f"checkpoint_{config.iteration}", False
+    if output_dir is None:
+        raise ConfigError("save_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")
+    path = Path(output_dir)
+    foreign = _foreign_entries(path)
+    if foreign:
+        raise CheckpointError(
+            f"{path} holds more than a checkpoint ({', '.join(foreign[:3])}), which saving there would remove",
+            hint="save to a directory of its own, for example a sub-directory",
+        )
+    return path, True
+
+
+def existing_path(config: Any, input_dir: str | os.PathLike[str] | None) -> Path:
+    """Where to load from.
+
+    Raises:
+        ConfigError: no directory is given.
+        CheckpointError: there is no checkpoint.
+    """
+    if input_dir is not None:
+        path = Path(input_dir)
+        if not path.is_dir():
+            raise CheckpointError(f"there is no checkpoint at {path}")
+        return path
+    if not (config.automatic_checkpoint_naming and config.project_dir):
+        raise ConfigError("load_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")
+    base = Path(config.project_dir) / "checkpoints"
+    numbered = [path for path in base.glob("checkpoint_*") if _AUTOMATIC.fullmatch(path.name)]
+    if not numbered:
+        raise CheckpointError(f"there is no checkpoint under {base}")
+    return max(numbered, key=number_of)
+
+
+def number_of(path: Path) -> int:
+    """The number in an automatic name, -1 for others."""
+    match = _AUTOMATIC.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def save(
+    path: Path, state: TrainingState, environment: RankEnvironment, *, total_limit: int | None, overwrite: bool
+) -> None:
+    """Save everything. A collective."""
+    parts = state.parts()
+    schedulers = {"scheduler": state.schedulers[0] if len(state.schedulers) == 1 else None}
+    objects = [*(state.schedulers if len(state.schedulers) != 1 else ()), *state.objects]
+    if len(parts) == 1:
+        model, optimizer = parts[0]
+        checkpoint.save_checkpoint(
+            path, model=model, optimizer=optimizer, **schedulers, scaler=state.scaler, extra=state.counters(),
+            objects=objects, total_limit=total_limit, overwrite=overwrite,
+        )  # fmt: skip
+        return
+    temp = path.with_name(f".tmp-{path.name}-{broadcast_object(uuid.uuid4().hex[:16])}")
+    for number, (model, optimizer) in enumerate(parts):
+        # Schedules, counters and random states are those of the whole run; the first part has them.
+        whole = (
+            {**schedulers, "scaler": state.scaler, "extra": state.counters(), "objects": objects} if number == 0 else {}
+        )
+        checkpoint.save_checkpoint(temp / f"{_PART}{number}", model=model, optimizer=optimizer, **whole)
+    run_on_main(environment, lambda: _commit(temp, path, total_limit))
+
+
+def load(path: Path, state: TrainingState) -> int:
+    """Load everything that `save` wrote; returns the step. A collective.
+
+    Raises:
+        CheckpointError: damaged, incomplete, or of other objects than those in `state`.
+    """
+    parts = state.parts()
+    saved = len(list(path.glob(f"{_PART}*")))
+    if max(saved, 1) != len(parts):
+        raise CheckpointError(
+            f"{path} holds {max(saved, 1)} models with optimizers, {len(parts)} are prepared",
+            hint="prepare the same models and optimizers, in the same order, as when it was saved",
+        )
+    schedulers = {"scheduler": state.schedulers[0] if len(state.schedulers) == 1 else None}
+    objects = [*(state.schedulers if len(state.schedulers) != 1 else ()), *state.objects]
+    extra: dict[str, Any] = {}
+    # Backwards, so that the first part's random states are the ones that stay.
+    for number, (model, optimizer) in reversed(list(enumerate(parts))):
+        whole = {**schedulers, "scaler": state.scaler, "objects": objects} if number == 0 else {}
+        part = path / f"{_PART}{number}" if saved else path
+        extra = checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, **whole)
+    positions = extra.get("loaders", [])
+    if len(positions) != len(state.loaders):
+        raise CheckpointError(
+            f"{path} holds positions of {len(positions)} data loaders, {len(state.loaders)} are prepared",
+            hint="prepare the same data loaders, in the same order, as when it was saved",
+        )
+    for loader, position in zip(state.loaders, positions, strict=True):
+        loader.load_state_dict(position)
+    return int(extra["step"])
+
+
+def save_model(model: nn.Module, directory: Path, max_shard_size: int | str, environment: RankEnvironment) -> None:
+    """Write the whole model as safetensors into a directory, which may exist and hold other files. A collective.
+
+    Weights that an earlier save left there are removed, since `from_pretrained` might read them instead.
+    """
+    if not run_on_main(environment, directory.exists):
+        checkpoint.export_hf(directory, model=model, max_shard_size=max_shard_size)
+        return
+    staged = directory / ".fullshard-export"
+    checkpoint.export_hf(staged, model=model, max_shard_size=max_shard_size, overwrite=True)
+
+    def move() -> None:
+        new = {path.name for path in staged.iterdir()}
+        for path in directory.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and path.name not in new:
+                path.unlink()
+        # The index goes last: until then a reader finds weights it refuses, never a mixture it accepts.
+        for name in sorted(new, key=lambda name: (name.endswith(".index.json"), name)):
+            (staged / name).replace(directory / name)
+        staged.rmdir()
+
+    run_on_main(environment, move)
+
+
+def save_object(obj: Any, path: Path, *, safe: bool) -> None:
+    """Write an object to a file, which appears when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    if safe:
+        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in obj.items()}, temp)
+    else:
+        torch.save(obj, temp)
+    temp.replace(path)
+
+
+def _commit(temp: Path, path: Path, total_limit: int | None) -> None:
+    """Give the complete directory of parts its name, and remove what is older than the limit."""
+    aside = temp.with_name(temp.name.replace(".tmp-", ".old-"))
+    try:
+        (temp / LATEST_NAME).unlink(missing_ok=True)
+        if path.exists():
+            path.rename(aside)
+        temp.rename(path)
+        if aside.exists():
+            shutil.rmtree(aside)
+        siblings = sorted((p for p in path.parent.iterdir() if number_of(p) >= 0), key=number_of)
+        for old in siblings[:-total_limit] if total_limit else ():
+            shutil.rmtree(old)
+    except OSError as error:
+        raise CheckpointError(f"cannot save {path}: {error}") from error
+
+
+def _foreign_entries(path: Path) -> list[str]:
+    """Names in a directory that no checkpoint of ours put there."""
+    if not path.is_dir():
+        return []
+    names = {entry.name for entry in path.iterdir()}
+    if (path / MANIFEST_NAME).is_file():
+        return sorted(names - {MANIFEST_NAME, *read_manifest(path).files})
+    return sorted(name for name in names if not (path / name / MANIFEST_NAME).is_file())

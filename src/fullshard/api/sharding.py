@@ -1,0 +1,242 @@
+"""From settings to a sharded model: the one place that turns a `ShardingConfig` into calls of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fullshard.api.options import AutocastKwargs
+from fullshard.api.plugin import FullyShardedDataParallelPlugin, modules_matching
+from fullshard.api.state import ProcessState
+from fullshard.config.schema import PrecisionConfig, ShardingConfig
+from fullshard.core.errors import ConfigError
+from fullshard.core.sizes import format_count
+from fullshard.engine import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, describe, shard_model
+from fullshard.engine.precision import cast_floating
+from fullshard.wrap.policies import (
+    ByClass,
+    BySize,
+    WrapPolicy,
+    checkpoint_modules,
+    compile_modules,
+    parse_policy,
+    unit_modules,
+)
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_OUTER = "_fullshard_forward_under_autocast"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that decides how a model is sharded.
+
+    Attributes:
+        sharding: the settings.
+        precision: the dtypes.
+        wrap_policy: selects units; None: the one in `sharding`.
+        ignored: modules of a model that stay unsharded.
+        param_init_fn: initialises one module that is on the meta device.
+        autocast: how the forward runs under autocast in the modes bf16 and fp16.
+        compile_options: arguments for `torch.compile`, if units are compiled.
+    """
+
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    wrap_policy: WrapPolicy | None = None
+    ignored: Callable[[nn.Module], list[nn.Module]] | None = None
+    param_init_fn: Callable[[nn.Module], Any] | None = None
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    compile_options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plugin: Any, mixed_precision: str | None, autocast: AutocastKwargs, backend: str | None) -> Setup:
+        """The setup that an Accelerator's arguments describe.
+
+        Args:
+            plugin: a plugin, a `ShardingConfig`, a dict for one, or None: what `accelerate launch` put into the
+                environment, else the defaults.
+            mixed_precision: a mode, or None.
+            autocast: how autocast runs.
+            backend: of `torch.compile`; None or `no` does not compile.
+
+        Raises:
+            ConfigError: a setting that is wrong, or another library's plugin.
+        """
+        if plugin is None and any(name.startswith("FSDP_") for name in os.environ):
+            plugin = FullyShardedDataParallelPlugin.from_environment()
+        if plugin is None or isinstance(plugin, ShardingConfig | Mapping):
+            setup = cls(ShardingConfig.of(plugin), PrecisionConfig.of({"mode": mixed_precision}), autocast=autocast)
+        elif isinstance(plugin, FullyShardedDataParallelPlugin):
+            setup = cls(
+                plugin.sharding_config(),
+                _precision_of(plugin, mixed_precision),
+                wrap_policy=plugin.wrap_policy(),
+                ignored=plugin.ignored_module_list,
+                param_init_fn=plugin.param_init_fn,
+                autocast=autocast,
+            )
+        else:
+            raise ConfigError(
+                f"fsdp_plugin is a {type(plugin).__module__}.{type(plugin).__name__}",
+                hint="use fullshard.FullyShardedDataParallelPlugin, which has the same fields",
+            )
+        if backend is None or backend.lower() == "no":
+            return setup
+        compiled = setup.sharding.model_copy(update={"compile": True})
+        return dataclasses.replace(setup, sharding=compiled, compile_options={"backend": backend.lower()})
+
+
+def _precision_of(plugin: FullyShardedDataParallelPlugin, mixed_precision: str | None) -> PrecisionConfig:
+    precision = plugin.precision_config(mixed_precision)
+    if mixed_precision is not None and precision.mode != PrecisionConfig.of({"mode": mixed_precision}).mode:
+        warnings.warn(
+            f"mixed_precision = {mixed_precision!r} gives way to the plugin's policy, {precision.mode!r}", stacklevel=4
+        )
+    return precision
+
+
+def configured_policy(config: ShardingConfig) -> WrapPolicy:
+    """The wrap policy in the settings."""
+    match config.wrap:
+        case "class":
+            return ByClass(config.wrap_classes)
+        case "size":
+            return BySize(config.wrap_min_numel or 1)
+        case kind:
+            return parse_policy(kind)
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype called `name`."""
+    return None if name is None else getattr(torch, name)
+
+
+def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[str], None]) -> ModuleT:
+    """Shard `model` in place and say how.
+
+    Args:
+        model: not sharded yet; on any device, the meta device included. One without parameters is only moved.
+        setup: how.
+        process: gives the device and the ranks.
+        say: called with lines for the user, on every rank.
+
+    Raises:
+        ConfigError, WrapError: a setting that cannot be honoured for this model.
+    """
+    if next(model.parameters(), None) is None:
+        return model.to(process.device)
+    config, precision = setup.sharding, setup.precision
+    ignored = setup.ignored(model) if setup.ignored else []
+    if config.ignored_modules is not None and not ignored:
+        ignored = modules_matching(model, config.ignored_modules)
+    outside = {id(inner) for module in ignored for inner in module.modules()}
+    policy = configured_policy(config) if setup.wrap_policy is None else setup.wrap_policy
+    with warnings.catch_warnings():
+        if not process.environment.is_main:
+            warnings.simplefilter("ignore")  # every rank comes to the same conclusion; once is enough
+        units = unit_modules(model, policy)
+    units = [module for module in units if id(module) not in outside]
+    if precision.upcasts_main_weights:
+        _upcast(model, say)
+    if config.activation_checkpointing:
+        if not units:
+            raise ConfigError(
+                f"activation_checkpointing recomputes unit by unit, and {type(model).__name__} is one unit",
+                hint="wrap its repeated block, or leave activation_checkpointing out",
+            )
+        checkpoint_modules(model, units, reentrant=config.activation_checkpointing_reentrant)
+    if config.compile:
+        compile_modules(units or [model], **setup.compile_options)
+    if precision.mode in ("bf16", "fp16"):
+        _run_under_autocast(model, setup, process.device)
+    shard_model(
+        model,
+        unit_modules=units,
+        strategy=config.resolved_strategy(),
+        shard_size=config.resolved_shard_size(process.environment.local_world_size),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=torch_dtype(precision.compute_dtype),
+            reduce_dtype=torch_dtype(precision.gradient_dtype),
+            cast_forward_inputs=precision.cast_inputs,
+            buffer_dtype=torch_dtype(precision.buffer_dtype),
+        ),
+        offload_policy=CPUOffloadPolicy() if config.cpu_offload else None,
+        ignored_params=[parameter for module in ignored for parameter in module.parameters()],
+        forward_prefetch=config.forward_prefetch,
+        backward_prefetch=config.backward_prefetch,
+        sync_module_states=config.sync_module_states,
+        param_init_fn=setup.param_init_fn,
+        device=process.device,
+    )
+    for module in ignored:
+        module.to(process.device)
+    say(f"{type(model).__name__}: {describe(model)}")
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `model` is sharded as a whole."""
+    return isinstance(model, FSDPModule)
+
+
+def remove_autocast(model: nn.Module) -> None:
+    """Give `model` back the forward it had before `shard` put it under autocast."""
+    outer = model.__dict__.pop(_OUTER, None)
+    if outer is not None:
+        del model.__dict__["forward"]
+        if outer.inner is not None:
+            model.forward = outer.inner
+
+
+def _upcast(model: nn.Module, say: Callable[[str], None]) -> None:
+    """Give trainable parameters float32 main weights: an optimizer that steps in half precision loses small updates."""
+    half = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    for parameter in half:
+        parameter.data = parameter.data.float()
+    if half:
+        count = format_count(sum(p.numel() for p in half))
+        say(f"{type(model).__name__}: {count} trainable parameters stored in half precision get float32 main weights")
+
+
+@dataclass(frozen=True, slots=True)
+class _Autocast:
+    """How a root's forward runs: `inner` is the forward it replaced, None for the class's own."""
+
+    device_type: str
+    dtype: torch.dtype
+    options: AutocastKwargs
+    output_dtype: torch.dtype | None
+    inner: Callable[..., Any] | None
+
+
+def _run_under_autocast(model: nn.Module, setup: Setup, device: torch.device) -> None:
+    dtype = torch_dtype(setup.precision.compute_dtype)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return
+    # A bound method, as in `wrap.forwards`: no wrapper in the module tree, and a deep copy is bound to itself.
+    model.__dict__[_OUTER] = _Autocast(
+        device.type, dtype, setup.autocast, torch_dtype(setup.precision.result_dtype), model.__dict__.get("forward")
+    )
+    model.forward = MethodType(_autocast_forward, model)
+
+
+def _autocast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    outer: _Autocast = self.__dict__[_OUTER]
+    inner = outer.inner if outer.inner is not None else MethodType(type(self).forward, self)
+    with torch.autocast(
+        outer.device_type,
+        dtype=outer.dtype,
+        enabled=outer.options.enabled,
+        cache_enabled=outer.options.cache_enabled,
+    ):
+        output = inner(*args, **kwargs)
+    return cast_floating(output, outer.output_dtype)

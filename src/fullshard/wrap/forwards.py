@@ -1,0 +1,141 @@
+"""Transformations of a module's forward: activation checkpointing and compilation, in place, before sharding.
+
+Only `module.forward` is replaced, by a bound method of the same module. So no parameter is renamed, no wrapper appears
+in the module tree, hooks on the module (sharding included) stay outside, and `copy.deepcopy` binds the copy to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.core.errors import WrapError
+
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+"""Names under which Transformers models hand a key/value cache to a layer."""
+
+
+def checkpoint_modules(model: nn.Module, modules: Iterable[nn.Module], *, reentrant: bool = False) -> list[nn.Module]:
+    """Recompute the activations of `modules` in backward instead of keeping them.
+
+    Call it before the model is sharded. Of nested modules only the outermost is checkpointed: recomputing the inner one
+    once more within the recomputation would cost time and save little. Random numbers (dropout) and autocast are the
+    same in the recomputation. An empty key/value cache is withheld from a checkpointed layer: recomputing would fill
+    it twice.
+
+    Args:
+        model: the model that holds the modules.
+        modules: usually the model's units.
+        reentrant: use PyTorch's older implementation. It needs an input that requires grad, and does not see tensors
+            inside tuples or dicts.
+
+    Returns:
+        The modules that were changed.
+
+    Raises:
+        WrapError: a module is not in the model, is a unit already, is checkpointed already, or the model's own
+            gradient checkpointing is on.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    chosen = outermost(modules)
+    # Transformers keeps the switch on the model in older releases and on every layer in newer ones.
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise WrapError(
+            f"{type(model).__name__} has its own gradient checkpointing on; both at once would recompute twice",
+            hint="call model.gradient_checkpointing_disable(), or leave activation checkpointing off",
+        )
+    for module in chosen:
+        if id(module) not in names:
+            raise WrapError(f"the {type(module).__name__} to checkpoint is not in {type(model).__name__}")
+        where = f"module {names[id(module)] or 'root'!r} ({type(module).__name__})"
+        if is_unit(module):
+            raise WrapError(f"{where} is sharded already", hint="checkpoint activations before sharding the model")
+        if "_recomputed_forward" in module.__dict__:
+            raise WrapError(f"the activations of {where} are checkpointed already")
+    for module in chosen:
+        # None stands for the class's forward, which a deep copy then resolves on the copy.
+        module.__dict__["_recomputed_forward"] = module.__dict__.get("forward")
+        module.forward = MethodType(_reentrant_forward if reentrant else _checkpointed_forward, module)
+    return chosen
+
+
+def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
+    """Compile the forward of each module on its own, leaving hooks (and so communication) outside the graphs.
+
+    Args:
+        modules: usually the model's units. Call it before sharding, and before or after `checkpoint_modules`.
+        options: passed to `torch.compile`.
+
+    Raises:
+        WrapError: a module is a unit already.
+    """
+    for module in {id(module): module for module in modules}.values():
+        if is_unit(module):
+            raise WrapError(
+                f"the {type(module).__name__} to compile is sharded already", hint="compile modules before sharding"
+            )
+        if "_recomputed_forward" in module.__dict__:
+            # The graph goes inside the checkpoint, which then sees one opaque function and needs no tracing itself.
+            module.__dict__["_recomputed_forward"] = torch.compile(_inner_forward(module), **options)
+        else:
+            module.forward = torch.compile(module.forward, **options)
+
+
+def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The given modules without those that lie inside another one, each once, in the given order."""
+    unique = list({id(module): module for module in modules}.values())
+    inner = {id(child) for module in unique for child in module.modules() if child is not module}
+    return [module for module in unique if id(module) not in inner]
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` (this library's or torch's) has made `module` a unit."""
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
+def _inner_forward(module: nn.Module) -> Callable[..., Any]:
+    replaced: Callable[..., Any] | None = module.__dict__["_recomputed_forward"]
+    return replaced if replaced is not None else MethodType(type(module).forward, module)
+
+
+def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    inner = _inner_forward(self)
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    return checkpoint(inner, *args, use_reentrant=False, **_without_cache(self, kwargs))
+
+
+def _reentrant_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    inner = _inner_forward(self)
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    kwargs = _without_cache(self, kwargs)
+    keys = tuple(kwargs)
+
+    # Reentrant checkpointing takes positional arguments only, and only tensors among them get gradients.
+    def positional(*flat: Any) -> Any:
+        split = len(flat) - len(keys)
+        return inner(*flat[:split], **dict(zip(keys, flat[split:], strict=True)))
+
+    return checkpoint(positional, *args, *kwargs.values(), use_reentrant=True)
+
+
+def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments without an (empty) key/value cache."""
+    caches = [name for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None]
+    if not caches:
+        return kwargs
+    for name in caches:
+        length = getattr(kwargs[name], "get_seq_length", None)
+        if length is None or length() != 0:
+            raise WrapError(
+                f"{type(module).__name__} got a filled key/value cache ({name}) while its activations are checkpointed",
+                hint="prefix tuning and cached prompts do not go with activation checkpointing: switch one off",
+            )
+    off = {"use_cache": False} if "use_cache" in kwargs else {}
+    return kwargs | dict.fromkeys(caches) | off

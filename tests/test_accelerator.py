@@ -1,0 +1,276 @@
+"""The Accelerator in a single process: arguments, refusals, and the parts that need no other rank.
+
+pytest tests/test_accelerator.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fullshard
+from fullshard.api import Accelerator, DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from fullshard.api.options import Handlers, check_data_loader_configuration
+from fullshard.config.schema import ShardingConfig
+from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
+from fullshard.engine import FSDPModule
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith(("FSDP_", "ACCELERATE_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    yield
+
+
+def _arguments(name: str, value: Any) -> dict[str, Any]:
+    return {name: value}
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_every_method_that_is_public_has_accelerates_name() -> None:
+    theirs = pytest.importorskip("accelerate").Accelerator
+    ours = {name for name in dir(Accelerator) if not name.startswith("_")}
+    assert ours - set(dir(theirs)) == {"state"}, "Accelerate sets `state` on the instance"
+
+
+def test_every_argument_of_accelerate_is_taken_or_refused_with_a_reason() -> None:
+    theirs = pytest.importorskip("accelerate").Accelerator
+    ours = inspect.signature(Accelerator).parameters
+    for name in inspect.signature(theirs.__init__).parameters:
+        if name != "self" and name not in ours:
+            with pytest.raises(ConfigError, match=f"{name} is not supported"):
+                Accelerator(**_arguments(name, "something"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mixed_precison": "bf16"}, TypeError, "unexpected keyword argument 'mixed_precison'"),
+        ({"mixed_precision": "fp8"}, ConfigError, "'mode'"),
+        ({"gradient_accumulation_steps": 0}, ConfigError, "must be at least 1"),
+        ({"rng_types": ["numpy"]}, ConfigError, "unknown rng_types"),
+        ({"log_with": "wandb"}, ConfigError, "log_with is not supported"),
+        ({"fsdp_plugin": {"strateg": 1}}, ConfigError, "unknown setting 'strateg'"),
+        ({"fsdp_plugin": SimpleNamespace()}, ConfigError, "fsdp_plugin is a types.SimpleNamespace"),
+        ({"kwargs_handlers": [SimpleNamespace()]}, ConfigError, "kwargs handler SimpleNamespace has no meaning"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Accelerator(**arguments)
+
+
+def test_data_loader_settings_that_would_hang_are_refused() -> None:
+    with pytest.raises(ConfigError, match="dispatch_batches"):
+        check_data_loader_configuration(SimpleNamespace(dispatch_batches=True), 2)
+    with pytest.raises(ConfigError, match="even_batches=False"):
+        check_data_loader_configuration(SimpleNamespace(even_batches=False), 2)
+    check_data_loader_configuration(SimpleNamespace(even_batches=False), 1)
+
+
+def test_accelerates_own_option_classes_serve() -> None:
+    utils = pytest.importorskip("accelerate.utils")
+    handlers = [utils.GradScalerKwargs(init_scale=8.0), utils.AutocastKwargs(enabled=False)]
+    sorted_out = Handlers.of(handlers)
+    assert sorted_out.scaler["init_scale"] == 8.0
+    assert not sorted_out.autocast.enabled
+    accelerator = Accelerator(
+        mixed_precision="fp16",
+        kwargs_handlers=handlers,
+        dataloader_config=utils.DataLoaderConfiguration(split_batches=True),
+        gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=3),
+        project_config=utils.ProjectConfiguration(project_dir="out"),
+    )
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 8.0
+    assert accelerator.gradient_accumulation_steps == 3
+    assert accelerator.project_dir == "out"
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    assert accelerator.distributed_type == utils.DistributedType.FSDP
+
+
+def test_what_accelerate_launch_exports_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "NO_SHARD")
+    accelerator = Accelerator()
+    assert accelerator.mixed_precision == "bf16"
+    assert accelerator.gradient_accumulation_steps == 4
+    assert accelerator.setup.sharding.strategy == "NO_SHARD"
+    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+
+
+def test_a_plugins_precision_wins_and_says_so() -> None:
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="bf16")
+    assert Accelerator(fsdp_plugin=plugin).mixed_precision == "bf16"
+    with pytest.warns(UserWarning, match="gives way to the plugin's policy"):
+        assert Accelerator(fsdp_plugin=plugin, mixed_precision="fp16").mixed_precision == "bf16"
+
+
+def test_methods_that_are_absent_say_why() -> None:
+    with pytest.raises(AttributeError, match=r"no 'init_trackers'.*trackers are not supported"):
+        Accelerator().init_trackers("run")
+    assert not hasattr(Accelerator(), "nonsense")
+
+
+def test_state_is_what_scripts_read() -> None:
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    assert accelerator.state.fsdp_plugin is plugin
+    assert accelerator.distributed_type == DistributedType.FSDP
+    assert (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index) == (1, 0, 0)
+    assert accelerator.is_main_process
+    assert accelerator.is_last_process
+
+
+def test_prepare_returns_what_it_was_given_in_order() -> None:
+    accelerator = Accelerator()
+    model, optimizer = model_and_optimizer()
+    marker = object()
+    loss_function = nn.CrossEntropyLoss()
+    prepared = accelerator.prepare(None, optimizer, marker, model, loss_function)
+    assert prepared[0] is None
+    assert prepared[2] is marker
+    assert prepared[3] is model
+    assert isinstance(model, FSDPModule)
+    assert prepared[4] is loss_function
+    assert not isinstance(loss_function, FSDPModule)
+    assert accelerator.prepare(model) is model
+    with pytest.raises(ConfigError, match="device_placement has 1 entries for 2 objects"):
+        accelerator.prepare(model, optimizer, device_placement=[True])
+    assert accelerator.free_memory(model, optimizer) == [None, None]
+
+
+def test_a_scheduler_steps_once_per_optimizer_step() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer = model_and_optimizer()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = DataLoader(TensorDataset(torch.randn(5, 4)), batch_size=1)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    rates, ends = [], []
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+        ends.append(accelerator.sync_gradients)
+    assert ends == [False, True, False, True, True], "the last batch of an epoch ends a step"
+    assert rates == [0.1, 0.05, 0.05, 0.025, 0.0125]
+
+
+def test_an_epoch_may_end_within_a_step_if_asked() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(3, 4)), batch_size=1))
+    ends = []
+    for _ in loader:
+        with accelerator.accumulate():
+            ends.append(accelerator.sync_gradients)
+    assert ends == [False, True, False]
+
+
+def test_a_scheduler_may_step_on_its_own() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
+    model, optimizer = model_and_optimizer()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.05]
+
+
+def test_a_scheduler_made_from_the_prepared_optimizer() -> None:
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(*model_and_optimizer())
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10))
+    accelerator.backward(model(torch.randn(1, 4)).sum())
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] > 0.04
+
+
+def test_clipping_between_steps_only_measures() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, _ = accelerator.prepare(*model_and_optimizer())
+    with accelerator.accumulate(model):
+        accelerator.backward(100 * model(torch.ones(1, 4)).sum())
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        accelerator.clip_grad_value_(model.parameters(), 0.01)
+        assert accelerator.clip_grad_norm_(model.parameters(), 0.1) == norm > 1
+    with accelerator.accumulate(model):
+        assert accelerator.clip_grad_norm_(model.parameters(), 0.1) == norm
+        assert accelerator.clip_grad_norm_(model.parameters(), float("inf")) == pytest.approx(0.1, rel=1e-4)
+        accelerator.clip_grad_value_(model.parameters(), 0.01)
+    assert max(p.grad.abs().max().item() for p in model.parameters()) <= 0.01
+
+
+def test_fp16_with_two_optimizers_is_refused() -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    accelerator.prepare(*model_and_optimizer())
+    with pytest.raises(ConfigError, match="several optimizers"):
+        accelerator.prepare(*model_and_optimizer())
+
+
+def test_a_model_that_was_compiled_as_a_whole_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compiled as a whole"):
+        Accelerator().prepare(torch.compile(model_and_optimizer()[0]))
+
+
+def test_recomputing_a_model_that_is_one_unit_is_refused() -> None:
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="NO_WRAP", activation_checkpointing=True)
+    with pytest.raises(ConfigError, match="is one unit"):
+        Accelerator(fsdp_plugin=plugin).prepare(model_and_optimizer()[0])
+
+
+def test_saving_needs_a_place_and_something_to_save(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    with pytest.raises(LifecycleError, match="nothing to save"):
+        accelerator.save_state(tmp_path / "state")
+    accelerator.prepare(model_and_optimizer()[0])
+    with pytest.raises(ConfigError, match="needs a directory"):
+        accelerator.save_state()
+    with pytest.raises(ConfigError, match="pickles"):
+        accelerator.save_state(tmp_path / "state", safe_serialization=False)
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        accelerator.load_state(tmp_path / "state")
+    with pytest.raises(ConfigError, match="cannot checkpoint int"):
+        accelerator.register_for_checkpointing(3)
+
+
+def test_loading_into_other_objects_is_refused(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.prepare(*model_and_optimizer())
+    accelerator.save_state(tmp_path / "state")
+    other = Accelerator()
+    other.prepare(*model_and_optimizer(), *model_and_optimizer())
+    with pytest.raises(CheckpointError, match="holds 1 models with optimizers, 2 are prepared"):
+        other.load_state(tmp_path / "state")
+
+
+def test_accelerate_takes_a_config_and_refuses_fp16() -> None:
+    model, optimizer = model_and_optimizer()
+    sharded, same, loader = fullshard.accelerate(model, optimizer, config=ShardingConfig(strategy="NO_SHARD"))
+    assert isinstance(sharded, FSDPModule)
+    assert same is optimizer
+    assert loader is None
+    with pytest.raises(ConfigError, match="fp16 scales the loss"):
+        fullshard.accelerate(model_and_optimizer()[0], mixed_precision="fp16")

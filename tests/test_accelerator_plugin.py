@@ -1,0 +1,248 @@
+"""The plugin takes Accelerate's fields in all their spellings, and drops none in silence.
+
+pytest tests/test_accelerator_plugin.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import wrap
+
+from fullshard.api import FullyShardedDataParallelPlugin
+from fullshard.api import plugin as plugin_module
+from fullshard.core.errors import ConfigError, WrapError
+from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.wrap.policies import Auto, ByClass, BySize, NoWrap, unit_modules
+
+Plugin = FullyShardedDataParallelPlugin
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(plugin_module, "_ALREADY_SAID", set())
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_the_field_names_are_accelerates() -> None:
+    theirs = pytest.importorskip("accelerate.utils").FullyShardedDataParallelPlugin
+    assert {f.name for f in dataclasses.fields(Plugin)} == {f.name for f in dataclasses.fields(theirs)}
+
+
+def test_unknown_fields_are_type_errors() -> None:
+    with pytest.raises(TypeError, match="sharding_strateg"):
+        Plugin(sharding_strateg="FULL_SHARD")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("value", [2, "2", "shard_grad_op", "SHARD_GRAD_OP", fsdp.ShardingStrategy.SHARD_GRAD_OP])
+def test_spellings_of_the_strategy(value: Any) -> None:
+    assert Plugin(sharding_strategy=value).sharding_config().resolved_strategy().name == "SHARD_GRAD_OP"
+    # Version 1 of Accelerate's plugin took it under this name.
+    assert Plugin(reshard_after_forward=value).sharding_config().resolved_strategy().name == "SHARD_GRAD_OP"
+
+
+def test_hybrid_strategies_of_torch() -> None:
+    config = Plugin(sharding_strategy=fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2).sharding_config()
+    assert config.resolved_strategy().name == "HYBRID_SHARD_ZERO2"
+
+
+@pytest.mark.parametrize(("value", "name"), [(True, "FULL_SHARD"), ("false", "SHARD_GRAD_OP"), (None, "FULL_SHARD")])
+def test_reshard_after_forward_as_a_truth_value(value: Any, name: str) -> None:
+    assert Plugin(reshard_after_forward=value).sharding_config().resolved_strategy().name == name
+
+
+@pytest.mark.parametrize("value", [2, "backward_post", "BACKWARD_POST", fsdp.BackwardPrefetch.BACKWARD_POST])
+def test_spellings_of_backward_prefetch(value: Any) -> None:
+    assert Plugin(backward_prefetch=value).sharding_config().backward_prefetch == "BACKWARD_POST"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, True),
+        (False, False),
+        (fsdp.CPUOffload(offload_params=True), True),
+        (fsdp.CPUOffload(), False),
+        (fsdp.CPUOffloadPolicy(), True),
+        (fsdp.OffloadPolicy(), False),
+        (CPUOffloadPolicy(), True),
+    ],
+)
+def test_spellings_of_cpu_offload(value: Any, expected: bool) -> None:
+    assert Plugin(cpu_offload=value).sharding_config().cpu_offload is expected
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"param_dtype": torch.bfloat16, "reduce_dtype": "torch.float32", "buffer_dtype": "bf16"},
+        fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16),
+    ],
+)
+def test_spellings_of_mixed_precision(policy: Any) -> None:
+    precision = Plugin(mixed_precision_policy=policy).precision_config("no")
+    assert (precision.compute_dtype, precision.gradient_dtype, precision.buffer_dtype) == (
+        "bfloat16",
+        "float32",
+        "bfloat16",
+    )
+
+
+def test_mixed_precision_of_fsdp2_and_modes() -> None:
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32, cast_forward_inputs=False)
+    precision = Plugin(mixed_precision_policy=policy).precision_config(None)
+    assert (precision.compute_dtype, precision.result_dtype, precision.cast_inputs) == ("float16", "float32", False)
+    assert Plugin(mixed_precision_policy="bf16").precision_config(None).mode == "bf16"
+    plugin = Plugin()
+    plugin.set_mixed_precision("fp16", buffer_autocast=True)
+    assert plugin.precision_config(None).buffer_dtype == "float16"
+    plugin.set_mixed_precision("bf16")
+    assert plugin.precision_config(None).mode == "fp16", "only override=True replaces a policy"
+    with pytest.raises(ConfigError, match="keep_low_precision_grads"):
+        Plugin(mixed_precision_policy=fsdp.MixedPrecision(keep_low_precision_grads=True))
+    with pytest.raises(ConfigError, match="int8"):
+        Plugin(mixed_precision_policy={"param_dtype": torch.int8})
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, Auto()),
+        ({"auto_wrap_policy": "transformer_based_wrap"}, Auto()),
+        (
+            {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": "A, B"},
+            ByClass(("A", "B")),
+        ),
+        ({"transformer_cls_names_to_wrap": ["A"]}, ByClass(("A",))),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 5}, BySize(5)),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, BySize(100_000_000)),
+        ({"min_num_params": 5}, BySize(5)),
+        ({"auto_wrap_policy": "NO_WRAP"}, NoWrap()),
+        ({"auto_wrap_policy": wrap.ModuleWrapPolicy({nn.Linear})}, ByClass((nn.Linear,))),
+        (
+            {"auto_wrap_policy": functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=7)},
+            BySize(7),
+        ),
+        (
+            {
+                "auto_wrap_policy": functools.partial(
+                    wrap.transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}
+                )
+            },
+            ByClass((nn.Linear,)),
+        ),
+    ],
+)
+def test_spellings_of_the_wrap_policy(fields: dict[str, Any], expected: Any) -> None:
+    assert Plugin(**fields).wrap_policy() == expected
+
+
+def test_torchs_general_policies_select_the_same_modules() -> None:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(first, nn.ReLU()), last)
+    linear = functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear))
+    either = functools.partial(wrap._or_policy, policies=[linear])
+    custom = wrap.CustomPolicy(lambda m: isinstance(m, nn.Linear))
+    for policy in (linear, either, custom, lambda m: isinstance(m, nn.Linear)):
+        assert unit_modules(model, Plugin(auto_wrap_policy=policy).wrap_policy()) == [first, last]
+    assert len(unit_modules(model, Plugin(auto_wrap_policy=wrap.always_wrap_policy).wrap_policy())) == 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sharding_strategy": "FUL_SHARD"},
+        {"sharding_strategy": 1, "reshard_after_forward": "NO_SHARD"},
+        {"backward_prefetch": "BACKWARD"},
+        {"auto_wrap_policy": "SIZED_BASED_WRAP"},
+        {"auto_wrap_policy": "NO_WRAP", "min_num_params": 5},
+        {"auto_wrap_policy": "NO_WRAP", "transformer_cls_names_to_wrap": ["A"]},
+        {"state_dict_type": "LOCAL_STATE_DICT"},
+        {"state_dict_type": "SHARDED"},
+        {"cpu_offload": "maybe"},
+        {"activation_checkpointing_offload": True},
+        {"cpu_ram_efficient_loading": True, "sync_module_states": False},
+        {"mixed_precision_policy": "fp8"},
+        {"forward_prefetch": "yes"},
+    ],
+)
+def test_values_that_cannot_be_honoured_are_refused_at_once(fields: dict[str, Any]) -> None:
+    with pytest.raises((ConfigError, WrapError)):
+        Plugin(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"use_orig_params": True}, "original parameters are always kept"),
+        ({"limit_all_gathers": True}, "bounds the units in flight"),
+        ({"fsdp_version": 2}, "one engine"),
+        ({"state_dict_type": "FULL_STATE_DICT"}, "one sharded format"),
+        ({"state_dict_config": object()}, "one sharded format"),
+    ],
+)
+def test_fields_without_effect_say_so_once(fields: dict[str, Any], reason: str) -> None:
+    with pytest.warns(UserWarning, match=f"no effect.*{reason}"):
+        Plugin(**fields)
+    Plugin(**fields)  # a second warning would be an error here
+
+
+def test_ignored_modules_by_expression() -> None:
+    model = nn.ModuleDict({"router": nn.Linear(2, 2), "expert": nn.Linear(2, 2)})
+    assert Plugin(ignored_modules="rou.*").ignored_module_list(model) == [model["router"]]
+    assert Plugin(ignored_modules=[model["expert"]]).ignored_module_list(model) == [model["expert"]]
+    for wrong in ("(", "gate"):
+        with pytest.raises(ConfigError, match="ignored_modules"):
+            Plugin(ignored_modules=wrong).ignored_module_list(model)
+
+
+def test_set_auto_wrap_policy_checks_names_against_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(WrapError, match="no module of class 'Linea'"):
+        Plugin(transformer_cls_names_to_wrap="Linea").set_auto_wrap_policy(model)
+    plugin = Plugin(transformer_cls_names_to_wrap="Linear")
+    plugin.set_auto_wrap_policy(model)
+    assert plugin.wrap_policy() == ByClass(("Linear",))
+
+
+def test_efficient_loading_tells_transformers_and_implies_synchronisation() -> None:
+    plugin = Plugin(cpu_ram_efficient_loading=True)
+    assert plugin.sharding_config().sync_module_states
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+
+
+def test_the_environment_of_accelerate_launch() -> None:
+    exported = {
+        "FSDP_VERSION": "1",
+        "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_MIN_NUM_PARAMS": "100000000",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B",
+        "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_SYNC_MODULE_STATES": "true",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "UNRELATED": "1",
+    }
+    plugin = Plugin.from_environment(exported)
+    assert plugin.sharding_config().resolved_strategy().name == "SHARD_GRAD_OP"
+    assert plugin.wrap_policy() == ByClass(("A", "B"))
+    version_2 = Plugin.from_environment(exported | {"FSDP_VERSION": "2"})
+    assert version_2.sharding_config().resolved_strategy().name == "FULL_SHARD"
+    with pytest.raises(ConfigError, match="unknown environment variable FSDP_OFFLOAD_PARAM='true'"):
+        Plugin.from_environment({"FSDP_OFFLOAD_PARAM": "true"})
+    with pytest.raises(ConfigError, match="FSDP_OFFLOAD_PARAMS: cannot read 'maybe'"):
+        Plugin.from_environment({"FSDP_OFFLOAD_PARAMS": "maybe"})

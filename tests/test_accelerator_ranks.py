@@ -1,0 +1,542 @@
+"""The Accelerator on two real ranks.
+
+pytest tests/test_accelerator_ranks.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from fullshard.api import (
+    Accelerator,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    ProjectConfiguration,
+    accelerate,
+)
+from fullshard.checkpoint import full_state_dict
+from fullshard.core.errors import CheckpointError, CommunicationError, OptimizerError
+from fullshard.engine import ShardedParameter
+from tests.distributed import run_ranks
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def make_model(seed: int = 0, width: int = 6) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), *[Block(width) for _ in range(3)], nn.Linear(width, 2))
+
+
+def make_data(count: int = 24) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, 4, generator=generator)
+    return TensorDataset(x, (x.sum(dim=1) > 0).long())
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return full_state_dict(model, rank0_only=False)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Numbers as a stream."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(11))
+
+
+# -- metrics and collectives ------------------------------------------------------------------------------------
+
+
+def _metrics() -> dict[str, Any]:
+    accelerator = Accelerator()
+    results: dict[str, Any] = {}
+    for name, dataset in {"map": TensorDataset(torch.arange(11)), "stream": Stream()}.items():
+        loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
+        rows: list[int] = []
+        objects: list[str] = []
+        for batch in loader:
+            values = batch[0] if isinstance(batch, list) else batch
+            rows += accelerator.gather_for_metrics(values).tolist()
+            objects += accelerator.gather_for_metrics([f"s{v}" for v in values.tolist()])
+        results[name] = (rows, objects)
+    rank = accelerator.process_index
+    results["nested"] = accelerator.gather({"a": [torch.tensor(rank)], "b": (torch.full((1, 2), rank),)})
+    results["bool"] = accelerator.gather(torch.tensor([rank == 0]))
+    results["half"] = accelerator.gather(torch.tensor([1.5 + rank], dtype=torch.bfloat16)).tolist()
+    padded = accelerator.pad_across_processes(torch.ones(1 + rank, 2), pad_index=-1)
+    results["padded"] = accelerator.gather(padded).tolist()
+    first = accelerator.pad_across_processes(torch.ones(2, 1 + rank), dim=1, pad_index=7, pad_first=True)
+    results["padded_first"] = first.tolist()
+    value = torch.tensor([1.0, 2.0 + rank])
+    results["reduced"] = [accelerator.reduce(value, how).tolist() for how in ("sum", "mean", "max", "none")]
+    results["half_sum"] = accelerator.reduce(torch.tensor(rank + 0.5, dtype=torch.bfloat16)).item()
+    try:
+        accelerator.gather(torch.ones(1 + rank))
+    except CommunicationError as error:
+        results["mismatch"] = str(error)
+    if rank == 1:
+        accelerator.set_trigger()
+    results["trigger"] = (accelerator.check_trigger(), accelerator.check_trigger())
+    with accelerator.split_between_processes(["a", "b", "c"]) as part:
+        results["split"] = part
+    with accelerator.split_between_processes({"t": torch.arange(3)}, apply_padding=True) as part:
+        results["split_padded"] = part["t"].tolist()
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        accelerator.print("once")
+    results["printed"] = output.getvalue()
+    order: list[int] = []
+    with accelerator.main_process_first():
+        order.append(accelerator.process_index)
+    results["main"] = accelerator.on_main_process(lambda: "main")()
+    results["last"] = accelerator.on_process(process_index=1)(lambda: "last")()
+    return results
+
+
+def test_metrics_and_collectives() -> None:
+    results = run_ranks(_metrics, 2)
+    for rank, result in enumerate(results):
+        for name in ("map", "stream"):
+            rows, objects = result[name]
+            assert rows == list(range(11)), name
+            assert objects == [f"s{i}" for i in range(11)], name
+        assert result["nested"]["a"][0].tolist() == [0, 1]
+        assert result["nested"]["b"][0].tolist() == [[0, 0], [1, 1]]
+        assert result["bool"].tolist() == [True, False]
+        assert result["half"] == [1.5, 2.5]
+        assert result["padded"] == [[1, 1], [-1, -1], [1, 1], [1, 1]]
+        assert result["padded_first"] == ([[7, 1], [7, 1]] if rank == 0 else [[1, 1], [1, 1]])
+        own = [1.0, 2.0 + rank]
+        assert result["reduced"] == [[2.0, 5.0], [1.0, 2.5], [1.0, 3.0], own]
+        assert result["half_sum"] == 2.0
+        assert "rank 0 has [((1,), 'torch.float32')], rank 1 has [((2,)" in result["mismatch"]
+        assert result["trigger"] == (True, False)
+        assert result["split"] == (["a", "b"] if rank == 0 else ["c"])
+        assert result["split_padded"] == ([0, 1] if rank == 0 else [2, 2])
+        assert result["printed"] == ("once\n" if rank == 0 else "")
+        assert result["main"] == ("main" if rank == 0 else None)
+        assert result["last"] == ("last" if rank == 1 else None)
+
+
+# -- accumulation, order of preparation, precision --------------------------------------------------------------
+
+
+def _train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, epochs: int = 1) -> list[float]:
+    losses = []
+    for _ in range(epochs):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+def _accumulate(batch_size: int, steps: int, use_no_sync: bool) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(), batch_size=batch_size))
+    if not use_no_sync:
+        _train(accelerator, model, optimizer, loader)
+        return whole(model)
+    for number, (x, y) in enumerate(loader):
+        is_last = number % steps == steps - 1
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        if is_last:
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)
+
+
+def _all_ways() -> list[dict[str, torch.Tensor]]:
+    # 24 samples on two ranks: rank r must see the same samples in a step of 4x1 as in one of 1x4, whose deals differ,
+    # so each step uses the batches of both ranks and only their mean is compared.
+    return [_accumulate(4, 1, False), _accumulate(1, 4, False), _accumulate(1, 4, True)]
+
+
+def test_accumulating_equals_a_larger_batch() -> None:
+    for large, small, unreduced in run_ranks(_all_ways, 2):
+        for name, value in large.items():
+            torch.testing.assert_close(small[name], value, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(unreduced[name], value, rtol=1e-5, atol=1e-6)
+
+
+def _orders() -> list[dict[str, torch.Tensor]]:
+    def prepared(how: str) -> dict[str, torch.Tensor]:
+        accelerator = Accelerator()
+        model, data = make_model(), DataLoader(make_data(), batch_size=2, shuffle=True)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        match how:
+            case "together":
+                model, optimizer, loader = accelerator.prepare(model, optimizer, data)
+            case "reversed":
+                loader, optimizer, model = accelerator.prepare(data, optimizer, model)
+            case "optimizer first":
+                optimizer = accelerator.prepare(optimizer)
+                loader = accelerator.prepare(data)
+                model = accelerator.prepare(model)
+            case _:
+                model = accelerator.prepare(model)
+                optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+                loader = accelerator.prepare(data)
+                assert accelerator.prepare(model, optimizer, loader) == (model, optimizer, loader)
+        assert all(isinstance(p, ShardedParameter) for p in model.parameters())
+        _train(accelerator, model, optimizer, loader)
+        return whole(model)
+
+    torch.manual_seed(3)
+    return [prepared(how) for how in ("together", "reversed", "optimizer first", "one by one")]
+
+
+def test_objects_are_prepared_in_any_order() -> None:
+    for first, *others in run_ranks(_orders, 2):
+        for other in others:
+            assert all(torch.equal(value, other[name]) for name, value in first.items())
+
+
+def _settings() -> dict[str, list[float]]:
+    losses = {}
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "recomputed": {"activation_checkpointing": True, "wrap": "class", "wrap_classes": "Block"},
+        "compiled": {"compile": True},
+        "gathered once": {"strategy": "SHARD_GRAD_OP"},
+        "replicated": {"strategy": "NO_SHARD"},
+        "by size": {"wrap": "size", "wrap_min_numel": 40},
+        "one unit": {"wrap": "none"},
+        "hybrid": {"strategy": "HYBRID_SHARD", "shard_size": 1},
+        "ignoring": {"ignored_modules": "2.linear", "wrap": "class", "wrap_classes": "Block"},
+    }
+    for name, settings in variants.items():
+        backend = "aot_eager" if settings.pop("compile", False) else None
+        accelerator = Accelerator(fsdp_plugin=settings, dynamo_backend=backend)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(), batch_size=2))
+        losses[name] = _train(accelerator, model, optimizer, loader)
+    return losses
+
+
+def test_settings_change_how_and_not_what() -> None:
+    losses, _ = run_ranks(_settings, 2)
+    ignoring = losses.pop("ignoring")
+    for name, values in losses.items():
+        assert values == pytest.approx(losses["plain"], rel=1e-5), name
+    # An ignored module is not reduced over the ranks, so only its first step is the same.
+    assert ignoring[0] == pytest.approx(losses["plain"][0], rel=1e-6)
+
+
+def _precision() -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        accelerator = Accelerator(mixed_precision="bf16")
+        model = make_model().bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(), batch_size=4))
+    result["said"] = stderr.getvalue()
+    result["main"] = {p.dtype for p in model.parameters()}
+    result["inside"] = []
+    # Not on the block itself: a unit has given its unsharded parameters back when later hooks run.
+    model[1].linear.register_forward_hook(lambda m, args, out: result["inside"].append((m.weight.dtype, out.dtype)))
+    result["output"] = model(next(iter(loader))[0]).dtype
+    with accelerator.autocast():
+        result["autocast"] = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    losses = _train(accelerator, model, optimizer, loader, epochs=4)
+    result["falls"] = losses[-1] < losses[0]
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    result["bare"] = "forward" in model.__dict__
+    return result
+
+
+def test_bf16_keeps_float32_main_weights_and_outputs() -> None:
+    for rank, result in enumerate(run_ranks(_precision, 2)):
+        assert result["main"] == {torch.float32}
+        assert result["inside"][0] == (torch.bfloat16, torch.bfloat16)
+        assert result["output"] == torch.float32
+        assert result["autocast"] == torch.bfloat16
+        assert result["falls"]
+        assert not result["bare"]
+        said = result["said"]
+        assert ("get float32 main weights" in said and "sharded over 2 ranks" in said) == (rank == 0)
+
+
+def _overflow() -> dict[str, Any]:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    rates, skipped, norms = [], [], []
+    x, y = make_data(4).tensors
+    for step in range(3):
+        loss = nn.functional.cross_entropy(model(x), y)
+        # Rank 1 alone overflows in the second step; both must leave it out.
+        accelerator.backward(loss * (float("inf") if step == 1 and accelerator.process_index == 1 else 1.0))
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        rates.append(scheduler.get_last_lr()[0])
+    finite = all(value.isfinite().all().item() for value in whole(model).values())
+    assert accelerator.scaler is not None
+    return {
+        "rates": rates,
+        "skipped": skipped,
+        "norms": norms,
+        "finite": finite,
+        "scale": accelerator.scaler.get_scale(),
+    }
+
+
+def test_fp16_overflow_on_one_rank_skips_the_step_everywhere() -> None:
+    results = run_ranks(_overflow, 2)
+    for result in results:
+        assert result["skipped"] == [False, True, False]
+        assert result["rates"] == [0.05, 0.05, 0.025]
+        assert result["finite"]
+        assert result["scale"] == 512.0
+        assert result["norms"][0] < 10, "the norm must be that of unscaled gradients"
+    assert results[0]["norms"][0] == results[1]["norms"][0]
+
+
+def _refusals() -> str:
+    accelerator = Accelerator()
+    model = accelerator.prepare(make_model())
+    with pytest.raises(OptimizerError, match="Adafactor needs whole tensors"):
+        accelerator.prepare(torch.optim.Adafactor(model.parameters()))
+    with pytest.raises(OptimizerError, match="was not prepared"):
+        accelerator.unscale_gradients(torch.optim.SGD(model.parameters()))
+    return "done"
+
+
+def test_optimizers_that_need_whole_matrices_are_refused() -> None:
+    assert run_ranks(_refusals, 2) == ["done", "done"]
+
+
+# -- state ------------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """Something a script registers."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def _run(directory: str, save_after: int | None, resume: bool, batch_size: int) -> dict[str, Any]:
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        project_config=ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True, total_limit=1),
+    )
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    loader = DataLoader(make_data(), batch_size=batch_size, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    if resume:
+        accelerator.load_state()
+    losses = []
+    while loader.epoch < 2:
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            counter.value += 1
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if save_after in (counter.value, counter.value - 1):  # two saves, of which the limit keeps the second
+                accelerator.save_state()
+    return {"losses": losses, "counter": counter.value, "rate": scheduler.get_last_lr(), "weights": whole(model)}
+
+
+def test_state_resumes_in_mid_epoch_on_any_number_of_ranks(tmp_path: Path) -> None:
+    whole_run = run_ranks(_run, 2, str(tmp_path), 7, False, 4)[0]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["checkpoint_1"]
+    resumed = run_ranks(_run, 2, str(tmp_path), None, True, 4)[0]
+    assert resumed["losses"] == whole_run["losses"][8:], "resuming on the same ranks must be exact"
+    assert resumed["counter"] == whole_run["counter"]
+    assert resumed["rate"] == whole_run["rate"]
+    assert all(torch.equal(value, resumed["weights"][name]) for name, value in whole_run["weights"].items())
+    [alone] = run_ranks(_run, 1, str(tmp_path), None, True, 4)
+    assert alone["losses"] == pytest.approx(whole_run["losses"][8:], rel=1e-5)
+
+
+def _two_models(directory: str, load: bool) -> list[dict[str, torch.Tensor]]:
+    accelerator = Accelerator()
+    generator, critic = make_model(1 + load), make_model(11 + load, width=8)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (generator, critic)]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[1], 1, 0.5)
+    objects = accelerator.prepare(generator, optimizers[0], critic, optimizers[1], scheduler)
+    path = Path(directory) / "state"
+    if load:
+        accelerator.load_state(path)
+    else:
+        for x, y in accelerator.prepare(DataLoader(make_data(), batch_size=4)):
+            loss = nn.functional.cross_entropy(objects[0](x), y) + nn.functional.cross_entropy(objects[2](x), y)
+            accelerator.backward(loss)
+            for optimizer in (objects[1], objects[3]):
+                optimizer.step()
+                optimizer.zero_grad()
+            objects[4].step()
+        accelerator._dataloaders.clear()
+        accelerator.save_state(path)
+        accelerator.save_state(path)  # replaces its own
+        (path / "notes.txt").write_text("mine")
+        with pytest.raises(CheckpointError, match=r"notes\.txt"):
+            accelerator.save_state(path)
+        accelerator.wait_for_everyone()
+        (path / "notes.txt").unlink(missing_ok=True)
+    moments = {
+        f"exp_avg.{i}": s["exp_avg"].clone()
+        for i, s in enumerate(s for o in (objects[1], objects[3]) for s in o.state.values())
+    }
+    return [whole(objects[0]), whole(objects[2]), moments, {"rate": torch.tensor(objects[4].get_last_lr())}]
+
+
+def test_several_models_and_optimizers_are_saved_together(tmp_path: Path) -> None:
+    saved = run_ranks(_two_models, 2, str(tmp_path), False)
+    loaded = run_ranks(_two_models, 2, str(tmp_path), True)
+    for before, after in zip(saved, loaded, strict=True):
+        for a, b in zip(before, after, strict=True):
+            assert a.keys() == b.keys()
+            assert all(torch.equal(value, b[name]) for name, value in a.items())
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def _hugging_face(directory: str) -> dict[str, Any]:
+    import transformers
+
+    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
+    torch.manual_seed(1)
+    source = transformers.GPT2LMHeadModel(config)
+    base = Path(directory)
+    if accelerator.is_main_process:
+        source.save_pretrained(base / "source")
+    accelerator.wait_for_everyone()
+    torch.manual_seed(accelerator.process_index)
+    model = accelerator.prepare(transformers.GPT2LMHeadModel.from_pretrained(base / "source"))
+    tokens = torch.arange(12).view(1, 12)
+    expected = source.eval()(input_ids=tokens).logits
+    loaded_equal = torch.allclose(model.eval()(input_ids=tokens).logits, expected, atol=1e-6)
+    state = accelerator.get_state_dict(model)
+    # The way Accelerate's documentation has people save a sharded model.
+    accelerator.unwrap_model(model).save_pretrained(
+        base / "idiom", is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
+    )
+    accelerator.save_model(model, base / "saved", max_shard_size="10KB")
+    shards = len(list((base / "saved").glob("*.safetensors")))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (base / "saved" / "notes.txt").write_text("mine")
+    accelerator.wait_for_everyone()
+    accelerator.save_model(model, base / "saved")  # one file now; the shards of before must not be read
+    accelerator.save({"step": 3}, base / "step.pt")
+    accelerator.wait_for_everyone()
+    same = [
+        torch.allclose(
+            transformers.GPT2LMHeadModel.from_pretrained(base / d)(input_ids=tokens).logits, expected, atol=1e-6
+        )
+        for d in ("idiom", "saved")
+    ]
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        del os.environ[name]  # set by the plugin for Transformers; these processes serve other tests too
+    files = sorted(path.name for path in (base / "saved").iterdir())
+    return {
+        "files": files,
+        "shards": shards,
+        "loaded": loaded_equal,
+        "same": same,
+        "keys": len(state),
+        "step": torch.load(base / "step.pt"),
+    }
+
+
+def test_models_go_to_and_come_from_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    first, second = run_ranks(_hugging_face, 2, str(tmp_path))
+    for result in (first, second):
+        assert result["loaded"]
+        assert result["same"] == [True, True]
+        assert result["shards"] > 1
+        assert result["files"] == ["config.json", "generation_config.json", "model.safetensors", "notes.txt"]
+        assert result["step"] == {"step": 3}
+    assert first["keys"] > 0
+    assert second["keys"] == 0
+
+
+# -- the one-call form ------------------------------------------------------------------------------------------
+
+
+class Pictures(Dataset[tuple[torch.Tensor, int]]):
+    """A dataset of the user's own."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((4,), index / 10), index % 2
+
+
+def _one_call() -> tuple[list[float], int]:
+    model = make_model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(Pictures(), batch_size=2)
+    sharded, optimizer, loader = accelerate(model, optimizer, loader, {"wrap": "class", "wrap_classes": "Block"})
+    assert sharded is model
+    losses = []
+    for _ in range(3):
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, len(loader)
+
+
+def test_the_one_call_form() -> None:
+    results = run_ranks(_one_call, 2)
+    for losses, steps in results:
+        assert steps == 3
+        assert len(losses) == 9
+        assert losses[-1] < losses[0]
+    assert results[0][0] != results[1][0], "ranks must see different data"

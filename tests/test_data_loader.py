@@ -1,0 +1,303 @@
+"""How a data loader is dealt to the ranks: compared with Accelerate's, and against its own promises.
+
+pytest tests/test_data_loader.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from fullshard.api.data import ShardedDataLoader, skip_first_batches
+from fullshard.api.dealing import Deal
+from fullshard.api.state import GradientState
+from fullshard.core.errors import ConfigError, DataError
+
+
+class Numbers(Dataset[int]):
+    """The numbers 0 to count - 1, recording what was read."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """The same as a stream without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class Shuffling(Sampler[int]):
+    """A sampler of the user's own that draws from a global generator and has no `generator`."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.count).tolist())
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+def epoch(loader: Any) -> list[list[int]]:
+    return [batch[0].tolist() if isinstance(batch, list) else batch.tolist() for batch in loader]
+
+
+def shares(loader: DataLoader[Any], world_size: int, **options: Any) -> list[list[list[int]]]:
+    """One epoch per rank. Seeds are given, so no process group is needed to agree on one."""
+    options = {"data_seed": 3} | options
+    return [epoch(ShardedDataLoader(loader, rank=r, world_size=world_size, **options)) for r in range(world_size)]
+
+
+@given(
+    count=st.integers(0, 40),
+    per_rank=st.integers(1, 5),
+    world_size=st.integers(1, 5),
+    drop_last=st.booleans(),
+    skip=st.integers(0, 45),
+)
+def test_dealing_keeps_its_promises(count: int, per_rank: int, world_size: int, drop_last: bool, skip: int) -> None:
+    deals = [Deal(rank, world_size, per_rank, drop_last) for rank in range(world_size)]
+    dealt = [list(deal.shares(range(count), skip=skip)) for deal in deals]
+    rounds = {len(d) for d in dealt}
+    assert rounds == {deals[0].rounds(max(0, count - skip))}, "ranks differ in their number of steps"
+    seen: list[int] = []
+    for step in zip(*dealt, strict=True):
+        real = {r for _, r in step}
+        assert len(real) == 1
+        flat = [item for share, _ in step for item in share]
+        assert world_size == 1 or len(flat) == per_rank * world_size
+        seen += flat[: real.pop()]
+    everything = list(range(skip, count))
+    kept = len(everything) // (per_rank * world_size) * per_rank * world_size if drop_last else len(everything)
+    assert seen == everything[:kept]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 16, 21, 24])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("split_batches", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_same_batches_as_accelerate(count: int, drop_last: bool, split_batches: bool, world_size: int) -> None:
+    accelerate_data = pytest.importorskip("accelerate.data_loader")
+    batch_size = 4 * world_size if split_batches else 4
+    loader = DataLoader(numbers(count), batch_size=batch_size, drop_last=drop_last)
+    theirs = [
+        epoch(
+            accelerate_data.prepare_data_loader(
+                loader, torch.device("cpu"), world_size, rank, split_batches=split_batches
+            )
+        )
+        for rank in range(world_size)
+    ]
+    assert shares(loader, world_size, split_batches=split_batches) == theirs
+
+
+def test_shuffling_equals_accelerates_seedable_sampler_and_differs_by_epoch() -> None:
+    accelerate_data = pytest.importorskip("accelerate.data_loader")
+    loader = DataLoader(numbers(24), batch_size=4, shuffle=True)
+    theirs = accelerate_data.prepare_data_loader(
+        loader, torch.device("cpu"), 2, 1, use_seedable_sampler=True, data_seed=5
+    )
+    ours = ShardedDataLoader(loader, rank=1, world_size=2, data_seed=5)
+    first, second = epoch(ours), epoch(ours)
+    assert [first, second] == [epoch(theirs), epoch(theirs)]
+    assert first != second
+    ours.set_epoch(0)
+    assert epoch(ours) == first
+
+
+def test_every_sample_is_seen_once_by_some_rank() -> None:
+    for batches in shares(DataLoader(numbers(24), batch_size=4, shuffle=True), 3):
+        assert len(batches) == 2
+    flat = sorted(i for rank in shares(DataLoader(numbers(24), batch_size=4, shuffle=True), 3) for b in rank for i in b)
+    assert flat == list(range(24))
+
+
+def test_the_order_does_not_depend_on_the_world_size() -> None:
+    def orders(world_size: int) -> list[list[int]]:
+        loader = DataLoader(numbers(24), batch_size=12, shuffle=True)
+        ranks = shares(loader, world_size, split_batches=True)
+        return [[i for share in step for i in share] for step in zip(*ranks, strict=True)]
+
+    assert orders(1) == orders(2) == orders(4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_iterable_datasets_are_dealt_too(num_workers: int) -> None:
+    loader = DataLoader(Stream(10), batch_size=2, num_workers=num_workers)
+    ranks = shares(loader, 2)
+    if num_workers == 0:
+        assert ranks == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+    else:  # the stream ignores its workers, so each of them deals all of it
+        assert [len(rank) for rank in ranks] == [6, 6]
+        assert sorted(i for rank in ranks for b in rank for i in b) == sorted([*range(10), 0, 1] * 2)
+
+
+def test_the_remainder_tells_real_samples_from_repetitions() -> None:
+    for dataset in (numbers(10), Stream(10)):
+        loader = ShardedDataLoader(DataLoader(dataset, batch_size=2), rank=0, world_size=2, data_seed=0)
+        seen = [(loader.end_of_dataloader, loader.remainder) for _ in loader]
+        assert seen == [(False, None), (False, None), (True, 2)]
+        assert (loader.end_of_dataloader, loader.remainder) == (False, None)
+
+
+def test_one_rank_alone_gets_a_short_last_batch() -> None:
+    assert epoch(ShardedDataLoader(DataLoader(numbers(5), batch_size=2))) == [[0, 1], [2, 3], [4]]
+
+
+def test_batches_of_the_users_own_making_are_dealt_whole() -> None:
+    batches = [[0], [1, 2], [3, 4, 5], [6], [7, 8]]
+    loader = DataLoader(numbers(9), batch_sampler=batches)
+    ranks = shares(loader, 2)
+    assert ranks == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [0]]]
+
+
+def test_a_sampler_that_is_a_batch_sampler() -> None:
+    class Table(Numbers):
+        def __getitem__(self, indices: Any) -> Any:
+            return torch.tensor(indices)
+
+    table = Table(8)
+    loader = DataLoader(table, batch_size=None, sampler=BatchSampler(range(8), 2, drop_last=False))
+    assert shares(loader, 2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_unknown_samplers_repeat_after_a_restart_and_leave_the_global_generator_alone() -> None:
+    loader = ShardedDataLoader(DataLoader(numbers(6), batch_size=2, sampler=Shuffling(6)), data_seed=1)
+    before = torch.get_rng_state()
+    first = epoch(loader)
+    torch.manual_seed(99)
+    again = ShardedDataLoader(DataLoader(numbers(6), batch_size=2, sampler=Shuffling(6)), data_seed=1)
+    assert epoch(again) == first
+    torch.set_rng_state(before)
+
+
+@pytest.mark.parametrize("dataset", [Numbers(23), Stream(23)])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_position_resumes_in_mid_epoch(dataset: Any, num_workers: int) -> None:
+    shuffle = isinstance(dataset, Numbers)
+
+    def make() -> ShardedDataLoader:
+        loader = DataLoader(dataset, batch_size=2, shuffle=shuffle or None, num_workers=num_workers)
+        return ShardedDataLoader(loader, rank=1, world_size=2, data_seed=7)
+
+    whole = make()
+    expected = epoch(whole) + epoch(whole)
+    loader = make()
+    seen: list[list[int]] = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        if len(seen) == 4:
+            state = loader.state_dict()
+            break
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert seen + epoch(resumed) + epoch(resumed) == expected
+
+
+def test_a_position_resumes_on_another_number_of_ranks() -> None:
+    def make(rank: int, world_size: int) -> ShardedDataLoader:
+        loader = DataLoader(numbers(24), batch_size=2, shuffle=True)
+        return ShardedDataLoader(loader, rank=rank, world_size=world_size, data_seed=7)
+
+    start = [make(rank, 2) for rank in range(2)]
+    seen: list[int] = []
+    for loader in start:
+        for count, batch in enumerate(loader):
+            seen += batch[0].tolist()
+            if count == 2:
+                break
+    state = start[0].state_dict()
+    assert state["consumed"] == 12
+    for rank in range(3):
+        loader = make(rank, 3)
+        loader.load_state_dict(state)
+        seen += [i for batch in epoch(loader) for i in batch]
+    assert sorted(seen) == list(range(24))
+
+
+def test_skipping_reads_nothing_and_counts_epochs_with_the_original() -> None:
+    dataset = Numbers(12)
+    loader = ShardedDataLoader(DataLoader(dataset, batch_size=2, shuffle=True), rank=0, world_size=2, data_seed=7)
+    first, second = epoch(loader), epoch(loader)
+    loader.set_epoch(0)
+    dataset.read.clear()
+    rest = skip_first_batches(loader, 2)
+    assert len(rest) == 1
+    assert epoch(rest) == first[2:]
+    assert len(dataset.read) == 2
+    assert epoch(loader) == second
+
+
+def test_skipping_on_a_plain_loader() -> None:
+    loader = DataLoader(numbers(7), batch_size=2)
+    assert epoch(skip_first_batches(loader, 2)) == [[4, 5], [6]]
+
+
+def test_the_gradient_state_follows_the_innermost_loop_and_forgets_broken_ones() -> None:
+    state = GradientState()
+    outer = ShardedDataLoader(DataLoader(numbers(2), batch_size=1), gradient_state=state)
+    inner = ShardedDataLoader(DataLoader(numbers(1), batch_size=1), gradient_state=state)
+    assert not state.end_of_dataloader
+    for _ in outer:
+        assert not state.end_of_dataloader
+        for _ in inner:
+            assert state.end_of_dataloader
+        break
+    assert state.loaders == []
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "error", "message"),
+    [
+        (DataLoader(numbers(8), batch_size=3), {"split_batches": True}, ConfigError, "a batch of 3 does not divide"),
+        (DataLoader(numbers(8), batch_sampler=[[0]]), {"split_batches": True}, ConfigError, "batches of its own"),
+        (
+            DataLoader(numbers(8), sampler=DistributedSampler(numbers(8), num_replicas=2, rank=0)),
+            {},
+            DataError,
+            "DistributedSampler",
+        ),
+    ],
+)  # fmt: skip
+def test_loaders_that_cannot_be_divided(loader: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ShardedDataLoader(loader, rank=0, world_size=2, data_seed=0, **options)
+
+
+def test_positions_of_something_else_are_refused() -> None:
+    loader = ShardedDataLoader(DataLoader(numbers(4)))
+    with pytest.raises(DataError, match="not the position of a data loader"):
+        loader.load_state_dict({"_sampler_iter_yielded": 3})
+
+
+def test_a_seed_comes_from_the_loaders_generator() -> None:
+    generator = torch.Generator().manual_seed(41)
+    loader = ShardedDataLoader(DataLoader(numbers(9), shuffle=True, generator=generator))
+    order = [i for batch in epoch(loader) for i in batch]
+    assert order == list(RandomSampler(range(9), generator=torch.Generator().manual_seed(41)))
