@@ -21,6 +21,7 @@ import torch
 
 from fullshard.comm.base import Work, own_interval
 from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import BucketLayout, ParameterSpec
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.parameter import ShardedParameter
@@ -131,11 +132,25 @@ class Bucket:
             with torch.no_grad():
                 self.main.copy_(own_interval(self.full, self.mesh.shard_rank, self.mesh.shard_size))
 
+    def versions(self) -> list[int]:
+        """How often each original parameter has been changed in place."""
+        return [slot.parameter._version for slot in self.slots]
+
     def bind(self, *, unsharded: bool) -> None:
-        """Make the modules hold the original or the sharded parameters."""
+        """Make the modules hold the original or the sharded parameters.
+
+        Raises:
+            LifecycleError: somebody has put another parameter in their place, which would be lost here.
+        """
         for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
             parameter = slot.parameter if unsharded else sharded
             for module, attribute in slot.owners:
+                current = module._parameters.get(attribute)
+                if current is not sharded and current is not slot.parameter:
+                    raise LifecycleError(
+                        f"parameter {'='.join(sharded.names)} was replaced after sharding by {type(current).__name__}",
+                        hint="change it in place under unsharded(model, writeback=True), or replace it before",
+                    )
                 module._parameters[attribute] = parameter
 
     def sync_requires_grad(self) -> None:

@@ -25,7 +25,7 @@ from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import BackwardPrefetch
 from fullshard.engine.sharding import Sharding
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, UnitState
 from fullshard.wrap.partition import UnitPlan, partition
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -251,28 +251,37 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
 
     Args:
         model: a sharded model or a part of one.
-        writeback: keep changes made to the parameters in place. Every rank must make the same.
+        writeback: keep changes made to the parameters in place, which every rank must make alike; otherwise they are
+            dropped.
 
     Raises:
-        LifecycleError: inside a forward or backward pass.
+        LifecycleError: inside a backward pass; or parameters were changed without `writeback` where a rank owns them
+            whole (one rank, or NO_SHARD), so that the change cannot be dropped.
     """
     if torch._C._current_graph_task_id() != -1:
         raise LifecycleError("unsharded() inside backward", hint="call it between steps")
     units = units_of(model)
-    outer = [unit for unit in units if unit.is_pinned]
+    before = {unit: (unit.is_pinned, unit.state) for unit in units}
     for unit in units:
         unit.unshard()
         unit.is_pinned = True
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    versions = [bucket.versions() for bucket in buckets]
     try:
         yield
-        if writeback:
-            for unit in units:
-                for bucket in unit.buckets:
-                    bucket.write_back()
+        for bucket, version in zip(buckets, versions, strict=True):
+            if writeback:
+                bucket.write_back()
+            elif bucket.shares_main and bucket.versions() != version:
+                raise LifecycleError(
+                    f"unit {bucket.unit.name!r}: parameters were changed under unsharded() without writeback, on a "
+                    "rank that owns them whole: the change has taken effect",
+                    hint="use unsharded(model, writeback=True)",
+                )
     finally:
-        for unit in units:
-            if unit not in outer:
-                unit.is_pinned = False
+        for unit, (was_pinned, state) in before.items():
+            unit.is_pinned = was_pinned
+            if state is not UnitState.UNSHARDED:
                 unit.reshard()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -72,6 +72,12 @@ class FSDPModule:
             _check_apply(unit, fn)
         return super()._apply(fn, recurse)  # type: ignore[misc, no-any-return]
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise LifecycleError(
+            f"cannot copy or pickle a sharded {type(self).__name__}: its parameters are only this rank's slices",
+            hint="deepcopy before sharding; save with fullshard.checkpoint; or build a second model and load the state",
+        )
+
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `module` is, if it is one."""
@@ -105,7 +111,6 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     for inner in module.modules():
         inner._is_fsdp_managed_module = True  # type: ignore[assignment]
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
-    module.register_state_dict_pre_hook(_before_state_dict)
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(_before_load_state_dict)
 
@@ -164,19 +169,16 @@ def _check_apply(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None
 def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedParameter]]:
     """(state dict key, sharded parameter) of every place of the unit's own parameters below `module`."""
     unit = _unit(module)
-    places = {id(inner): path for path, inner in module.named_modules()}
+    places: dict[int, list[str]] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        places.setdefault(id(inner), []).append(path)
     entries = []
     for bucket in unit.buckets:
         for slot, parameter in zip(bucket.slots, bucket.sharded_parameters, strict=True):
             for owner, attribute in slot.owners:
-                path = places.get(id(owner))
-                if path is not None:
-                    entries.append((prefix + join(clean_name(path), attribute), parameter))
+                paths = [prefix + join(clean_name(path), attribute) for path in places.get(id(owner), ())]
+                entries += [(path, parameter) for path in paths]
     return entries
-
-
-def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    _unit(module).reshard()
 
 
 def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:

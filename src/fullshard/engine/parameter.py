@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _PLAIN_GRAD: Any = torch.Tensor.grad
+_PLAIN_DATA: Any = torch.Tensor.data
 _REFERENCE = "_fullshard_sharded_parameter"
 
 
@@ -83,6 +84,22 @@ class ShardedParameter(nn.Parameter):
         if value is not None:
             value._fullshard_mesh = self.mesh  # type: ignore[attr-defined]
         _PLAIN_GRAD.__set__(self, value)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The slice, without autograd."""
+        return _PLAIN_DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Module.to(), half() and friends come through here; the slice must stay a view of the bucket.
+        same = value.dtype == self.dtype and value.device == self.device and value.data_ptr() == self.data_ptr()
+        if not same or value.shape != self.shape:
+            raise LifecycleError(
+                f"cannot give sharded parameter {self.names} other data ({self.dtype} on {self.device} -> "
+                f"{value.dtype} on {value.device}): it is a view of its bucket",
+                hint="move or cast the model before sharding it; change values in place",
+            )
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Ranks must communicate in the same order, whatever happens to be ready first on each. So:
 
     gathers      in forward order as it happens; ahead of need only along an order all ranks were seen to agree on
-    reductions   in the reverse of the forward order; one that is ready early waits for its turn
+    reductions   in the reverse of the first forward's order; one that is ready early waits for its turn
     the end      a callback of autograd's, which reduces what never became ready (zeros where nothing was used)
 """
 
@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import CommunicationError
 from fullshard.core.events import EventKind, EventSink
 from fullshard.engine.agree import check_agreement, describe_structure
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.gradient import Gradient
 from fullshard.engine.unit import Call, Unit, UnitState
 
 REDUCTIONS_IN_FLIGHT = 1
@@ -52,10 +54,11 @@ class Schedule:
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
         self._depth = 0
         self._order: list[Unit] = []
+        self._reduce_order: dict[Unit, int] = {}
         self._forward: list[Unit] = []
         self._is_verified = self._is_order_verified = False
         self._last_called: Unit | None = None
-        self._participants: dict[Unit, None] = {}
+        self._participants: set[Unit] = set()
         self._in_backward = False
         self._queue: deque[tuple[Unit, Bucket]] = deque()
         self._ready: set[Bucket] = set()
@@ -81,15 +84,13 @@ class Schedule:
                 bucket.sync_requires_grad()
                 if bucket.gradient is not None:
                     bucket.gradient.release_if_cleared()
-        if not any(unit.has_live_calls for unit in self.units):
-            self._participants.clear()
-            self._last_called = None
+        self._last_called = None
         self._forward = []
 
     def note_call(self, unit: Unit) -> Unit | None:
         """A forward that backward may come back to has begun; returns the unit of the one before."""
         previous, self._last_called = self._last_called, unit
-        self._participants[unit] = None
+        self._participants.add(unit)
         return previous
 
     def prefetch_forward(self, unit: Unit) -> None:
@@ -111,10 +112,12 @@ class Schedule:
             self._is_order_verified = True
             names = [f"forward {i}: unit {u.name!r}" for i, u in enumerate(self._forward)]
             check_agreement(self.mesh, names, what="the order in which units run")
+            ran = dict.fromkeys([*self._forward, *reversed(self.units)])
+            self._reduce_order = {unit: -position for position, unit in enumerate(ran)}
         self._order = self._forward
         for other in self.units:
             # Prefetched and not used, or kept for a backward that will not come.
-            if other.state is UnitState.GATHERING or not torch.is_grad_enabled():
+            if other.state is UnitState.GATHERING or not (torch.is_grad_enabled() or other.is_kept_for_backward):
                 other.reshard()
 
     # -- backward -----------------------------------------------------------------------------------------------
@@ -123,11 +126,12 @@ class Schedule:
         """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
         if not self._in_backward:
             self._in_backward = True
-            for participant in reversed(self._participants):
+            # By an order all ranks were seen to share, not by what happened to run or to be alive on this one.
+            for participant in sorted(self._participants, key=lambda u: self._reduce_order.get(u, 0)):
                 self._enqueue(participant)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         if unit not in self._participants:
-            self._participants[unit] = None
+            self._participants.add(unit)
             self._enqueue(unit)
 
     def _enqueue(self, unit: Unit) -> None:
@@ -153,8 +157,7 @@ class Schedule:
             self._launch(*self._queue.popleft())
 
     def _launch(self, unit: Unit, bucket: Bucket) -> None:
-        gradient = bucket.gradient
-        assert gradient is not None  # noqa: S101 -- only trainable buckets are queued
+        gradient = _gradient(bucket)
         if not unit.reduce_gradients or not any(p.requires_grad for p in bucket.sharded_parameters):
             return
         unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
@@ -164,9 +167,8 @@ class Schedule:
             self._advance(*self._launched[-REDUCTIONS_IN_FLIGHT - 1])
 
     def _advance(self, unit: Unit, bucket: Bucket) -> None:
-        assert bucket.gradient is not None  # noqa: S101 -- it was launched
         try:
-            bucket.gradient.advance()
+            _gradient(bucket).advance()
         except RuntimeError as error:
             raise unit.communication_error("reduce", error) from error
 
@@ -178,8 +180,7 @@ class Schedule:
         for unit, bucket in self._launched:
             self._advance(unit, bucket)
         for unit, bucket in self._launched:
-            assert bucket.gradient is not None  # noqa: S101 -- it was launched
-            if bucket.gradient.finish(used[bucket]):
+            if _gradient(bucket).finish(used[bucket]):
                 unit.emit(EventKind.REDUCE_DONE)
         for unit in self.units:
             unit.finish_backward()
@@ -201,27 +202,38 @@ class Schedule:
         """Which parameters of the reduced buckets got a gradient on any rank.
 
         A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
-        says whether any rank collected more after its reduction was launched (reentrant checkpointing does that);
-        then all ranks reduce that bucket once more.
+        says whether any rank collected more after its reduction was launched (reentrant checkpointing does that), when
+        all ranks reduce that bucket once more, and whether all ranks reduced the same buckets.
+
+        Raises:
+            CommunicationError: they did not; nothing has been published yet.
         """
-        launched = list(self._launched)
+        trainable = [(unit, bucket) for unit in self.units for bucket in unit.buckets if bucket.gradient is not None]
+        launched = {bucket for _, bucket in self._launched}
         flags: list[bool] = []
-        for _, bucket in launched:
-            assert bucket.gradient is not None  # noqa: S101 -- it was launched
-            flags += [i in bucket.gradient.used for i in range(len(bucket.slots))]
-            flags.append(bucket.gradient.is_collecting)
-        if flags and self.mesh.control_group is not None:
+        for _, bucket in trainable:
+            flags += [bucket in launched, bucket not in launched, _gradient(bucket).is_collecting]
+            flags += [index in _gradient(bucket).used for index in range(len(bucket.slots))]
+        if self.mesh.control_group is not None:
             message = torch.tensor(flags, dtype=torch.uint8)
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
             flags = [bool(flag) for flag in message.tolist()]
         used: dict[Bucket, set[int]] = {}
         position = 0
-        for unit, bucket in launched:
-            count = len(bucket.slots)
-            used[bucket] = {i for i in range(count) if flags[position + i]}
-            if flags[position + count]:
+        for unit, bucket in trainable:
+            on_some, not_on_all, has_more = flags[position : position + 3]
+            position += 3
+            if on_some and not_on_all:
+                here = "ran" if bucket in launched else "did not run"
+                raise CommunicationError(
+                    f"rank {self.mesh.rank}, unit {unit.name!r}: it {here} in this backward on this rank, "
+                    "which is not so on all others",
+                    hint="every rank must run the same units in each step",
+                )
+            if on_some and has_more:
                 self._launch(unit, bucket)
-            position += count + 1
+            used[bucket] = {i for i in range(len(bucket.slots)) if flags[position + i]}
+            position += len(bucket.slots)
         return used
 
     # -- whole model --------------------------------------------------------------------------------------------
@@ -237,3 +249,9 @@ class Schedule:
         """Main weights are about to change: nothing gathered from the old ones may be left."""
         for unit in self.units:
             unit.reshard()
+
+
+def _gradient(bucket: Bucket) -> Gradient:
+    """The gradient side of a bucket that is known to be trainable."""
+    assert bucket.gradient is not None  # noqa: S101 -- frozen buckets are never queued
+    return bucket.gradient

@@ -93,6 +93,7 @@ class Unit:
         self.name = ""
         self.state = UnitState.SHARDED
         self.is_pinned = False
+        self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.buckets = [Bucket(slots, mesh=mesh, policy=policy) for slots in _by_bucket(plan.slots, policy)]
@@ -164,6 +165,7 @@ class Unit:
         self._calls.clear()
         self._current.clear()
         self._ran.clear()
+        self.is_kept_for_backward = False
         for bucket in self.buckets:
             if bucket.gradient is not None:
                 bucket.gradient.reset()
@@ -227,12 +229,11 @@ class Unit:
         in_backward = _in_backward()
         self.emit(EventKind.FORWARD_END)
         self._ran.add(id(module))
-        hidden = False
-        if self._current:
-            hidden = not self._watch_outputs(self._current.pop(), output)
+        if self._current and not self._watch_outputs(self._current.pop(), output):
+            self.is_kept_for_backward = True  # nothing will announce its backward
         if len(self._ran) == len(self.modules):
             self._ran.clear()
-            keep = in_backward or hidden or not self.reshard_after_forward
+            keep = in_backward or self.is_kept_for_backward or not self.reshard_after_forward
             if not keep and not any(call.is_active for call in self._calls):
                 self.reshard()
         if not in_backward:
@@ -337,14 +338,9 @@ class Unit:
         """The whole backward is over: forget its calls and leave nothing unsharded."""
         for call in self._calls:
             call.is_active, call.is_done = False, True
+        self.is_kept_for_backward = False
         if self.reshard_after_backward:
             self.reshard()
-
-    def __deepcopy__(self, memo: object) -> Unit:
-        raise LifecycleError(
-            f"cannot copy a sharded model (unit {self.name!r})",
-            hint="deepcopy the model before sharding it, or build a second one and load the state dict",
-        )
 
 
 class _GradientHook:
