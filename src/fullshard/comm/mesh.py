@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.base import Collectives
 from fullshard.comm.torch_dist import collectives_for
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import CommunicationError, ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +54,21 @@ class Mesh:
     replicate: Collectives = field(default_factory=lambda: collectives_for(None, torch.device("cpu")))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order. A collective over all ranks of the mesh."""
+        """Every rank's `value`, in rank order. A collective over all ranks of the mesh.
+
+        Raises:
+            CommunicationError: a rank did not take part in time.
+        """
         if self.control_group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control_group)
+        try:
+            dist.all_gather_object(values, value, group=self.control_group)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank}: comparing notes with the other ranks failed: {error}",
+                hint="see whether another rank failed first, or took another path through the model",
+            ) from error
         return values
 
 

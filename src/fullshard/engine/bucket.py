@@ -127,10 +127,16 @@ class Bucket:
             self.full.untyped_storage().resize_(0)
 
     def write_back(self) -> None:
-        """Copy this rank's interval of the unsharded parameters into `main`, after they were changed in place."""
-        if not self.shares_main:
-            with torch.no_grad():
-                self.main.copy_(own_interval(self.full, self.mesh.shard_rank, self.mesh.shard_size))
+        """Copy what was changed in this rank's interval of the unsharded parameters into `main`.
+
+        Only that: where the compute dtype is narrower, the rest of `main` is more exact than `full`.
+        """
+        if self.shares_main:
+            return
+        with torch.no_grad():
+            own = own_interval(self.full, self.mesh.shard_rank, self.mesh.shard_size)
+            changed = own != self.main.to(self.compute_dtype)
+            self.main.copy_(torch.where(changed, own.to(self.dtype), self.main))
 
     def versions(self) -> list[int]:
         """How often each original parameter has been changed in place."""

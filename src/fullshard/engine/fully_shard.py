@@ -255,12 +255,12 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             dropped.
 
     Raises:
-        LifecycleError: inside a backward pass; or parameters were changed without `writeback` where a rank owns them
+        LifecycleError: inside a forward or backward pass; or parameters were changed without `writeback` where a rank owns them
             whole (one rank, or NO_SHARD), so that the change cannot be dropped.
     """
-    if torch._C._current_graph_task_id() != -1:
-        raise LifecycleError("unsharded() inside backward", hint="call it between steps")
     units = units_of(model)
+    if torch._C._current_graph_task_id() != -1 or any(unit.schedule.is_in_forward for unit in units):
+        raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
     before = {unit: (unit.is_pinned, unit.state) for unit in units}
     for unit in units:
         unit.unshard()

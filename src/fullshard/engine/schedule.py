@@ -60,6 +60,7 @@ class Schedule:
         self._last_called: Unit | None = None
         self._participants: set[Unit] = set()
         self._in_backward = False
+        self._queued: set[Unit] = set()
         self._queue: deque[tuple[Unit, Bucket]] = deque()
         self._ready: set[Bucket] = set()
         self._launched: list[tuple[Unit, Bucket]] = []
@@ -103,18 +104,28 @@ class Schedule:
             if position < len(self._order) and self._order[position - 1] is unit:
                 self._order[position].issue_unshard()
 
-    def end_forward(self, unit: Unit) -> None:
-        """A unit has run forward, or failed to."""
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward is under way."""
+        return self._depth > 0
+
+    def end_forward(self, unit: Unit, *, failed: bool) -> None:
+        """A unit has run forward, or failed to.
+
+        After a failure nothing is communicated: the other ranks may be elsewhere, and waiting for them would hide the
+        error.
+        """
         self._depth -= 1
         if self._depth:
             return
-        if not self._is_order_verified and self._forward:
+        if not self._is_order_verified and not failed:
             self._is_order_verified = True
             names = [f"forward {i}: unit {u.name!r}" for i, u in enumerate(self._forward)]
             check_agreement(self.mesh, names, what="the order in which units run")
             ran = dict.fromkeys([*self._forward, *reversed(self.units)])
             self._reduce_order = {unit: -position for position, unit in enumerate(ran)}
-        self._order = self._forward
+        if not failed:
+            self._order = self._forward
         for other in self.units:
             # Prefetched and not used, or kept for a backward that will not come.
             if other.state is UnitState.GATHERING or not (torch.is_grad_enabled() or other.is_kept_for_backward):
@@ -130,11 +141,11 @@ class Schedule:
             for participant in sorted(self._participants, key=lambda u: self._reduce_order.get(u, 0)):
                 self._enqueue(participant)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-        if unit not in self._participants:
-            self._participants.add(unit)
+        if unit not in self._queued:
             self._enqueue(unit)
 
     def _enqueue(self, unit: Unit) -> None:
+        self._queued.add(unit)
         self._queue.extend((unit, bucket) for bucket in unit.buckets if bucket.gradient is not None)
 
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
@@ -194,6 +205,7 @@ class Schedule:
         self._in_backward = False
         self._participants.clear()
         self._last_called = None
+        self._queued.clear()
         self._queue.clear()
         self._ready.clear()
         self._launched = []
@@ -216,7 +228,11 @@ class Schedule:
             flags += [index in _gradient(bucket).used for index in range(len(bucket.slots))]
         if self.mesh.control_group is not None:
             message = torch.tensor(flags, dtype=torch.uint8)
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
+            try:
+                dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
+            except RuntimeError as error:
+                last = self._forward[-1] if self._forward else self.units[-1]
+                raise last.communication_error("end of backward (the last unit that ran forward)", error) from error
             flags = [bool(flag) for flag in message.tolist()]
         used: dict[Bucket, set[int]] = {}
         position = 0

@@ -11,6 +11,7 @@ own them, so a graph that is thrown away takes its calls with it.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -237,7 +238,8 @@ class Unit:
             if not keep and not any(call.is_active for call in self._calls):
                 self.reshard()
         if not in_backward:
-            self.schedule.end_forward(self)
+            # Called although forward raised: see always_call.
+            self.schedule.end_forward(self, failed=output is None and sys.exc_info()[0] is not None)
         if self.policy.output_dtype is None:
             return None
         return cast_floating(output, self.policy.output_dtype)
