@@ -244,7 +244,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """All parameters of `model` whole inside, and kept so through forwards: for `generate()` or inspection.
+    """All parameters of `model` whole inside, kept so through forwards: for `generate()` or inspection.
 
     Entering is a collective. Inside, ranks need not run the same number of forwards. Costs the whole model's
     unsharded bytes on every rank.
@@ -255,8 +255,8 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             dropped.
 
     Raises:
-        LifecycleError: inside a forward or backward pass; or parameters were changed without `writeback` where a rank owns them
-            whole (one rank, or NO_SHARD), so that the change cannot be dropped.
+        LifecycleError: inside a forward or backward pass; or parameters were changed without `writeback` where a rank
+            owns them whole (one rank, or NO_SHARD), so that the change cannot be dropped.
     """
     units = units_of(model)
     if torch._C._current_graph_task_id() != -1 or any(unit.schedule.is_in_forward for unit in units):
