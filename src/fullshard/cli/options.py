@@ -1,0 +1,43 @@
+"""Command-line options made from the fields of a pydantic model, so that each setting is described once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+
+
+def options_from(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option `--some-name` per field `some_name`; booleans get `--no-some-name` too.
+
+    The decorated function takes its own options by name, and the fields of the model as the dictionary `settings`.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
+        fields = [_option(name, field) for name, field in model.model_fields.items()]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command(**{p.name: values.pop(p.name) for p in own}, settings=values)
+
+        parameters = [*own, *fields]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def _option(name: str, field: Any) -> inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    if field.annotation is bool:
+        flag += "/--no-" + name.replace("_", "-")
+    option = typer.Option(flag, help=f"{field.description}.")
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[field.annotation, option]
+    )

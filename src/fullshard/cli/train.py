@@ -1,0 +1,70 @@
+"""`fullshard train`: start the processes of a training run, or take part in one that a launcher started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fullshard.cli.options import options_from
+from fullshard.core.errors import ConfigError
+from fullshard.recipes.arguments import TrainArguments
+
+_WORKER = "fullshard.recipes.train"
+
+
+@options_from(TrainArguments)
+def train(
+    *,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Processes to start. Default: 2 on a CPU with two cores or more, one per device otherwise."),
+    ] = None,
+    settings: dict[str, Any],
+) -> None:
+    """Train a causal language model; without options a small Llama on Python's standard library, in minutes.
+
+    Under torchrun (or anything else that sets RANK) no processes are started: each takes part in the run.
+    """
+    arguments = TrainArguments.parse(settings)
+    if "RANK" in os.environ:
+        if nproc is not None:
+            raise ConfigError("--nproc has no effect here: a launcher has started the processes already (RANK is set)")
+        _take_part(arguments)
+        return
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc must be at least 1, got {nproc}")
+    count = _default_nproc(arguments.device) if nproc is None else nproc
+    if count == 1:
+        _take_part(arguments)
+    else:
+        sys.exit(_launch(arguments, count))
+
+
+def _take_part(arguments: TrainArguments) -> None:
+    from fullshard.recipes.train import run
+
+    run(arguments)
+
+
+def _launch(arguments: TrainArguments, nproc: int) -> int:
+    from fullshard.launch.local import launch_local
+
+    with tempfile.TemporaryDirectory(prefix="fullshard-train-") as directory:
+        path = Path(directory) / "arguments.json"
+        path.write_text(arguments.to_json(), encoding="utf-8")
+        return launch_local(_WORKER, [str(path)], nproc=nproc)
+
+
+def _default_nproc(device: str) -> int:
+    import torch
+
+    from fullshard.launch.local import usable_cpu_count
+
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return max(1, torch.cuda.device_count())
+    return min(2, usable_cpu_count())

@@ -1,0 +1,168 @@
+"""Which rank this process is, from the variables that torchrun and fullshard's own launcher set."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from fullshard.core.errors import ConfigError
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+"""How long a collective waits for the other ranks before it fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """The place of this process in the job.
+
+    Attributes:
+        rank: 0 to `world_size` - 1 over all hosts.
+        world_size: processes of the job.
+        local_rank: 0 to `local_world_size` - 1 on this host.
+        local_world_size: processes of the job on this host.
+        launched: whether a launcher set the variables; False for a plain single process.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes for the job."""
+        return self.rank == 0
+
+
+def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without any of them this is a job of one process.
+
+    Raises:
+        ConfigError: some of the variables are missing, or not consistent numbers.
+    """
+    environ = os.environ if environ is None else environ
+    if not {"RANK", "WORLD_SIZE"} & environ.keys():
+        return RankEnvironment()
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size)
+    local_rank = _number(environ, "LOCAL_RANK", default=rank % max(1, local_world_size))
+    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
+        raise ConfigError(
+            f"inconsistent environment: RANK={rank} of WORLD_SIZE={world_size}, "
+            f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world_size}"
+        )
+    return RankEnvironment(rank, world_size, local_rank, local_world_size, launched=True)
+
+
+def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {name} must be a whole number, got {text!r}",
+            hint="start the job with `torchrun` or `fullshard`, or unset RANK and WORLD_SIZE to run one process",
+        ) from None
+
+
+def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.device:
+    """The device this rank computes on, made current if it is a CUDA device.
+
+    Args:
+        environment: the place of this process.
+        kind: `cpu`, `cuda`, or `auto`: CUDA where there is a device, else the CPU.
+
+    Raises:
+        ConfigError: another kind, no CUDA device at all, or fewer than this host's ranks.
+    """
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"unknown device {kind!r}", hint="use auto, cpu or cuda")
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if environment.local_rank >= count:
+        raise ConfigError(
+            f"local rank {environment.local_rank} has no CUDA device: this host has {count}",
+            hint=f"start at most {count} processes per host, or use --device cpu" if count else "use --device cpu",
+        )
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def init_process_group_from_environment(
+    device: torch.device | None = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+) -> RankEnvironment:
+    """Join the job's process group; nothing happens in a single process that no launcher started, or when called again.
+
+    Args:
+        device: where this rank computes; `rank_device(...)` by default. CUDA gets NCCL and, for tensors in host memory,
+            Gloo; a CPU gets Gloo.
+        timeout_seconds: how long a collective waits for the other ranks.
+
+    Returns:
+        The place of this process.
+
+    Raises:
+        ConfigError: see `read_rank_environment` and `rank_device`.
+    """
+    environment = read_rank_environment()
+    if not environment.launched or dist.is_initialized():
+        return environment
+    device = device or rank_device(environment)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return environment
+
+
+def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
+    """Call `function` on rank 0 and give its result to every rank; all ranks call this, and all raise what it raises.
+
+    Args:
+        environment: the place of this process.
+        function: called on rank 0 only. Its result, or its exception, is pickled.
+
+    Raises:
+        Exception: whatever `function` raised on rank 0.
+    """
+    if environment.world_size == 1:
+        return function()
+    outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
+    raised: Exception | None = None
+    if environment.is_main:
+        try:
+            outcome = [(function(), None)]
+        except Exception as error:
+            raised = error
+            outcome = [(None, _picklable(error))]
+    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    result, received = outcome[0]
+    if (failure := raised or received) is not None:
+        raise failure
+    return cast("T", result)
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error itself if another process can rebuild it, else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes of a moment ago
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

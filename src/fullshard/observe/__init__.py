@@ -1,0 +1,22 @@
+"""What a run reports: numbers per step, where they are written, and pictures of them."""
+
+from fullshard.observe.files import whole_file, write_text
+from fullshard.observe.metrics import RateMeter, StepMetrics, memory_nbytes, reset_memory_peak
+from fullshard.observe.plots import plot_losses, require_plots
+from fullshard.observe.sinks import ConsoleSink, JsonlSink, MetricsSink, TensorboardSink, read_metrics
+
+__all__ = [
+    "ConsoleSink",
+    "JsonlSink",
+    "MetricsSink",
+    "RateMeter",
+    "StepMetrics",
+    "TensorboardSink",
+    "memory_nbytes",
+    "plot_losses",
+    "read_metrics",
+    "require_plots",
+    "reset_memory_peak",
+    "whole_file",
+    "write_text",
+]

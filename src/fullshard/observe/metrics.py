@@ -1,0 +1,121 @@
+"""The numbers of one optimizer step, and how rates and memory are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.core.sizes import GIB
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One optimizer step of the whole job, the same on every rank.
+
+    Attributes:
+        step: the optimizer step, counted from 1.
+        loss: mean over all target tokens of the global batch, nats per token.
+        learning_rate: what the step was made with.
+        grad_norm: global 2-norm of the gradient before clipping; not finite where the step was skipped.
+        tokens: target tokens of the global batch.
+        tokens_seen: target tokens since the first step of the run, resumed parts included.
+        step_seconds: wall time of the step on rank 0, the wait for data included.
+        tokens_per_second: all ranks together, over the steps since the last reported line.
+        data_wait_seconds: time the ranks waited for their batches, mean over ranks.
+        memory_nbytes: bytes per rank: resident set on a CPU, allocator peak on an accelerator.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    tokens_seen: int
+    step_seconds: float
+    tokens_per_second: float
+    data_wait_seconds: float
+    memory_nbytes: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """One line of JSON. Floats keep all their digits; those that JSON has no number for are text ("nan", "inf")."""
+        values = dataclasses.asdict(self)
+        unfit = {name: str(v) for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+        return json.dumps(values | unfit, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> StepMetrics:
+        """The record a line of `to_json` holds.
+
+        Raises:
+            ValueError, TypeError, KeyError: the line is not such a record.
+        """
+        values: dict[str, Any] = json.loads(line)
+        unfit = {name: float(v) for name, v in values.items() if isinstance(v, str)}
+        return cls(**(values | unfit | {"memory_nbytes": tuple(values["memory_nbytes"])}))
+
+    def line(self, total_steps: int) -> str:
+        """The record as one line of text."""
+        return (
+            f"step {self.step:>{len(str(total_steps))}}/{total_steps}"
+            f" | loss {self.loss:.4f}"
+            f" | lr {self.learning_rate:.2e}"
+            f" | grad norm {self.grad_norm:.3f}"
+            f" | {self.tokens_per_second:,.0f} tokens/s"
+            f" | memory {max(self.memory_nbytes) / GIB:.2f} GiB/rank"
+            f" | data wait {self.data_wait_seconds * 1e3:.1f} ms"
+        )
+
+
+class RateMeter:
+    """Tokens per second over a window of steps.
+
+    Args:
+        clock: seconds that only grow; tests hand in their own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = clock()
+        self._tokens = 0
+
+    def add(self, tokens: int) -> float:
+        """Count the tokens of a step that has just ended; the rate since the window began, tokens per second."""
+        self._tokens += tokens
+        return self._tokens / max(self._clock() - self._start, 1e-9)
+
+    def restart(self) -> None:
+        """Begin a new window now."""
+        self._start = self._clock()
+        self._tokens = 0
+
+
+def memory_nbytes(device: torch.device) -> int:
+    """Bytes this rank uses: the resident set of the process on a CPU, the allocator's peak on an accelerator."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _resident_nbytes()
+
+
+def reset_memory_peak(device: torch.device) -> None:
+    """Start the allocator's peak anew; a resident set has no peak to reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _resident_nbytes() -> int:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    # Elsewhere only the peak is at hand; macOS counts it in bytes, other systems in KiB.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

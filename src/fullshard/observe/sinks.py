@@ -1,0 +1,147 @@
+"""Where the numbers of a step go: the console, a JSONL file, TensorBoard. Made on the rank that reports, rank 0."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from fullshard.core.errors import MissingExtraError
+from fullshard.observe.files import write_text
+from fullshard.observe.metrics import StepMetrics
+
+
+class MetricsSink(Protocol):
+    """Receives every step in order; `close` is called once, also after an error."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Take one step."""
+
+    def close(self) -> None:
+        """Flush and release what the sink holds."""
+
+
+class ConsoleSink:
+    """A line every `every` steps (and for the last one); on a terminal, a progress bar below the lines too.
+
+    Args:
+        total_steps: steps of the whole run.
+        every: steps between two lines.
+        first_step: steps that were done before, by a resumed run.
+        stream: where to write; standard output by default.
+    """
+
+    def __init__(self, *, total_steps: int, every: int, first_step: int = 0, stream: TextIO | None = None) -> None:
+        self._total_steps, self._every = total_steps, every
+        self._stream = stream or sys.stdout
+        self._progress = _progress_bar(total_steps, first_step) if self._stream.isatty() else None
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Print the step if it is due, and move the bar."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=metrics.step)
+        if metrics.step % self._every == 0 or metrics.step == self._total_steps:
+            self.print(metrics.line(self._total_steps))
+        if metrics.step == self._total_steps:
+            self.close()  # what follows the last step is no part of the bar
+
+    def print(self, text: str) -> None:
+        """Print a line of text above the bar."""
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _progress_bar(total_steps: int, first_step: int) -> Any:
+    progress_module = importlib.import_module("rich.progress")
+    progress = progress_module.Progress(
+        progress_module.BarColumn(),
+        progress_module.TextColumn("{task.completed}/{task.total} steps"),
+        progress_module.TimeRemainingColumn(),
+        transient=True,
+    )
+    progress.add_task("train", total=total_steps, completed=first_step)
+    progress.start()
+    return progress
+
+
+class JsonlSink:
+    """One line of JSON per step, each flushed as it is written, so that a killed run keeps what it did.
+
+    Args:
+        path: the file. What it holds of steps after `last_step` is dropped first, so that a resumed run has each step
+            once; with `last_step` 0 the file starts empty.
+        last_step: the step the run continues from.
+    """
+
+    def __init__(self, path: Path, *, last_step: int = 0) -> None:
+        kept = [metrics.to_json() + "\n" for metrics in read_metrics(path) if metrics.step <= last_step]
+        write_text(path, "".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append the step."""
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[StepMetrics]:
+    """The steps a metrics file holds; nothing if there is no such file.
+
+    A last line that a killed run left unfinished is left out. Any other line that is no record raises what
+    `StepMetrics.from_json` raises.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield StepMetrics.from_json(line)
+
+
+class TensorboardSink:
+    """Scalars for TensorBoard.
+
+    Args:
+        directory: where the event files go.
+        last_step: the step the run continues from; TensorBoard hides what an earlier run wrote after it.
+
+    Raises:
+        MissingExtraError: the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, directory: Path, *, last_step: int = 0) -> None:
+        try:
+            module = importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise MissingExtraError("tensorboard", extra="track", purpose="writing TensorBoard events") from error
+        self._writer = module.SummaryWriter(str(directory), purge_step=last_step + 1 if last_step else None)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Add the step's scalars."""
+        for name, value in (
+            ("loss (nats per token)", metrics.loss),
+            ("learning rate", metrics.learning_rate),
+            ("gradient norm", metrics.grad_norm),
+            ("tokens per second", metrics.tokens_per_second),
+            ("memory (bytes per rank)", max(metrics.memory_nbytes)),
+        ):
+            self._writer.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        """Flush the events."""
+        self._writer.close()

@@ -1,0 +1,145 @@
+"""One optimizer step, the evaluation, and the learning rate."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from fullshard.engine import clip_grad_norm_
+from fullshard.launch import RankEnvironment
+from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.packing import IGNORED, GlobalOrder, PackedSequences, micro_batches
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did, before the ranks have put their parts together.
+
+    Attributes:
+        loss_sum: sum over this rank's target tokens, nats.
+        grad_norm: global norm before clipping.
+        data_wait_seconds: time this rank waited for its batch.
+    """
+
+    loss_sum: float
+    grad_norm: float
+    data_wait_seconds: float
+
+
+class Trainer:
+    """Model, optimizer and data of one rank, and how a step uses them.
+
+    Args:
+        model: sharded.
+        optimizer: holds the sharded parameters.
+        scaler: scales the loss in fp16, and does nothing otherwise.
+        sequences: the data, all of it; this class reads the rank's part.
+        environment: the place of this rank.
+        device: where this rank computes.
+        arguments: of the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        sequences: PackedSequences,
+        environment: RankEnvironment,
+        device: torch.device,
+        arguments: TrainArguments,
+    ) -> None:
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self._sequences, self._environment = sequences, environment
+        self._device, self._arguments = device, arguments
+        self._order = GlobalOrder(len(sequences), batch_size=arguments.batch_size, seed=arguments.seed)
+
+    def step(self, step: int) -> StepResult:
+        """Make optimizer step `step`, counted from 0. Collective."""
+        arguments = self._arguments
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, arguments)
+        begin = time.perf_counter()
+        batch = self._read(self._sequences, self._order.indices(step))
+        waited = time.perf_counter() - begin
+        # The engine averages gradients over ranks; the mean wanted is over the tokens of all of them together.
+        weight = self._environment.world_size / (arguments.batch_size * arguments.seq_len)
+        loss_sum = 0.0
+        for micro_batch in batch:
+            loss = self._loss_sum(micro_batch)
+            self.scaler.scale(loss * weight).backward()
+            loss_sum += float(loss.detach())
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = clip_grad_norm_(self.model.parameters(), arguments.max_grad_norm or math.inf)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss_sum, float(grad_norm), waited)
+
+    @torch.no_grad()
+    def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:
+        """Mean loss over the first `limit` sequences at most, nats per token. Collective."""
+        arguments = self._arguments
+        indices = np.arange(min(limit, len(sequences)))
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64)
+        for chunk in np.array_split(indices, math.ceil(len(indices) / arguments.batch_size)):
+            for micro_batch in self._read(sequences, chunk):
+                total += self._loss_sum(micro_batch).double().cpu()
+        self.model.train()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return float(total) / (len(indices) * arguments.seq_len)
+
+    def _read(
+        self, sequences: PackedSequences, indices: np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> Sequence[MicroBatch]:
+        batch = micro_batches(
+            sequences,
+            indices,
+            rank=self._environment.rank,
+            world_size=self._environment.world_size,
+            micro_batch_size=self._arguments.micro_batch_size,
+        )
+        return [(inputs.to(self._device), labels.to(self._device)) for inputs, labels in batch]
+
+    def _loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""
+        inputs, labels = micro_batch
+        logits = self.model(input_ids=inputs, use_cache=False).logits
+        return functional.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+
+def learning_rate(step: int, arguments: TrainArguments) -> float:
+    """Rate of step `step`, counted from 0: linear warm-up, then half a cosine down to the lowest rate."""
+    warmup = arguments.warmup
+    if step < warmup:
+        return arguments.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, arguments.steps - 1 - warmup)
+    lowest = arguments.lr * arguments.min_lr_ratio
+    return lowest + (arguments.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def sum_over_ranks(
+    result: StepResult, memory: int, environment: RankEnvironment
+) -> tuple[float, float, tuple[int, ...]]:
+    """Loss sum, mean data wait in seconds and memory per rank in bytes, over all ranks, by one small collective."""
+    values = torch.zeros(2 + environment.world_size, dtype=torch.float64)
+    values[0], values[1], values[2 + environment.rank] = result.loss_sum, result.data_wait_seconds, memory
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    loss_sum, wait, *memories = values.tolist()
+    return loss_sum, wait / environment.world_size, tuple(int(nbytes) for nbytes in memories)

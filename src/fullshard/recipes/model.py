@@ -1,0 +1,104 @@
+"""The model of a run: a small Llama by default, or whatever a configuration or checkpoint of Hugging Face describes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import ConfigError, MissingExtraError
+
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
+
+
+def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) -> tuple[nn.Module, str]:
+    """The model in fp32 in host memory, the same on every rank, and where its weights come from.
+
+    Args:
+        source: a config.json, a Hugging Face directory with or without weights, a hub name, or None for the default.
+        tokenizer: its size and its end-of-text token must fit the model.
+        seq_len: must fit the model's positions.
+        seed: fixes random weights, on any number of ranks alike.
+
+    Raises:
+        ConfigError: no such model, not a causal language model, or one that does not fit the tokenizer or `seq_len`.
+        MissingExtraError: without the `hf` extra.
+    """
+    transformers = _transformers()
+    config = default_config(tokenizer, seq_len=seq_len) if source is None else read_config(source)
+    _check_fits(config, source, tokenizer=tokenizer, seq_len=seq_len)
+    if source is not None and _has_weights(source):
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot load the model {source!r}: {error}") from error
+        return model, f"weights from {source}"
+    torch.manual_seed(seed)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"{source!r} is not a causal language model: {error}") from error
+    return model, f"random weights of seed {seed}"
+
+
+def default_config(tokenizer: Any, *, seq_len: int) -> Any:
+    """A Llama of about 12 M parameters."""
+    return _transformers().LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=max(512, seq_len),
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def read_config(source: str) -> Any:
+    """The configuration that a file, a directory or a hub name holds.
+
+    Raises:
+        ConfigError: there is none, or Transformers does not know its kind.
+    """
+    path = Path(source)
+    if path.suffix == ".json" and not path.is_file():
+        raise ConfigError(f"no file {source!r}", hint="check --model")
+    try:
+        return _transformers().AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the configuration of a model from {source!r}: {error}",
+            hint="--model takes a config.json, a Hugging Face directory or a hub name",
+        ) from error
+
+
+def _check_fits(config: Any, source: str | None, *, tokenizer: Any, seq_len: int) -> None:
+    name = "the default model" if source is None else repr(source)
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, {name} only {config.vocab_size} embeddings")
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and seq_len > positions:
+        raise ConfigError(
+            f"--seq-len {seq_len} is more than the {positions} positions of {name}", hint=f"use at most {positions}"
+        )
+
+
+def _has_weights(source: str) -> bool:
+    path = Path(source)
+    if path.is_dir():
+        return any(file.name.endswith(_WEIGHT_SUFFIXES) for file in path.iterdir())
+    return not path.exists()  # a hub name; a config.json brings none
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise MissingExtraError("transformers", extra="hf", purpose="training a language model") from None

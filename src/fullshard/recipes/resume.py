@@ -1,0 +1,90 @@
+"""Saving a run and going on from where it stopped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from fullshard.core.errors import ConfigError
+from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.loop import Trainer
+
+_STREAM = ("batch_size", "seq_len", "seed", "held_out")
+"""Settings that fix which sequences each step sees; a resumed run must keep them."""
+
+
+def find_checkpoint(arguments: TrainArguments) -> Path | None:
+    """The checkpoint to go on from, or None to start from the beginning. Called on rank 0.
+
+    Raises:
+        ConfigError: the path that was named is no directory, or the output directory holds an earlier run that would
+            be mixed with this one.
+    """
+    directory = arguments.checkpoint_dir
+    if arguments.overwrite and directory.exists():
+        shutil.rmtree(directory)
+    if arguments.resume == "auto":
+        return latest_checkpoint(directory) if directory.is_dir() else None
+    present = sorted(path.name for path in directory.glob("step-*")) if directory.is_dir() else []
+    if arguments.resume == "never":
+        newer = present
+    else:
+        path = Path(arguments.resume)
+        if not path.is_dir():
+            raise ConfigError(f"--resume {arguments.resume}: no such checkpoint directory")
+        newer = [name for name in present if path.resolve().parent == directory.resolve() and name > path.name]
+    if newer:
+        raise ConfigError(
+            f"{directory} holds checkpoints of an earlier run that this one would be mixed with: {', '.join(newer)}",
+            hint="use another --output-dir, or remove them (--overwrite removes all)",
+        )
+    return None if arguments.resume == "never" else Path(arguments.resume)
+
+
+def save(trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int) -> Path:
+    """Write the checkpoint after `step` steps. Collective."""
+    path = arguments.checkpoint_dir / f"step-{step:06d}"
+    save_checkpoint(
+        path,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        scaler=trainer.scaler,
+        extra={"step": step, "data_crc32c": checksum, "arguments": arguments.model_dump(mode="json")},
+        total_limit=arguments.keep_checkpoints,
+        # Only an incomplete one can be there: `find_checkpoint` has refused to begin before a complete one.
+        overwrite=True,
+    )
+    return path
+
+
+def load(path: Path, trainer: Trainer, arguments: TrainArguments, *, checksum: int) -> int:
+    """Load the checkpoint at `path`; the number of steps it has behind it. Collective.
+
+    Raises:
+        CheckpointError: it is damaged or does not fit the model.
+        ConfigError: it belongs to a run on other data, or with other settings that the order of the data depends on.
+    """
+    extra = load_checkpoint(path, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler)
+    step = int(extra["step"])
+    _check_same_run(path, extra, arguments, checksum=checksum)
+    if step > arguments.steps:
+        raise ConfigError(f"the checkpoint {path} is {step} steps in, more than --steps {arguments.steps}")
+    return step
+
+
+def _check_same_run(path: Path, extra: dict[str, Any], arguments: TrainArguments, *, checksum: int) -> None:
+    saved = extra["arguments"]
+    differing = [
+        f"--{name.replace('_', '-')} was {saved[name]} and is {getattr(arguments, name)}"
+        for name in _STREAM
+        if saved[name] != getattr(arguments, name)
+    ]
+    if extra["data_crc32c"] != checksum:
+        differing.append("the tokens of the data are different")
+    if differing:
+        raise ConfigError(
+            f"{path} belongs to another run: {'; '.join(differing)}",
+            hint="use the same settings, or another --output-dir",
+        )

@@ -1,0 +1,89 @@
+"""The tokenizer of a run: the model's own, or a byte-level BPE trained on the corpus."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.recipes.corpus import Corpus
+
+END_OF_TEXT = "<|endoftext|>"
+_ORIGIN_FILE = "trained_on.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a Hugging Face directory brings a tokenizer."""
+    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """A tokenizer from a directory or the hub.
+
+    Raises:
+        ConfigError: there is none that can be read, or it has no end-of-text token to put between documents.
+    """
+    transformers = _transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read a tokenizer from {str(source)!r}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {str(source)!r} has no end-of-text token (eos_token)")
+    return tokenizer
+
+
+def prepare_trained_tokenizer(directory: Path, corpus: Corpus, *, vocab_size: int) -> Path:
+    """Train a tokenizer on the corpus into `directory`, unless the one there was trained on the same.
+
+    Called on one rank; the others load what it leaves.
+
+    Returns:
+        `directory`.
+    """
+    origin = {"corpus": corpus.fingerprint, "vocab_size": vocab_size}
+    record = directory / _ORIGIN_FILE
+    if record.is_file() and json.loads(record.read_text(encoding="utf-8")) == origin:
+        return directory
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
+    train_tokenizer(corpus.documents(), vocab_size=vocab_size).save_pretrained(str(temporary))
+    (temporary / _ORIGIN_FILE).write_text(json.dumps(origin) + "\n", encoding="utf-8")
+    if directory.exists():
+        shutil.rmtree(directory)
+    temporary.rename(directory)
+    return directory
+
+
+def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer: every text round-trips, nothing is unknown. The same documents give the same one."""
+    transformers = _transformers()
+    tokenizers = importlib.import_module("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise MissingExtraError("transformers", extra="hf", purpose="training a language model") from None

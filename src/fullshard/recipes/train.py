@@ -1,0 +1,302 @@
+"""`fullshard train` from beginning to end: data, model, sharding, steps, and what the run leaves behind.
+
+    python -m fullshard.recipes.train ARGUMENTS.json
+
+is what each process of a launched run executes; the file is written by the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.checkpoint import export_hf
+from fullshard.core.errors import FullshardError
+from fullshard.engine import MixedPrecisionPolicy, describe, shard_model
+from fullshard.launch import (
+    RankEnvironment,
+    init_process_group_from_environment,
+    rank_device,
+    read_rank_environment,
+    run_on_main,
+)
+from fullshard.launch.worker import run_worker
+from fullshard.observe import (
+    ConsoleSink,
+    JsonlSink,
+    MetricsSink,
+    RateMeter,
+    StepMetrics,
+    TensorboardSink,
+    memory_nbytes,
+    require_plots,
+    reset_memory_peak,
+    write_text,
+)
+from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
+from fullshard.recipes.data import TrainingData, prepare_data
+from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
+from fullshard.recipes.model import build_model, read_config
+from fullshard.recipes.resume import find_checkpoint, load, save
+from fullshard.wrap.policies import checkpoint_modules, compile_modules, unit_modules
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ADAM_BETAS = (0.9, 0.95)
+
+
+def train(arguments: TrainArguments) -> None:
+    """Run the whole job on this rank. Every rank of the job calls it with the same arguments.
+
+    Raises:
+        FullshardError: what is wrong with the settings, the data, a checkpoint or the run.
+    """
+    environment = read_rank_environment()
+    device = rank_device(environment, arguments.device)
+    joined_before = dist.is_initialized()
+    init_process_group_from_environment(device, timeout_seconds=arguments.timeout)
+    checkpoint = run_on_main(environment, lambda: _prepare_output(arguments))
+    data = prepare_data(arguments, environment)
+    with _console(arguments, environment) as console:
+        console.say(f"data: {data.description}")
+        trainer, description = _make_trainer(arguments, data, environment, device)
+        console.say(description)
+        first_step = 0
+        if checkpoint is not None:
+            first_step = load(checkpoint, trainer, arguments, checksum=data.checksum)
+        console.say(_resume_line(arguments, checkpoint, first_step))
+        _train_steps(trainer, arguments, data, environment, device, first_step=first_step, console=console)
+        _finish(trainer, arguments, data, environment, device, console=console)
+    if dist.is_initialized() and not joined_before:
+        dist.destroy_process_group()
+
+
+def run(arguments: TrainArguments) -> None:
+    """Run the job in this process, reporting a failure to the launcher if there is one."""
+    run_worker(lambda: train(arguments))
+
+
+class Console:
+    """What rank 0 says; the other ranks say nothing.
+
+    Attributes:
+        sinks: where the steps of this run go, rank 0 only.
+    """
+
+    def __init__(self, environment: RankEnvironment) -> None:
+        self._is_main = environment.is_main
+        self._lines: ConsoleSink | None = None
+        self.sinks: list[MetricsSink] = []
+
+    def start(self, arguments: TrainArguments, *, first_step: int) -> None:
+        """Open the sinks of a run that continues after `first_step` steps."""
+        if not self._is_main:
+            return
+        self.sinks.append(JsonlSink(metrics_path(arguments), last_step=first_step))
+        if arguments.tensorboard:
+            self.sinks.append(TensorboardSink(arguments.output_dir / "tensorboard", last_step=first_step))
+        self._lines = ConsoleSink(total_steps=arguments.steps, every=arguments.log_every, first_step=first_step)
+        self.sinks.append(self._lines)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if self._lines is not None:
+            self._lines.print(text)
+        elif self._is_main:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Close the sinks."""
+        for sink in self.sinks:
+            sink.close()
+        self.sinks, self._lines = [], None
+
+
+@contextlib.contextmanager
+def _console(arguments: TrainArguments, environment: RankEnvironment) -> Iterator[Console]:
+    console = Console(environment)
+    try:
+        yield console
+    finally:
+        console.close()
+
+
+def metrics_path(arguments: TrainArguments) -> Path:
+    """The file with the numbers of every step."""
+    return arguments.output_dir / "metrics.jsonl"
+
+
+def _prepare_output(arguments: TrainArguments) -> Path | None:
+    """Make the output directory, find what to resume from, and refuse now what would fail only at the end."""
+    if arguments.plot:
+        require_plots()
+    if arguments.model is not None:
+        read_config(arguments.model)
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    checkpoint = find_checkpoint(arguments)
+    write_text(arguments.output_dir / "arguments.json", arguments.to_json())
+    return checkpoint
+
+
+def _resume_line(arguments: TrainArguments, checkpoint: Path | None, first_step: int) -> str:
+    if checkpoint is not None:
+        return f"resume: from {checkpoint}, after step {first_step}"
+    if arguments.resume == "never":
+        return "resume: not wanted, starting at step 1"
+    return f"resume: no complete checkpoint in {arguments.checkpoint_dir}, starting at step 1"
+
+
+def _make_trainer(
+    arguments: TrainArguments, data: TrainingData, environment: RankEnvironment, device: torch.device
+) -> tuple[Trainer, str]:
+    """The sharded model with its optimizer, and lines about them."""
+    model, origin = build_model(
+        arguments.model, tokenizer=data.tokenizer, seq_len=arguments.seq_len, seed=arguments.seed
+    )
+    model.train()
+    units = unit_modules(model, arguments.wrap)
+    if arguments.activation_checkpointing:
+        checkpoint_modules(model, units)
+    if arguments.compile:
+        compile_modules(units)
+    shard_model(
+        model,
+        unit_modules=units,
+        strategy=arguments.strategy,
+        shard_size=arguments.shard_size,
+        mp_policy=MixedPrecisionPolicy(param_dtype=_DTYPES[arguments.precision], reduce_dtype=torch.float32),
+        device=device,
+    )
+    # From here on only dropout draws random numbers, and ranks must not draw the same ones.
+    torch.manual_seed(arguments.seed + environment.rank)
+    optimizer = torch.optim.AdamW(
+        _parameter_groups(model, arguments.weight_decay), lr=learning_rate(0, arguments), betas=_ADAM_BETAS
+    )
+    trainer = Trainer(
+        model=model,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(device.type, enabled=arguments.precision == "fp16"),
+        sequences=data.train,
+        environment=environment,
+        device=device,
+        arguments=arguments,
+    )
+    return trainer, f"model: {type(model).__name__}, {origin}\n{describe(model)}"
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Matrices are decayed; biases and norms are not. `ndim` of a sharded parameter is that of the whole one."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _train_steps(
+    trainer: Trainer,
+    arguments: TrainArguments,
+    data: TrainingData,
+    environment: RankEnvironment,
+    device: torch.device,
+    *,
+    first_step: int,
+    console: Console,
+) -> None:
+    """Steps `first_step` + 1 to the last, with a checkpoint wherever one is due.
+
+    Raises:
+        FullshardError: the loss or the gradient is not finite.
+    """
+    console.start(arguments, first_step=first_step)
+    tokens = arguments.batch_size * arguments.seq_len
+    rate = RateMeter()
+    reset_memory_peak(device)
+    for step in range(first_step + 1, arguments.steps + 1):
+        begin = time.perf_counter()
+        result = trainer.step(step - 1)
+        loss_sum, data_wait, memory = sum_over_ranks(result, memory_nbytes(device), environment)
+        metrics = StepMetrics(
+            step=step,
+            loss=loss_sum / tokens,
+            learning_rate=learning_rate(step - 1, arguments),
+            grad_norm=result.grad_norm,
+            tokens=tokens,
+            tokens_seen=step * tokens,
+            step_seconds=time.perf_counter() - begin,
+            tokens_per_second=rate.add(tokens),
+            data_wait_seconds=data_wait,
+            memory_nbytes=memory,
+        )
+        for sink in console.sinks:
+            sink.write(metrics)
+        _check_finite(metrics, arguments)
+        due = arguments.save_every and step % arguments.save_every == 0
+        if due or step == arguments.steps:
+            console.say(f"checkpoint: {save(trainer, arguments, step=step, checksum=data.checksum)}")
+        if due or step % arguments.log_every == 0:
+            rate.restart()  # so that a line's rate is of its own steps, and without the time of a save
+
+
+def _check_finite(metrics: StepMetrics, arguments: TrainArguments) -> None:
+    """Stop before a checkpoint holds what is no number. In fp16 the scaler passes over gradients that overflow."""
+    if math.isfinite(metrics.loss) and (math.isfinite(metrics.grad_norm) or arguments.precision == "fp16"):
+        return
+    raise FullshardError(
+        f"step {metrics.step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}; "
+        "the run has stopped, and its last checkpoint is from before",
+        hint="lower --lr, or compute in bf16 or fp32",
+    )
+
+
+def _finish(
+    trainer: Trainer,
+    arguments: TrainArguments,
+    data: TrainingData,
+    environment: RankEnvironment,
+    device: torch.device,
+    *,
+    console: Console,
+) -> None:
+    """Evaluate, and write what the run leaves; say where each thing is."""
+    output = arguments.output_dir
+    console.say(run_on_main(environment, lambda: final_loss(metrics_path(arguments))))
+    held_out = None
+    if len(data.held_out):
+        held_out = trainer.evaluate(data.held_out, limit=arguments.eval_sequences)
+        console.say(f"held-out loss: {held_out:.4f} nats/token")
+    console.say(f"unigram entropy: {data.unigram_entropy:.4f} nats/token (what token frequencies alone would reach)")
+    if arguments.sample_tokens:
+        text = sample_text(
+            trainer.model, data.tokenizer, prompt=arguments.prompt, tokens=arguments.sample_tokens, device=device
+        )
+        run_on_main(environment, lambda: write_text(output / "sample.txt", text + "\n"))
+        console.say(f"sample: {output / 'sample.txt'}")
+    if arguments.export:
+        export_hf(output / "export", model=trainer.model, tokenizer=data.tokenizer, overwrite=True)
+        console.say(f"export: {output / 'export'}")
+    if arguments.plot:
+        run_on_main(
+            environment,
+            lambda: draw_losses(
+                output / "loss.png",
+                metrics_path(arguments),
+                unigram_entropy=data.unigram_entropy,
+                held_out_loss=held_out,
+            ),
+        )
+        console.say(f"loss curve: {output / 'loss.png'}")
+    console.say(f"metrics: {metrics_path(arguments)}")
+
+
+if __name__ == "__main__":
+    run_worker(lambda: train(TrainArguments.read(Path(sys.argv[1]))))

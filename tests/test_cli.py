@@ -1,0 +1,101 @@
+"""The command line: quick to start, one option per setting, errors as messages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fullshard
+from fullshard.cli.main import app
+from fullshard.core.errors import ConfigError
+from fullshard.recipes.arguments import TrainArguments
+
+
+def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def _fullshard(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return _python("from fullshard.cli.main import main; main()", *arguments)
+
+
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    """`--help` is quick because torch, transformers and rich are not imported."""
+    code = (
+        "import sys\n"
+        "from fullshard.cli.main import app\n"
+        "try: app()\n"
+        "finally: print('HEAVY', sorted({'torch', 'transformers', 'rich', 'numpy'} & sys.modules.keys()))"
+    )
+    done = _python(code, *command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_import_loads_no_torch() -> None:
+    done = _python("import sys, fullshard; dir(fullshard); print('torch' in sys.modules)")
+    assert done.stdout.strip() == "False"
+
+
+def test_exported_names_are_sorted_and_exist() -> None:
+    assert fullshard.__all__ == sorted(fullshard.__all__)
+    for name in fullshard.__all__:
+        assert getattr(fullshard, name) is not None
+        assert name in dir(fullshard)
+    with pytest.raises(AttributeError, match="has no attribute 'fully_shrd'"):
+        fullshard.__getattr__("fully_shrd")
+
+
+def test_every_setting_is_an_option() -> None:
+    text = CliRunner().invoke(app, ["train", "--help"], terminal_width=200).output
+    for name, field in TrainArguments.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert field.description, name
+        if field.annotation is bool:
+            assert f"--no-{name.replace('_', '-')}" in text
+
+
+def test_version() -> None:
+    assert _fullshard("--version").stdout == f"fullshard {fullshard.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps: Input should be greater than or equal to 1 (got 0)"),
+        (["--warmup-steps", "9", "--steps", "3"], "--warmup-steps 9 is more than --steps 3"),
+        (["--strategy", "FULL"], "--strategy: unknown sharding strategy 'FULL'\nhint: use one of FULL_SHARD (1)"),
+        (["--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["--stpes", "1"], "No such option: --stpes"),
+        (["--precision", "fp8"], "'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
+    ],
+)
+def test_wrong_settings_are_named(arguments: list[str], message: str) -> None:
+    done = _fullshard("train", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nproc_under_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    result = CliRunner().invoke(app, ["train", "--nproc", "2"])
+    assert isinstance(result.exception, ConfigError)
+    assert "--nproc has no effect here" in str(result.exception)
+
+
+def test_arguments_survive_the_file(tmp_path: Path) -> None:
+    """What the launcher writes is what the workers read, every field of it."""
+    arguments = TrainArguments.parse({"lr": 3e-4, "resume": "never", "output_dir": tmp_path, "wrap": "A,B", "steps": 7})
+    (tmp_path / "arguments.json").write_text(arguments.to_json())
+    assert TrainArguments.read(tmp_path / "arguments.json") == arguments
+    (tmp_path / "arguments.json").write_text('{"stpes": 3}')
+    with pytest.raises(ConfigError, match="stpes"):
+        TrainArguments.read(tmp_path / "arguments.json")

@@ -1,0 +1,143 @@
+"""Documents from files, directories and rows; faults name the place."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fullshard.core.errors import DataError, MissingExtraError
+from fullshard.recipes.corpus import open_corpus
+
+
+def _documents(data: Path | str, *, text_field: str = "text", max_nbytes: int | None = None) -> list[str]:
+    return list(open_corpus(str(data), text_field=text_field, max_nbytes=max_nbytes).documents())
+
+
+def test_standard_library_is_there_and_capped() -> None:
+    corpus = open_corpus(None)
+    documents = list(corpus.documents())
+    nbytes = sum(len(document.encode()) for document in documents)
+    assert 2_000_000 < nbytes <= 12_000_000
+    assert documents == list(corpus.documents())
+    assert any(document == Path(os.__file__).read_text(encoding="utf-8") for document in documents)
+    assert "standard library" in corpus.description
+    assert len(list(itertools.islice(open_corpus(None, max_nbytes=1000).documents(), 9))) <= 2
+
+
+def test_text_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "poem.verse"
+    path.write_text("one\ntwo\n")
+    assert _documents(path) == ["one\ntwo\n"]
+
+
+def test_directory_mixes_kinds_in_a_fixed_order(tmp_path: Path) -> None:
+    for index in range(8):
+        (tmp_path / f"{index}.txt").write_text(f"text {index}")
+    (tmp_path / "rows.jsonl").write_text('{"text": "row 1"}\n\n{"text": "row 2"}\n')
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hidden.txt").write_text("hidden")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
+    documents = _documents(tmp_path)
+    assert sorted(documents) == ["row 1", "row 2", *(f"text {index}" for index in range(8))]
+    assert documents != sorted(documents), "neighbouring files are alike, so their order is shuffled"
+    assert documents == _documents(tmp_path)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"body": ["a", "b"], "id": [1, 2]}), path)
+    assert _documents(path, text_field="body") == ["a", "b"]
+    with pytest.raises(DataError, match=r"no column 'text' \(there are: 'body', 'id'\)\nhint: .*--text-field"):
+        _documents(path)
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
+    with pytest.raises(DataError, match=r"rows.parquet, row 2: 'text' must be text, got NoneType"):
+        _documents(path)
+    path.write_bytes(b"not parquet")
+    with pytest.raises(DataError, match="is not a Parquet file"):
+        _documents(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{'text': 1}", r"rows.jsonl:2: not a line of JSON"),
+        ('{"body": "x", "id": 3}', r"rows.jsonl:2: no field 'text' \(there are: 'body', 'id'\)"),
+        ('{"text": 3}', r"rows.jsonl:2: 'text' must be text, got int"),
+        ('["text"]', r"rows.jsonl:2: expected an object with the field 'text', got list"),
+    ],
+)
+def test_jsonl_faults_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=message):
+        _documents(path)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no file or directory '\./missing'"):
+        open_corpus("./missing")
+    with pytest.raises(DataError, match=r"no file or directory 'rows\.jsonl'"):
+        open_corpus("rows.jsonl")
+    with pytest.raises(DataError, match="has no file that ends in one of"):
+        open_corpus(str(tmp_path))
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text: .* at byte 3"):
+        _documents(tmp_path / "latin.txt")
+    (tmp_path / "rows.json").write_text("[]")
+    with pytest.raises(DataError, match=r"rows.json: a .json file is not a list of documents"):
+        _documents(tmp_path / "rows.json")
+
+
+def test_cap_counts_bytes_and_cuts_between_characters(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("äöü", encoding="utf-8")
+    assert _documents(path, max_nbytes=5) == ["äö"]
+    assert _documents(path, max_nbytes=6) == ["äöü"]
+
+
+def test_hub_datasets_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is needed is read; a row without the field is named by number."""
+    read, asked = [], []
+
+    def load_dataset(name: str, configuration: str | None, **options: object) -> Iterator[dict[str, str]]:
+        asked.append((name, configuration, options))
+        if name != "owner/set":
+            raise ConnectionError("offline")
+
+        def rows() -> Iterator[dict[str, str]]:
+            for number in range(100):
+                read.append(number)
+                yield {"text": "four"} if number < 50 else {"body": "x"}
+
+        return rows()
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert _documents("owner/set:small", max_nbytes=10) == ["four", "four", "fo"]
+    assert asked == [("owner/set", "small", {"split": "train", "streaming": True})]
+    assert read == [0, 1, 2]
+    with pytest.raises(DataError, match=r"owner/set, row 50: no field 'text' \(there are: 'body'\)"):
+        _documents("owner/set")
+    with pytest.raises(DataError, match=r"no file or directory 'missing', and no hub dataset .*: offline"):
+        open_corpus("missing")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'fullshard\[hf\]'"):
+        open_corpus("owner/set")
+
+
+def test_fingerprint_follows_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    first = open_corpus(str(path)).fingerprint
+    assert open_corpus(str(path)).fingerprint == first
+    assert open_corpus(str(path), max_nbytes=2).fingerprint != first
+    path.write_text("three")
+    assert open_corpus(str(path)).fingerprint != first

@@ -1,0 +1,139 @@
+"""Token files, sequences, and batches that do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.core.errors import DataError
+from fullshard.recipes.packing import (
+    IGNORED,
+    GlobalOrder,
+    PackedSequences,
+    TokenFile,
+    micro_batches,
+    rank_part,
+    split_held_out,
+    tokenise,
+    unigram_entropy,
+)
+
+END = 0
+
+
+def _tokenise(path: Path, documents: list[str], *, key: str = "k", vocab_size: int = 1000) -> TokenFile:
+    return tokenise(
+        path,
+        documents,
+        lambda texts: [[ord(char) for char in text] for text in texts],
+        end_of_text=END,
+        vocab_size=vocab_size,
+        key=key,
+    )
+
+
+def test_token_file_holds_documents_with_ends_between(tmp_path: Path) -> None:
+    file = _tokenise(tmp_path / "tokens.bin", ["ab", "", "c"])
+    assert file.open().tolist() == [97, 98, END, 99, END]
+    assert (file.count, file.documents, file.dtype) == (5, 2, "uint16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens.bin", "tokens.json"]
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    file = _tokenise(tmp_path / "tokens.bin", ["\U0001f600"], vocab_size=2**16 + 1)
+    assert file.open().tolist() == [0x1F600, END]
+
+
+def test_token_file_is_kept_only_for_the_same_key(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    first = _tokenise(path, ["ab"])
+    assert _tokenise(path, ["other text"]) == first
+    assert _tokenise(path, ["xyz"], key="other").open().tolist() == [120, 121, 122, END]
+    path.write_bytes(path.read_bytes()[:-2])
+    assert _tokenise(path, ["xyz"], key="other").count == 4, "a torn file is made again"
+
+
+def test_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no text"):
+        _tokenise(tmp_path / "tokens.bin", ["", ""])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sequences_overlap_by_the_target() -> None:
+    sequences = PackedSequences(np.arange(10, dtype=np.uint16), seq_len=3)
+    assert len(sequences) == 3
+    inputs, labels = sequences.read([0, 2])
+    assert inputs.tolist() == [[0, 1, 2], [6, 7, 8]]
+    assert labels.tolist() == [[1, 2, 3], [7, 8, 9]]
+    assert inputs.dtype == labels.dtype == torch.int64
+
+
+def test_held_out_part_is_the_end() -> None:
+    tokens = np.arange(100, dtype=np.uint16)
+    train, kept = split_held_out(tokens, 0.2, seq_len=5)
+    assert (train.tolist(), kept.tolist()) == (list(range(80)), list(range(80, 100)))
+    assert len(split_held_out(tokens, 0.0, seq_len=5)[1]) == 0
+    with pytest.raises(DataError, match=r"4.0% of 100 tokens is 4, less than one sequence of 5"):
+        split_held_out(tokens, 0.04, seq_len=5)
+
+
+def test_unigram_entropy_of_known_distributions() -> None:
+    assert unigram_entropy(np.array([1, 2, 3, 4] * 7, dtype=np.uint16), 10) == pytest.approx(math.log(4))
+    assert unigram_entropy(np.zeros(9, dtype=np.uint16), 10) == 0
+    expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert unigram_entropy(np.array([0, 0, 0, 1], dtype=np.uint16), 2) == pytest.approx(expected)
+
+
+@given(count=st.integers(1, 40), batch=st.integers(1, 40), seed=st.integers(0, 5))
+@settings(deadline=None)
+def test_every_epoch_visits_every_sequence_once(count: int, batch: int, seed: int) -> None:
+    """Batches laid end to end are the epochs laid end to end: nothing is dropped or repeated at an epoch's end."""
+    if batch > count:
+        with pytest.raises(DataError, match="fewer than one batch"):
+            GlobalOrder(count, batch_size=batch, seed=seed)
+        return
+    order = GlobalOrder(count, batch_size=batch, seed=seed)
+    steps = math.ceil(3 * count / batch)
+    visits = np.concatenate([order.indices(step) for step in range(steps)])
+    for epoch in range(3):
+        assert sorted(visits[epoch * count : (epoch + 1) * count]) == list(range(count))
+    # A step's batch does not depend on the steps before it, so a step counter is all there is to save.
+    fresh = GlobalOrder(count, batch_size=batch, seed=seed)
+    assert fresh.indices(steps - 1).tolist() == order.indices(steps - 1).tolist()
+
+
+def test_orders_differ_by_epoch_and_seed() -> None:
+    first, second = (GlobalOrder(50, batch_size=50, seed=seed) for seed in (1, 2))
+    assert first.indices(0).tolist() != first.indices(1).tolist()
+    assert first.indices(0).tolist() != second.indices(0).tolist()
+
+
+@given(
+    count=st.integers(1, 23),
+    world_size=st.integers(1, 7),
+    micro=st.one_of(st.none(), st.integers(1, 8)),
+)
+@settings(deadline=None)
+def test_ranks_split_a_batch_exactly(count: int, world_size: int, micro: int | None) -> None:
+    """Every rank makes equally many forwards of equal shape, and together they see each sequence once, in order."""
+    sequences = PackedSequences(np.arange(1, 23 * 2 + 2, dtype=np.uint16), seq_len=2)
+    indices = np.arange(count)
+    shapes, seen = set(), []
+    for rank in range(world_size):
+        batch = micro_batches(sequences, indices, rank=rank, world_size=world_size, micro_batch_size=micro)
+        shapes.add(tuple(tuple(inputs.shape) for inputs, _ in batch))
+        for inputs, labels in batch:
+            assert inputs.shape == labels.shape
+            real = (labels != IGNORED).all(dim=1)
+            assert (labels[~real] == IGNORED).all()
+            seen += inputs[real][:, 0].tolist()
+    assert len(shapes) == 1
+    assert seen == [2 * index + 1 for index in range(count)]
+    parts = [len(rank_part(indices, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert max(parts) - min(parts) <= 1

@@ -1,0 +1,187 @@
+"""Numbers of a step: written, read back, cut for a resume, and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard.core.errors import MissingExtraError
+from fullshard.observe import (
+    ConsoleSink,
+    JsonlSink,
+    RateMeter,
+    StepMetrics,
+    TensorboardSink,
+    memory_nbytes,
+    plot_losses,
+    read_metrics,
+    require_plots,
+)
+
+
+def _metrics(step: int, **changes: object) -> StepMetrics:
+    metrics = StepMetrics(
+        step=step,
+        loss=1 / 3 + step,
+        learning_rate=1e-3,
+        grad_norm=0.1,
+        tokens=2048,
+        tokens_seen=2048 * step,
+        step_seconds=0.5,
+        tokens_per_second=4096.0,
+        data_wait_seconds=0.001,
+        memory_nbytes=(2**30, 3 * 2**29),
+    )
+    return dataclasses.replace(metrics, **changes)  # type: ignore[arg-type]
+
+
+def test_json_keeps_every_bit() -> None:
+    metrics = _metrics(3, loss=0.1 + 0.2)
+    assert StepMetrics.from_json(metrics.to_json()) == metrics
+
+
+def test_json_is_standard_json_for_a_skipped_step() -> None:
+    """An overflow in fp16 gives an infinite norm, for which JSON has no number."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    line = _metrics(1, grad_norm=math.inf, loss=math.nan).to_json()
+    json.loads(line, parse_constant=refuse)
+    read = StepMetrics.from_json(line)
+    assert read.grad_norm == math.inf
+    assert math.isnan(read.loss)
+
+
+def test_line_says_the_units() -> None:
+    assert _metrics(7).line(100) == (
+        "step   7/100 | loss 7.3333 | lr 1.00e-03 | grad norm 0.100 | 4,096 tokens/s"
+        " | memory 1.50 GiB/rank | data wait 1.0 ms"
+    )
+
+
+def test_rate_is_of_the_window() -> None:
+    now = [0.0]
+    rate = RateMeter(clock=lambda: now[0])
+    now[0] = 2.0
+    assert rate.add(100) == 50
+    rate.restart()
+    now[0] = 3.0
+    assert rate.add(30) == 30
+    now[0] = 4.0
+    assert rate.add(30) == 30
+
+
+def test_memory_follows_an_allocation() -> None:
+    before = memory_nbytes(torch.device("cpu"))
+    block = torch.ones(1 << 24)
+    grown = memory_nbytes(torch.device("cpu")) - before
+    assert grown >= 0.9 * block.nbytes
+
+
+def test_console_prints_what_is_due_and_the_last() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=5, every=2, stream=stream)
+    for step in range(1, 6):
+        sink.write(_metrics(step))
+    sink.close()
+    assert [line.split(" | ")[0] for line in stream.getvalue().splitlines()] == ["step 2/5", "step 4/5", "step 5/5"]
+
+
+def test_console_draws_a_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    sink = ConsoleSink(total_steps=4, every=1, first_step=2, stream=terminal)
+    sink.write(_metrics(3))
+    sink.print("[a note] with brackets")
+    sink.close()
+    assert "3/4 steps" in terminal.getvalue()
+    assert "[a note] with brackets" in terminal.getvalue()
+
+
+def test_jsonl_is_cut_to_the_resumed_step(tmp_path: Path) -> None:
+    """A killed run leaves steps after its last checkpoint, and maybe half a line."""
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(path)
+    for step in (1, 2, 3):
+        first.write(_metrics(step))
+    first.close()
+    with path.open("a") as file:
+        file.write(_metrics(4).to_json()[:30])
+    assert [metrics.step for metrics in read_metrics(path)] == [1, 2, 3]
+
+    resumed = JsonlSink(path, last_step=2)
+    resumed.write(_metrics(3, loss=9.0))
+    resumed.close()
+    assert [(metrics.step, metrics.loss) for metrics in read_metrics(path)] == [
+        (1, 1 / 3 + 1),
+        (2, 1 / 3 + 2),
+        (3, 9.0),
+    ]
+    JsonlSink(path).close()
+    assert path.read_text() == ""
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_foreign_line_is_not_dropped_in_silence(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        list(read_metrics(path))
+
+
+def test_no_file_no_metrics(tmp_path: Path) -> None:
+    assert list(read_metrics(tmp_path / "none.jsonl")) == []
+
+
+def test_loss_curve_is_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "loss.png"
+    plot_losses(path, steps=[1, 2, 3], losses=[3.0, 2.0, 1.5], unigram_entropy=2.5, held_out_loss=1.6)
+    image = path.read_bytes()
+    assert image.startswith(b"\x89PNG")
+    assert image.rstrip(b"\x00").endswith(b"IEND\xaeB`\x82")
+    plot_losses(path, steps=[1, 2], losses=[3.0, 1.0])
+    assert path.read_bytes() != image
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_missing_extras_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'fullshard\[plots\]'"):
+        require_plots()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'fullshard\[track\]'"):
+        TensorboardSink(tmp_path)
+
+
+@pytest.fixture
+def no_tensorflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    yield
+
+
+@pytest.mark.usefixtures("no_tensorflow")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorboardSink(tmp_path)
+    sink.write(_metrics(1))
+    sink.write(_metrics(2))
+    sink.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    losses = [(event.step, round(event.value, 4)) for event in events.Scalars("loss (nats per token)")]
+    assert losses == [(1, 1.3333), (2, 2.3333)]

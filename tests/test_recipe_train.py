@@ -1,0 +1,233 @@
+"""A whole training run on real processes: what it leaves, and that it goes on after a killed rank as if nothing was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from fullshard.observe import StepMetrics, read_metrics
+
+STEPS, SAVE_EVERY = 60, 5
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with data that is easy to learn, and the configuration of a tiny Llama with dropout."""
+    directory = tmp_path_factory.mktemp("inputs")
+    text = "".join(f"{WORDS[i % 10]} and {WORDS[(i + 1) % 10]} make {WORDS[(i * 7) % 10]}.\n" for i in range(3000))
+    (directory / "data.txt").write_text(text)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=320,
+        max_position_embeddings=64,
+        # Dropout draws random numbers, which a resumed run must draw as the whole one did.
+        attention_dropout=0.1,
+        tie_word_embeddings=True,
+    )
+    (directory / "config.json").write_text(config.to_json_string())
+    return directory
+
+
+def _command(inputs: Path, output: Path, *more: str) -> list[str]:
+    settings = {
+        "nproc": 2,
+        "model": inputs / "config.json",
+        "data": inputs / "data.txt",
+        "output-dir": output,
+        "steps": STEPS,
+        "save-every": SAVE_EVERY,
+        "batch-size": 6,
+        "micro-batch-size": 2,
+        "seq-len": 32,
+        "lr": 0.01,
+        "vocab-size": 320,
+        "sample-tokens": 12,
+        "prompt": "one and",
+        "device": "cpu",
+    }
+    options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    return [sys.executable, "-c", "from fullshard.cli.main import main; main()", "train", *options, *more]
+
+
+def _train(inputs: Path, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(inputs, output, *more), capture_output=True, text=True, timeout=200, check=False, env=_environ()
+    )
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Output directory and standard output of a run that nothing disturbed."""
+    output = tmp_path_factory.mktemp("whole")
+    done = _train(inputs, output)
+    assert done.returncode == 0, done.stderr
+    return output, done.stdout
+
+
+def test_run_learns_and_says_so(whole: tuple[Path, str]) -> None:
+    output, text = whole
+    metrics = list(read_metrics(output / "metrics.jsonl"))
+    assert [record.step for record in metrics] == list(range(1, STEPS + 1))
+    entropy = _number_after(text, "unigram entropy: ")
+    held_out = _number_after(text, "held-out loss: ")
+    assert metrics[0].loss > entropy
+    assert metrics[-1].loss < 0.8 * entropy
+    assert held_out < 0.8 * entropy
+    last = [record.loss for record in metrics[-6:]]
+    assert _number_after(text, "training loss: ") == pytest.approx(sum(last) / 6, abs=1e-4)
+    assert all(record.tokens == 6 * 32 and len(record.memory_nbytes) == 2 for record in metrics)
+    assert metrics[-1].tokens_seen == STEPS * 6 * 32
+    assert "resume: no complete checkpoint in" in text
+    assert "sharded over 2 ranks" in text
+    lines = [line for line in text.splitlines() if line.startswith("step ")]
+    assert len(lines) == STEPS // 10
+
+
+def _number_after(text: str, label: str) -> float:
+    return float(text.partition(label)[2].split()[0])
+
+
+def test_run_leaves_whole_files(whole: tuple[Path, str]) -> None:
+    """Checkpoints (the two newest), export, sample, picture; each is named at the end; nothing temporary is left."""
+    output, text = whole
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "sample.txt").read_text().startswith("one and")
+    assert json.loads((output / "arguments.json").read_text())["steps"] == STEPS
+    for name in ("sample.txt", "export", "loss.png", "metrics.jsonl"):
+        assert f": {output / name}\n" in text
+    names = sorted(path.name for path in (output / "checkpoints").iterdir() if path.is_dir())
+    assert names == [f"step-{STEPS - SAVE_EVERY:06d}", f"step-{STEPS:06d}"]
+    assert [path for path in output.rglob(".*") if path.name != ".gitattributes"] == []
+
+
+def test_export_is_the_trained_model(whole: tuple[Path, str]) -> None:
+    """Transformers loads it, and it predicts the data as well as the run said."""
+    output, text = whole
+    model = AutoModelForCausalLM.from_pretrained(output / "export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(output / "export")
+    ids = tokenizer("one and two make one.\ntwo and three make eight.\n" * 3, return_tensors="pt")["input_ids"][:, :64]
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert loss < 0.9 * _number_after(text, "unigram entropy: ")
+    generated = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False)
+    assert generated.shape[1] == 8
+
+
+def test_killed_rank_then_resume_equals_the_whole_run(whole: tuple[Path, str], inputs: Path, tmp_path: Path) -> None:
+    """kill -9 of one rank in the middle of the run; `--resume auto` ends bit for bit where the whole run ended."""
+    killed_at = _kill_a_rank(_command(inputs, tmp_path), tmp_path / "metrics.jsonl", after_step=SAVE_EVERY + 2)
+    assert killed_at < STEPS
+    done = _train(inputs, tmp_path)
+    assert done.returncode == 0, done.stderr
+    resumed_at = int(_number_after(done.stdout, ", after step "))
+    assert resumed_at in (killed_at // SAVE_EVERY * SAVE_EVERY, (killed_at // SAVE_EVERY - 1) * SAVE_EVERY)
+    assert 0 < resumed_at < STEPS
+
+    output, text = whole
+    assert _trajectory(tmp_path) == _trajectory(output)
+    assert _number_after(done.stdout, "held-out loss: ") == _number_after(text, "held-out loss: ")
+    one, two = (load_file(directory / "export" / "model.safetensors") for directory in (output, tmp_path))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert (tmp_path / "sample.txt").read_text() == (output / "sample.txt").read_text()
+
+
+def _trajectory(output: Path) -> list[tuple[int, float, float, float, int]]:
+    def numbers(record: StepMetrics) -> tuple[int, float, float, float, int]:
+        return record.step, record.loss, record.grad_norm, record.learning_rate, record.tokens_seen
+
+    return [numbers(record) for record in read_metrics(output / "metrics.jsonl")]
+
+
+def _kill_a_rank(command: list[str], metrics: Path, *, after_step: int) -> int:
+    """Start a run, kill rank 1 once a step is done, and return the last step the run wrote."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environ()
+    ) as launcher:
+        try:
+            deadline = time.monotonic() + 120
+            while _lines(metrics) < after_step:
+                assert launcher.poll() is None, launcher.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            os.kill(_worker(launcher.pid, rank=1), signal.SIGKILL)
+            _, errors = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert "rank 1 of 2" in errors
+    assert "was ended by SIGKILL" in errors
+    return _lines(metrics)
+
+
+def _lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def _worker(launcher_pid: int, *, rank: int) -> int:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            variables = stat.with_name("environ").read_bytes().split(b"\0") if parent == launcher_pid else []
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in variables:
+            return int(stat.parent.name)
+    raise AssertionError(f"rank {rank} is not running")
+
+
+def test_finished_run_has_nothing_to_do(whole: tuple[Path, str], inputs: Path) -> None:
+    """Started again it trains no step, and leaves the same."""
+    output, _ = whole
+    before = _trajectory(output)
+    done = _train(inputs, output)
+    assert done.returncode == 0, done.stderr
+    assert f"after step {STEPS}" in done.stdout
+    assert "\nstep " not in done.stdout
+    assert _trajectory(output) == before
+
+
+def test_bad_data_ends_the_job_with_one_message(inputs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "fine"}\n{"body": "x"}\n')
+    done = _train(inputs, tmp_path / "out", "--data", str(path))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"DataError: {path}:2: no field 'text' (there are: 'body')\nhint: name the field with --text-field\n"
+    )
+
+
+@pytest.mark.full
+def test_takes_part_under_torchrun(whole: tuple[Path, str], inputs: Path, tmp_path: Path) -> None:
+    """Under a launcher the command starts no processes of its own, and the run is the same."""
+    arguments: list[Any] = _command(inputs, tmp_path)[3:]
+    place = arguments.index("--nproc")
+    del arguments[place : place + 2]
+    script = tmp_path / "entry.py"
+    script.write_text("from fullshard.cli.main import main\nmain()\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=200, check=False, env=_environ()
+    )
+    assert done.returncode == 0, done.stderr
+    assert _trajectory(tmp_path) == _trajectory(whole[0])

@@ -1,0 +1,296 @@
+"""Every setting of a training run acts: same losses where only the layout changes, other results where it should."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fullshard.core.errors import CheckpointError, ConfigError, DataError, FullshardError, WrapError
+from fullshard.observe import StepMetrics, read_metrics
+from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.loop import learning_rate
+from fullshard.recipes.train import train
+from tests.distributed import run_ranks
+
+STEPS = 4
+
+Run = Callable[..., list[StepMetrics]]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, and a tiny Llama without dropout, so that losses do not depend on how ranks draw random numbers."""
+    directory = tmp_path_factory.mktemp("inputs")
+    (directory / "data.txt").write_text("".join(f"line {i} is {i * i % 17} long\n" for i in range(1500)))
+    _write_config(directory / "config.json")
+    return directory
+
+
+def _write_config(path: Path, **changes: Any) -> None:
+    settings = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "max_position_embeddings": 64,
+    }
+    path.write_text(LlamaConfig(**(settings | changes)).to_json_string())
+
+
+def _arguments(inputs: Path, output: Path, **changes: Any) -> TrainArguments:
+    settings = {
+        "model": str(inputs / "config.json"),
+        "data": str(inputs / "data.txt"),
+        "output_dir": output,
+        "steps": STEPS,
+        "batch_size": 5,
+        "seq_len": 16,
+        "lr": 3e-3,
+        "warmup_steps": 1,
+        "save_every": 0,
+        "log_every": 1,
+        "vocab_size": 320,
+        "sample_tokens": 0,
+        "export": False,
+        "plot": False,
+        "device": "cpu",
+    }
+    return TrainArguments.parse(settings | changes)
+
+
+@pytest.fixture
+def run(inputs: Path, tmp_path: Path) -> Run:
+    """Train in this process and return the steps; settings are given by name."""
+
+    def run(output: str = "out", **changes: Any) -> list[StepMetrics]:
+        arguments = _arguments(inputs, tmp_path / output, **changes)
+        train(arguments)
+        return list(read_metrics(arguments.output_dir / "metrics.jsonl"))
+
+    return run
+
+
+def _losses(metrics: list[StepMetrics]) -> list[float]:
+    return [record.loss for record in metrics]
+
+
+@pytest.fixture(scope="module")
+def reference(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+    """One process, one micro-batch, fp32."""
+    arguments = _arguments(inputs, tmp_path_factory.mktemp("reference"))
+    train(arguments)
+    return list(read_metrics(arguments.output_dir / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"strategy": "SHARD_GRAD_OP"},
+        {"strategy": "NO_SHARD"},
+        {"strategy": "HYBRID_SHARD", "shard_size": 1},
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 2, "activation_checkpointing": True},
+        {"wrap": "LlamaMLP, LlamaAttention"},
+        {"wrap": "none"},
+        pytest.param({"compile": True}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*only the root.*")
+def test_layout_does_not_change_the_training(
+    inputs: Path, tmp_path: Path, reference: list[StepMetrics], changes: dict[str, Any]
+) -> None:
+    """Two ranks see the global batch of 5 that one process sees (3 and 2 sequences), however they are sharded."""
+    arguments = _arguments(inputs, tmp_path, **changes)
+    run_ranks(train, 2, arguments)
+    metrics = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert _losses(metrics) == pytest.approx(_losses(reference), rel=2e-5)
+    norms = [[record.grad_norm for record in records] for records in (metrics, reference)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_two_ranks_resume_what_one_began(inputs: Path, tmp_path: Path, run: Run, reference: list[StepMetrics]) -> None:
+    """The world size may change at a resume; each sequence is still seen once, in the same order."""
+    run(steps=2, min_lr_ratio=1.0)
+    whole = run("whole", min_lr_ratio=1.0)
+    run_ranks(train, 2, _arguments(inputs, tmp_path / "out", min_lr_ratio=1.0))
+    metrics = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))
+    assert [record.step for record in metrics] == [1, 2, 3, 4]
+    assert _losses(metrics) == pytest.approx(_losses(whole), rel=2e-5)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), ("fp16", 0.01)])
+def test_precision_acts(run: Run, reference: list[StepMetrics], precision: str, tolerance: float) -> None:
+    """Close to fp32 and not equal to it."""
+    metrics = run(precision=precision)
+    assert _losses(metrics) == pytest.approx(_losses(reference), rel=tolerance)
+    assert _losses(metrics) != _losses(reference)
+
+
+@pytest.mark.parametrize(
+    ("changes", "same_steps"),
+    [
+        ({"seed": 1}, 0),
+        ({"batch_size": 4}, 0),
+        ({"seq_len": 8}, 0),
+        ({"vocab_size": 300}, 0),
+        ({"max_data_mb": 0.01}, 0),
+        ({"held_out": 0.3}, 0),
+        ({"lr": 1e-3}, 1),
+        ({"weight_decay": 0.5}, 1),
+        ({"max_grad_norm": 0.01}, 1),
+        ({"warmup_steps": 3}, 1),
+        ({"min_lr_ratio": 0.9}, 3),
+    ],
+    ids=str,
+)
+def test_setting_changes_the_training(
+    run: Run, reference: list[StepMetrics], changes: dict[str, Any], same_steps: int
+) -> None:
+    """And not before it may: a learning rate, for one, cannot change the loss of the first step."""
+    losses, expected = _losses(run(**changes)), _losses(reference)
+    assert losses[:same_steps] == expected[:same_steps]
+    assert all(one != other for one, other in zip(losses[same_steps:], expected[same_steps:], strict=True))
+
+
+def test_text_field_and_jsonl(inputs: Path, tmp_path: Path, run: Run, reference: list[StepMetrics]) -> None:
+    """The same text from a row gives the same run as from a file."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"body": (inputs / "data.txt").read_text()}) + "\n")
+    assert _losses(run(data=str(path), text_field="body")) == _losses(reference)
+
+
+def test_checkpoints_kept_and_every(run: Run, tmp_path: Path) -> None:
+    run(save_every=1, keep_checkpoints=3)
+    names = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
+    assert names == ["step-000002", "step-000003", "step-000004"]
+
+
+def test_console_prints_every_and_reports(run: Run, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(log_every=3, held_out=0.1, eval_sequences=7)
+    text = capfd.readouterr().out
+    assert [line.split(" | ")[0] for line in text.splitlines() if line.startswith("step")] == ["step 3/4", "step 4/4"]
+    assert "held-out loss: " in text
+    run("without", held_out=0)
+    assert "held-out" not in capfd.readouterr().out.replace("0 tokens are held out", "")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_extras_are_written_when_wanted(run: Run, tmp_path: Path) -> None:
+    run(tensorboard=True, export=True, plot=True, sample_tokens=3, prompt="line 1")
+    output = tmp_path / "out"
+    assert list((output / "tensorboard").glob("events.*"))
+    assert (output / "sample.txt").read_text().startswith("line 1")
+    run("bare")
+    present = {path.name for path in (tmp_path / "bare").iterdir()}
+    assert present == {"arguments.json", "checkpoints", "data", "metrics.jsonl", "tokenizer"}
+
+
+def test_weights_and_tokenizer_of_a_directory_are_used(run: Run, tmp_path: Path) -> None:
+    """Training goes on from an exported model with its own tokenizer: the loss begins where the export ended."""
+    first = run(steps=40, export=True, lr=1e-2)
+    second = run("second", model=str(tmp_path / "out" / "export"), seed=5)
+    assert second[0].loss < 0.7 * first[0].loss
+    assert not (tmp_path / "second" / "tokenizer").exists()
+
+
+def test_directory_without_weights_starts_at_random(
+    inputs: Path, tmp_path: Path, run: Run, reference: list[StepMetrics]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((inputs / "config.json").read_text())
+    assert _losses(run(model=str(bare))) == _losses(reference)
+
+
+def test_export_loads_at_any_settings(run: Run, tmp_path: Path) -> None:
+    run(export=True, precision="bf16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export")
+    assert model.dtype == torch.float32, "main weights are exported, not what was computed in"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"data": "./nowhere"}, DataError, r"no file or directory './nowhere'"),
+        ({"batch_size": 100_000}, DataError, r"fewer than one batch of 100000\nhint: use more data"),
+        ({"held_out": 0.0001}, DataError, r"less than one sequence of 16 to evaluate on"),
+        ({"seq_len": 65}, ConfigError, r"--seq-len 65 is more than the 64 positions"),
+        ({"model": "./nowhere/config.json"}, ConfigError, r"no file './nowhere/config.json'"),
+        ({"model": "{inputs}/data.txt"}, ConfigError, r"cannot read the configuration of a model"),
+        ({"wrap": "LlamaDecoderLayr"}, WrapError, r"LlamaDecoderLayer"),
+        ({"strategy": "HYBRID_SHARD"}, ConfigError, r"needs the number of ranks per shard group"),
+        ({"device": "cuda"}, ConfigError, r"has no CUDA device: this host has 0"),
+        ({"resume": "./nowhere"}, ConfigError, r"--resume ./nowhere: no such checkpoint directory"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(
+    inputs: Path, run: Run, changes: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    if changes.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    changes = {name: str(v).format(inputs=inputs) if isinstance(v, str) else v for name, v in changes.items()}
+    with pytest.raises(kind, match=message):
+        run(**changes)
+
+
+def test_resume_guards(inputs: Path, run: Run, tmp_path: Path, reference: list[StepMetrics]) -> None:
+    """A run is neither mixed with another one, nor removed without being asked for."""
+    checkpoints = tmp_path / "out" / "checkpoints"
+    run(save_every=2)
+    with pytest.raises(ConfigError, match=r"an earlier run .*: step-000002, step-000004\nhint: .*--overwrite"):
+        run(resume="never")
+    with pytest.raises(ConfigError, match=r"--batch-size was 5 and is 4; --seed was 0 and is 3"):
+        run(batch_size=4, seed=3)
+    with pytest.raises(ConfigError, match=r"the tokens of the data are different"):
+        run(max_data_mb=0.02)
+    with pytest.raises(ConfigError, match=r"is 4 steps in, more than --steps 3"):
+        run(steps=3)
+    with pytest.raises(ConfigError, match=r"an earlier run .*: step-000004"):
+        run(resume=str(checkpoints / "step-000002"))
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000002", "step-000004"]
+    elsewhere = run("elsewhere", resume=str(checkpoints / "step-000002"))
+    assert _losses(elsewhere) == _losses(reference)[2:]
+    again = run(overwrite=True)
+    assert _losses(again) == _losses(reference)
+    assert [path.name for path in checkpoints.glob("step-*")] == ["step-000004"]
+
+
+def test_damaged_checkpoint_is_passed_over_or_refused(run: Run, tmp_path: Path, reference: list[StepMetrics]) -> None:
+    """`auto` goes on from the newest complete one; a damaged one that was named is an error."""
+    run(save_every=2)
+    newest = tmp_path / "out" / "checkpoints" / "step-000004"
+    (newest / next(path.name for path in newest.iterdir() if "model" in path.name)).unlink()
+    with pytest.raises(CheckpointError):
+        run("elsewhere", resume=str(newest))
+    assert _losses(run()) == _losses(reference)
+
+
+def test_what_is_not_finite_stops_the_run(run: Run, tmp_path: Path) -> None:
+    """Before it gets into a checkpoint."""
+    with pytest.raises(FullshardError, match=r"step 2 has loss 5\.\d+ and gradient norm nan; .*\nhint: lower --lr"):
+        run(lr=1e30, save_every=1)
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-000001"]
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    arguments = TrainArguments.parse({"steps": 100, "warmup_steps": 10, "lr": 1.0, "min_lr_ratio": 0.1})
+    rates = [learning_rate(step, arguments) for step in range(100)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert max(rates) == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[10 + 89 // 2] == pytest.approx(0.55, abs=0.02)
+    assert TrainArguments.parse({"steps": 50}).warmup == 5
+    single = TrainArguments.parse({"steps": 1})
+    assert learning_rate(0, single) == single.lr
