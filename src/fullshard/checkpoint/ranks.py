@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm.torch_dist import all_gather_single
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedParameter
 
@@ -134,7 +135,7 @@ class Ranks:
     def _sizes(self, nbytes: int) -> list[int]:
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
         own = torch.tensor([nbytes], dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(sizes, own, group=self._group)
+        all_gather_single(sizes, own, group=self._group)
         return [int(size) for size in sizes.tolist()]
 
 

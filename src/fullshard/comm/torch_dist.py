@@ -83,12 +83,12 @@ class NativeCollectives:
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """One in-place all-gather."""
         own = own_interval(full, self.rank, self.size)
-        return Pending([_all_gather(full, own, group=self.group, async_op=True)], full)
+        return Pending([all_gather_single(full, own, group=self.group, async_op=True)], full)
 
     def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
         """One reduce-scatter into this rank's interval."""
         own = own_interval(full, self.rank, self.size)
-        return Pending([_reduce_scatter(own, full, group=self.group, async_op=True)], own)
+        return Pending([reduce_scatter_single(own, full, group=self.group, async_op=True)], own)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """One all-reduce."""
@@ -148,5 +148,5 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Co
 
 
 # torch 2.13 renamed both functions and warns on the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -16,6 +16,9 @@ The message says what is wrong, where, and got / expected; `hint` adds one actio
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 
 class FullshardError(Exception):
     """Base of all errors raised by fullshard.
@@ -76,3 +79,7 @@ class MissingExtraError(FullshardError, ImportError):
             f"{purpose} needs the package {package!r}, which is not installed",
             hint=f"pip install 'fullshard[{extra}]'",
         )
+        self._arguments = {"package": package, "extra": extra, "purpose": purpose}
+
+    def __reduce__(self) -> tuple[Callable[..., MissingExtraError], tuple[()]]:
+        return partial(MissingExtraError, **self._arguments), ()
