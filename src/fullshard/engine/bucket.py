@@ -59,10 +59,10 @@ class Bucket:
         self.slots, self.mesh = slots, mesh
         first = slots[0].parameter
         self.dtype, self.compute_dtype = first.dtype, policy.compute_dtype(first.dtype)
-        reduce_dtype = policy.gradient_dtype(first.dtype)
+        self.reduce_dtype = policy.gradient_dtype(first.dtype)
         itemsizes = [self.dtype.itemsize, self.compute_dtype.itemsize]
-        if first.requires_grad:
-            itemsizes.append(reduce_dtype.itemsize)
+        if self.dtype.is_floating_point:
+            itemsizes.append(self.reduce_dtype.itemsize)
         specs = [ParameterSpec(str(i), tuple(slot.parameter.shape)) for i, slot in enumerate(slots)]
         self.layout = BucketLayout.build(specs, itemsize=min(itemsizes), world_size=mesh.shard_size)
         self._gathering: Work | None = None
@@ -71,7 +71,7 @@ class Bucket:
         self.sharded_parameters = [
             ShardedParameter(self, i, requires_grad=slot.parameter.requires_grad) for i, slot in enumerate(slots)
         ]
-        self.gradient = Gradient(self, reduce_dtype) if first.requires_grad else None
+        self.gradient = Gradient(self, self.reduce_dtype) if first.requires_grad else None
 
     def _allocate(self) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
@@ -164,3 +164,6 @@ class Bucket:
         for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
             if slot.parameter.requires_grad != sharded.requires_grad:
                 slot.parameter.requires_grad_(sharded.requires_grad)
+                if self.gradient is None:  # frozen until now
+                    self.gradient = Gradient(self, self.reduce_dtype)
+                    self.unit.watch_gradients(self)

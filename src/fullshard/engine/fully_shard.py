@@ -97,6 +97,7 @@ def fully_shard(
         policy=MixedPrecisionPolicy.of(mp_policy),
         reshard_after_forward=reshard_after_forward,
         inner=inner,
+        model=None,
         init=None,
         sync_module_states=False,
     )
@@ -162,6 +163,7 @@ def shard_model(
             policy=MixedPrecisionPolicy.of(mp_policy),
             reshard_after_forward=None if reshard and plan.modules[0] is model else reshard,
             inner=[m for other in plans if other is not plan for m in other.modules if unit_of(m) is not None],
+            model=model,
             init=param_init_fn,
             sync_module_states=sync_module_states,
         )
@@ -178,6 +180,7 @@ def _make_unit(
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | None,
     inner: Iterable[nn.Module],
+    model: nn.Module | None,
     init: InitFunction | None,
     sync_module_states: bool,
 ) -> None:
@@ -187,6 +190,7 @@ def _make_unit(
         plan,
         mesh=mesh,
         stop_at=[m for m in inner if id(m) in below],
+        model=model,
         init=init,
         sync_module_states=sync_module_states,
         buffer_dtype=policy.buffer_dtype,

@@ -10,7 +10,6 @@ internal function each goes through is replaced by one that behaves the same for
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -136,10 +135,10 @@ def _unscale_grads(
 ) -> dict[torch.device, torch.Tensor]:
     """Torch's unscaling, then agree on whether any rank found an overflow."""
     found = _local_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-    for mesh in {p.mesh for p in _sharded_parameters(optimizer)}:
+    for mesh in dict.fromkeys(p.mesh for p in _sharded_parameters(optimizer)):  # in the same order on every rank
         if mesh.world_group is None:
             continue
-        flag = sum((f.to(mesh.device) for f in found.values()), torch.zeros(1, device=mesh.device))
+        flag = sum((f.to(mesh.device) for f in found.values()), torch.zeros((), device=mesh.device))
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.world_group)
         found = {device: flag.to(device) for device in found or {mesh.device: flag}}
     return found
@@ -155,7 +154,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         OptimizerError: it needs whole tensors, or holds original parameters, which never get a gradient.
     """
     name = type(optimizer).__name__
-    if name in NEEDS_WHOLE_TENSORS and _sharded_parameters(optimizer):
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    if names & NEEDS_WHOLE_TENSORS and _sharded_parameters(optimizer):
         raise OptimizerError(
             f"{name} needs whole tensors and would be wrong on slices without a word",
             hint="use an element-wise optimizer such as AdamW, SGD or Lion",
@@ -216,15 +216,10 @@ def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParamet
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
 
-_CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Runs before every optimizer's step: check it once, and drop what was gathered from weights about to change."""
-    if optimizer not in _CHECKED:
-        check_optimizer(optimizer)
-        _CHECKED.add(optimizer)
-    for schedule in {p._bucket.unit.schedule for p in _sharded_parameters(optimizer)}:
+    """Runs before every optimizer's step: check it, and drop what was gathered from weights about to change."""
+    check_optimizer(optimizer)
+    for schedule in dict.fromkeys(p._bucket.unit.schedule for p in _sharded_parameters(optimizer)):
         schedule.before_optimizer_step()
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)

@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
+from fullshard.engine.agree import check_agreement
 from fullshard.wrap.partition import UnitPlan
 
 InitFunction = Callable[[nn.Module], Any]
@@ -28,6 +29,7 @@ def materialize(
     *,
     mesh: Mesh,
     stop_at: Iterable[nn.Module],
+    model: nn.Module | None,
     init: InitFunction | None,
     sync_module_states: bool,
     buffer_dtype: torch.dtype | None,
@@ -38,6 +40,7 @@ def materialize(
         plan: the unit.
         mesh: gives the device and the ranks to agree with.
         stop_at: inner units, which have been made real before.
+        model: the whole model, if it is known.
         init: for modules with something on the meta device. Default: their own `reset_parameters`, else the
             `_init_weights` of the Transformers model around them.
         sync_module_states: take rank 0's values also where nothing was on the meta device.
@@ -49,11 +52,12 @@ def materialize(
     inner = {id(module) for unit in stop_at for module in unit.modules()} - {id(m) for m in plan.modules}
     owners = {id(module) for slot in plan.slots for module, _ in slot.owners}
     modules = [
-        m for root in plan.modules for m in root.modules() if id(m) not in inner and (id(m) in owners or m._buffers)
+        m for root in plan.modules for m in root.modules() if id(m) in owners or (m._buffers and id(m) not in inner)
     ]
     meta = [module for module in modules if any(t.is_meta for t in _own_tensors(module))]
+    own = {(id(module), attribute) for slot in plan.slots for module, attribute in slot.owners}
     for module in meta:
-        _initialize(module, device=mesh.device, init=init or _default_init(plan.modules))
+        _initialize(module, own, device=mesh.device, init=init or _default_init(model, plan.modules))
     # Allocating replaces parameter objects, so read the slots' parameters again.
     for slot in plan.slots:
         module, attribute = slot.owners[0]
@@ -77,11 +81,20 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
-def _initialize(module: nn.Module, *, device: torch.device, init: InitFunction) -> None:
-    """Allocate what is on the meta device, filled with a value no initialisation leaves, then run `init`."""
+def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> None:
+    """Allocate what is on the meta device, filled with a value no initialisation leaves, then run `init`.
+
+    Args:
+        module: what it has on the meta device is made real, but for parameters of other units (tied ones).
+        own: (module id, attribute) of the unit's parameters.
+        device: where to.
+        init: see `materialize`.
+    """
     fresh: list[tuple[str, torch.Tensor]] = []
+    real = [t for t in _own_tensors(module) if not t.is_meta]
+    kept = [(tensor, tensor.detach().clone()) for tensor in real]
     for name, parameter in list(module._parameters.items()):
-        if parameter is not None and parameter.is_meta:
+        if parameter is not None and parameter.is_meta and (id(module), name) in own:
             data = torch.empty_like(parameter, device=device)
             module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             fresh.append((name, data))
@@ -91,9 +104,16 @@ def _initialize(module: nn.Module, *, device: torch.device, init: InitFunction) 
             fresh.append((name, module._buffers[name]))  # type: ignore[arg-type]
     for _, tensor in fresh:
         tensor.fill_(_sentinel(tensor.dtype))
+    versions = [tensor._version for _, tensor in fresh]
     init(module)
+    for tensor, value in kept:  # what was real before (made with another unit, say) is not initialised twice
+        tensor.copy_(value)
     current = {**module._parameters, **module._buffers}
-    missed = [name for name, tensor in fresh if _is_untouched(current.get(name), tensor)]
+    missed = [
+        name
+        for (name, tensor), version in zip(fresh, versions, strict=True)
+        if _is_untouched(current.get(name), tensor, version)
+    ]
     if missed:
         raise WrapError(
             f"{type(module).__name__} was built on the meta device and nothing initialises its {', '.join(missed)}",
@@ -107,26 +127,30 @@ def _sentinel(dtype: torch.dtype) -> float | int:
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor) -> bool:
-    if current is None or fresh.numel() == 0 or fresh.dtype is torch.bool:
+def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: int) -> bool:
+    """Whether nobody wrote to `fresh`, whose version was `version` then, or replaced it."""
+    if current is None or fresh.numel() == 0:
         return False
+    if fresh.dtype is torch.bool:  # has no value to spare as a mark
+        return current is fresh and fresh._version == version
     if fresh.dtype.is_floating_point or fresh.dtype.is_complex:
         return bool(current.isnan().all())
     return bool((current == _sentinel(fresh.dtype)).all())
 
 
-def _default_init(roots: list[nn.Module]) -> InitFunction:
+def _default_init(model: nn.Module | None, roots: list[nn.Module]) -> InitFunction:
     """The module's own `reset_parameters`; modules of Transformers are initialised by the model's `_init_weights`."""
-    model = next((m for root in roots for m in [root, *root.modules()] if hasattr(m, "_init_weights")), None)
+    around = [*([model] if model is not None else []), *(m for root in roots for m in root.modules())]
+    transformers_model = next((m for m in around if hasattr(m, "_init_weights")), None)
 
     def init(module: nn.Module) -> None:
-        method: Any = getattr(model, "_init_weights", None) or getattr(module, "reset_parameters", None)
-        if method is None:
-            return  # whatever this module has stays at the sentinel, which is reported by name
-        if model is not None:
+        if transformers_model is not None:
+            method: Any = transformers_model._init_weights
             method(module)
-        else:
+        elif hasattr(module, "reset_parameters"):
+            method = module.reset_parameters
             method()
+        # Otherwise what this module has keeps its mark and is reported by name.
 
     return init
 
@@ -141,6 +165,8 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype |
 def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
     if mesh.world_group is None:
         return
+    lines = [f"tensor {i}: {tuple(t.shape)} {t.dtype}" for i, t in enumerate(tensors)]
+    check_agreement(mesh, lines, what="the parameters and buffers to take from rank 0")
     for tensor in tensors:
         whole = tensor.contiguous()
         dist.broadcast(whole, group=mesh.world_group, group_src=0)

@@ -118,6 +118,9 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
 def assemble(modules: list[nn.Module], mesh: Mesh) -> Schedule:
     """Give the units in and below `modules` one schedule and their names, `modules` being the outermost unit."""
     units = list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
+    for unit in units:
+        for handle in getattr(getattr(unit, "schedule", None), "part_handles", ()):
+            handle.remove()  # of a schedule whose outermost unit was not the outermost after all
     schedule = Schedule(units, mesh)
     paths: dict[int, list[str]] = {}
     for module in modules:
@@ -176,7 +179,7 @@ def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedParameter
     for bucket in unit.buckets:
         for slot, parameter in zip(bucket.slots, bucket.sharded_parameters, strict=True):
             for owner, attribute in slot.owners:
-                paths = [prefix + join(clean_name(path), attribute) for path in places.get(id(owner), ())]
+                paths = [prefix + join(_state_dict_path(path), attribute) for path in places.get(id(owner), ())]
                 entries += [(path, parameter) for path in paths]
     return entries
 
@@ -188,6 +191,11 @@ def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str
     for key, parameter in _entries(module, prefix):
         if key in state_dict:
             state_dict[key] = parameter
+
+
+def _state_dict_path(path: str) -> str:
+    """A module path as state dicts have it: of torch's wrappers, the one for checkpointing hides itself there."""
+    return ".".join(part for part in path.split(".") if part != "_checkpoint_wrapped_module")
 
 
 def _before_load_state_dict(
@@ -212,9 +220,12 @@ def _before_load_state_dict(
         return
     for key, parameter in _entries(module, prefix):
         value = state_dict.get(key)
-        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedParameter):
+        if not isinstance(value, torch.Tensor):
             continue
-        if value.shape == parameter.global_shape:
+        if isinstance(value, ShardedParameter):
+            if value.interval != parameter.interval or value.global_shape != parameter.global_shape:
+                error_messages.append(f"{key}: got the slice {value}, expected {parameter}")
+        elif value.shape == parameter.global_shape:
             state_dict[key] = value.detach().reshape(-1)[parameter.interval.start : parameter.interval.stop]
         elif value.shape != parameter.shape:
             error_messages.append(

@@ -50,6 +50,7 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
         self.units, self.mesh = list(units), mesh
         self.event_sink: EventSink | None = None
+        self.part_handles = self.units[-1].watch_parts()
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
         self._depth = 0
@@ -69,17 +70,17 @@ class Schedule:
 
     def begin_forward(self, unit: Unit) -> None:
         """A unit is about to run forward (not as a recompute)."""
-        if self._depth == 0:
+        self._depth += 1  # first, because end_forward is called even if this raises
+        if self._depth == 1:
             self._begin_outermost()
-        self._depth += 1
         self._forward.append(unit)
 
     def _begin_outermost(self) -> None:
         if self._in_backward:
             self.reset()  # the last backward ended in an exception
         if not self._is_verified:
-            self._is_verified = True
             check_agreement(self.mesh, describe_structure(self.units), what="the sharded model")
+            self._is_verified = True
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.sync_requires_grad()
@@ -115,13 +116,13 @@ class Schedule:
         After a failure nothing is communicated: the other ranks may be elsewhere, and waiting for them would hide the
         error.
         """
-        self._depth -= 1
+        self._depth = max(0, self._depth - 1)
         if self._depth:
             return
         if not self._is_order_verified and not failed:
-            self._is_order_verified = True
             names = [f"forward {i}: unit {u.name!r}" for i, u in enumerate(self._forward)]
             check_agreement(self.mesh, names, what="the order in which units run")
+            self._is_order_verified = True
             ran = dict.fromkeys([*self._forward, *reversed(self.units)])
             self._reduce_order = {unit: -position for position, unit in enumerate(ran)}
         if not failed:
@@ -130,6 +131,7 @@ class Schedule:
             # Prefetched and not used, or kept for a backward that will not come.
             if other.state is UnitState.GATHERING or not (torch.is_grad_enabled() or other.is_kept_for_backward):
                 other.reshard()
+            other.rest()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -153,13 +155,19 @@ class Schedule:
         if unit.backward_prefetch is not None:
             for other in unit.backward_prefetch:
                 other.issue_unshard()
-        elif self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and call.previous is not None:
-            call.previous.issue_unshard()
+        elif self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch(call.previous)
 
     def prefetch_after_backward(self, previous: Unit | None) -> None:
         """The same, after they were."""
-        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST and previous is not None:
-            previous.issue_unshard()
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch(previous)
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        # One that backward has passed already is not gathered again: which units are sharded by now may differ between
+        # ranks, where they used different parameters.
+        if unit is not None and unit.awaits_backward:
+            unit.issue_unshard()
 
     def reduce_when_due(self, unit: Unit, bucket: Bucket) -> None:
         """`bucket`'s gradients are all there: reduce them, as soon as those before it in the order have been."""
@@ -214,8 +222,8 @@ class Schedule:
         """Which parameters of the reduced buckets got a gradient on any rank.
 
         A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
-        says whether any rank collected more after its reduction was launched (reentrant checkpointing does that), when
-        all ranks reduce that bucket once more, and whether all ranks reduced the same buckets.
+        says whether any rank has collected more than it reduced (reentrant checkpointing does that, or a unit that ran
+        under `no_sync` only), when all ranks reduce that bucket once more, and whether all reduced the same buckets.
 
         Raises:
             CommunicationError: they did not; nothing has been published yet.
@@ -246,7 +254,7 @@ class Schedule:
                     "which is not so on all others",
                     hint="every rank must run the same units in each step",
                 )
-            if on_some and has_more:
+            if has_more:
                 self._launch(unit, bucket)
             used[bucket] = {i for i in range(len(bucket.slots)) if flags[position + i]}
             position += len(bucket.slots)
@@ -263,6 +271,7 @@ class Schedule:
 
     def before_optimizer_step(self) -> None:
         """Main weights are about to change: nothing gathered from the old ones may be left."""
+        self._depth = 0  # an interrupt from the keyboard inside forward leaves it raised
         for unit in self.units:
             unit.reshard()
 

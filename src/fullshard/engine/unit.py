@@ -93,6 +93,7 @@ class Unit:
         self.reduce_gradients = True
         self.name = ""
         self.state = UnitState.SHARDED
+        self._is_bound = False
         self.is_pinned = False
         self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
@@ -106,7 +107,7 @@ class Unit:
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._current: list[Call] = []
         self._ran: set[int] = set()
-        self._handles: list[RemovableHandle] = []
+        self._part: nn.Module | None = None
         self._bind(unsharded=False)
         self._register_hooks()
 
@@ -136,6 +137,8 @@ class Unit:
             CommunicationError: the all-gather failed, for example because another rank runs another unit.
         """
         if self.state is UnitState.UNSHARDED:
+            if not self._is_bound:
+                self._bind(unsharded=True)
             return
         self.issue_unshard()
         try:
@@ -157,7 +160,17 @@ class Unit:
         self._move(UnitState.SHARDED)
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 
+    def rest(self) -> None:
+        """Make the modules hold sharded parameters, whether the memory of the unsharded ones is kept or not.
+
+        Outside forward and backward `module.parameters()` always yields sharded parameters, or clipping and
+        `zero_grad()` would act on the original ones, which never hold a gradient.
+        """
+        if self._is_bound and not self.is_pinned:
+            self._bind(unsharded=False)
+
     def _bind(self, *, unsharded: bool) -> None:
+        self._is_bound = unsharded
         for bucket in self.buckets:
             bucket.bind(unsharded=unsharded)
 
@@ -182,6 +195,11 @@ class Unit:
         """Whether autograd may still come back to a forward of this unit."""
         return len(self._calls) > 0
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether it has not yet come back to one of them."""
+        return any(not call.is_done for call in self._calls)
+
     def emit(self, kind: EventKind, nbytes: int = 0) -> None:
         """Tell the sink, if there is one."""
         if self.schedule.event_sink is not None:
@@ -198,16 +216,22 @@ class Unit:
 
     def _register_hooks(self) -> None:
         for module in self.modules:
-            before = module.register_forward_pre_hook(_uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(_uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
             # always_call: an exception inside forward must not leave the unit unsharded
-            after = module.register_forward_hook(_uncompiled(self._post_forward), always_call=True)
-            self._handles += [before, after]
+            module.register_forward_hook(_uncompiled(self._post_forward), always_call=True)
         for bucket in self.buckets:
-            if bucket.gradient is None:
-                continue
-            for index, slot in enumerate(bucket.slots):
-                hook = _uncompiled(_GradientHook(self, bucket, index))
-                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+            if bucket.gradient is not None:
+                self.watch_gradients(bucket)
+
+    def watch_gradients(self, bucket: Bucket) -> None:
+        """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
+        for index, slot in enumerate(bucket.slots):
+            if slot.parameter.is_leaf and slot.parameter.dtype.is_floating_point:
+                # A hook can only be put on what requires grad at that moment.
+                requires_grad = slot.parameter.requires_grad
+                slot.parameter.requires_grad_(True)
+                slot.parameter.register_post_accumulate_grad_hook(_uncompiled(_GradientHook(self, bucket, index)))
+                slot.parameter.requires_grad_(requires_grad)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         in_backward = _in_backward()
@@ -230,19 +254,48 @@ class Unit:
         in_backward = _in_backward()
         self.emit(EventKind.FORWARD_END)
         self._ran.add(id(module))
-        if self._current and not self._watch_outputs(self._current.pop(), output):
+        # Called although forward raised: see always_call.
+        failed = output is None and sys.exc_info()[0] is not None
+        call = self._current.pop() if self._current else None
+        if call is not None and not failed and not self._watch_outputs(call, output):
             self.is_kept_for_backward = True  # nothing will announce its backward
         if len(self._ran) == len(self.modules):
             self._ran.clear()
             keep = in_backward or self.is_kept_for_backward or not self.reshard_after_forward
-            if not keep and not any(call.is_active for call in self._calls):
+            if (failed and not in_backward) or not (keep or any(call.is_active for call in self._calls)):
                 self.reshard()
         if not in_backward:
-            # Called although forward raised: see always_call.
-            self.schedule.end_forward(self, failed=output is None and sys.exc_info()[0] is not None)
+            self.schedule.end_forward(self, failed=failed)
         if self.policy.output_dtype is None:
             return None
         return cast_floating(output, self.policy.output_dtype)
+
+    def watch_parts(self) -> list[RemovableHandle]:
+        """Unshard, too, when a module that holds parameters of this unit is called past the unit.
+
+        For the outermost unit: an encoder called on its own uses the embedding that the whole model owns.
+        """
+        parts = {id(m): m for bucket in self.buckets for slot in bucket.slots for m, _ in slot.owners}
+        handles = []
+        for part in parts.values():
+            if all(part is not module for module in self.modules):
+                handles.append(part.register_forward_pre_hook(_uncompiled(self._pre_part), prepend=True))
+                handles.append(part.register_forward_hook(_uncompiled(self._post_part), always_call=True))
+        return handles
+
+    def _pre_part(self, module: nn.Module, args: Any) -> None:
+        if self._is_bound:
+            return
+        self.unshard()
+        if torch.is_grad_enabled():
+            self.is_kept_for_backward = True  # nothing will announce its backward
+        else:
+            self._part = module
+
+    def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._part is module:
+            self._part = None
+            self.reshard()
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
@@ -290,6 +343,12 @@ class Unit:
 
     def pre_backward(self, call: Call) -> None:
         """Backward has reached an output of `call`."""
+        if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True, which would read "
+                "parameters again after they were freed",
+                hint="compute second derivatives on one rank, or under NO_SHARD without mixed precision",
+            )
         self.schedule.begin_backward(self)
         if call.is_active:
             return
@@ -332,7 +391,7 @@ class Unit:
             self._after_backward(None)
 
     def _after_backward(self, previous: Unit | None) -> None:
-        if self.reshard_after_backward:
+        if self.reshard_after_backward and previous is not self:  # itself: the same unit comes next
             self.reshard()
         self.schedule.prefetch_after_backward(previous)
 
@@ -343,6 +402,7 @@ class Unit:
         self.is_kept_for_backward = False
         if self.reshard_after_backward:
             self.reshard()
+        self.rest()
 
 
 class _GradientHook:
@@ -417,10 +477,17 @@ def _in_backward() -> bool:
 
 
 def _uncompiled(function: Any) -> Any:
-    """Keep dynamo out of a hook; `torch.compiler.disable` would import dynamo, which takes seconds."""
+    """Keep dynamo out of a hook, without importing dynamo, which takes seconds, where nobody else has."""
+    eager = None
 
     def hook(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        nonlocal eager
+        if eager is None:
+            dynamo = sys.modules.get("torch._dynamo")
+            if dynamo is None:
+                return function(*args, **kwargs)
+            eager = dynamo.disable(function)
+        return eager(*args, **kwargs)
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     hook._torchdynamo_disable_msg = "fullshard runs its hooks outside the graph"  # type: ignore[attr-defined]
