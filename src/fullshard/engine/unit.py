@@ -146,17 +146,18 @@ class Unit:
                 bucket.wait_unshard()
         except RuntimeError as error:
             raise self.communication_error("unshard", error) from error
-        self._bind(unsharded=True)
         self._move(UnitState.UNSHARDED)
+        self._bind(unsharded=True)
         self.emit(EventKind.UNSHARD_READY, self.full_nbytes)
 
     def reshard(self) -> None:
         """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already."""
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
+        if self._is_bound:
+            self._bind(unsharded=False)  # first, because it may refuse
         for bucket in self.buckets:
             bucket.reshard()
-        self._bind(unsharded=False)
         self._move(UnitState.SHARDED)
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 
