@@ -204,12 +204,12 @@ def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
 
 def _cut_state(state: dict[str, Any], sharded: ShardedParameter) -> dict[str, Any]:
     interval = sharded.interval
-    return {
-        key: value.reshape(-1)[interval.start : interval.stop].clone()
-        if isinstance(value, torch.Tensor) and value.shape == sharded.global_shape and value.dim() > 0
-        else value
-        for key, value in state.items()
-    }
+    cut = {}
+    for key, value in state.items():
+        # The step count is a 0-D tensor, and so is all state of a scalar parameter.
+        per_element = isinstance(value, torch.Tensor) and value.shape == sharded.global_shape and key != "step"
+        cut[key] = value.reshape(-1)[interval.start : interval.stop].clone() if per_element else value
+    return cut
 
 
 def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
