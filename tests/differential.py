@@ -1,0 +1,144 @@
+"""Training one model with several engines, and measuring how far the results are apart.
+
+A difference is the largest deviation relative to the largest element of the reference. 0.0 means bitwise equal, and
+nothing else does. Bitwise equality is asked for wherever the order of summation is the same: on one and two ranks, as
+a sum of two has only one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fullshard.engine import ShardedParameter, gather_interval, no_sync
+
+TOLERANCE = 1e-5
+BFLOAT16_TOLERANCE = 2**-4
+"""For tensors stored in bfloat16, whose spacing is 2**-8: some roundings over a few steps."""
+
+Engine = Callable[[Any], nn.Module]
+Record = dict[str, dict[Any, torch.Tensor | None]]
+"""kind of quantity -> name -> whole tensor"""
+
+
+# -- engines to compare with ------------------------------------------------------------------------------------
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    """Replicas: the simplest thing that can be right."""
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def torch_engine(
+    model: nn.Module, units: Sequence[nn.Module], *, mesh_shape: tuple[int, ...] | None = None, **arguments: Any
+) -> nn.Module:
+    """Torch's `fully_shard` on the units and on the model. `mesh_shape`: (shard,) or (replicate, shard)."""
+    if mesh_shape is not None:
+        names = ("replicate", "shard")[-len(mesh_shape) :]
+        arguments["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    for unit in units:
+        torch_fully_shard(unit, **arguments)
+    torch_fully_shard(model, **arguments)
+    return model
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """Without the wrapper that DDP adds."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@contextlib.contextmanager
+def unsynced(model: nn.Module) -> Iterator[None]:
+    """No gradient communication inside, in the engine's own words."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif any(isinstance(parameter, ShardedParameter) for parameter in model.parameters()):
+        with no_sync(model):
+            yield
+    else:
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        yield
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+
+# -- whole tensors, whatever the engine -------------------------------------------------------------------------
+
+
+def whole(tensor: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The unsharded form of a parameter, its gradient or its optimizer state; a collective for the sharded ones."""
+    if tensor is None:
+        return None
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach().clone()
+    if isinstance(parameter, ShardedParameter) and tensor.shape == parameter.shape:
+        return gather_interval(tensor.detach(), parameter)
+    return tensor.detach().clone()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Name -> whole gradient."""
+    return {name: whole(p.grad, p) for name, p in plain(model).named_parameters()}
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Name -> whole parameter."""
+    return {name: whole(p, p) for name, p in plain(model).named_parameters()}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor | None]:
+    """`name/key` -> whole tensor."""
+    state: dict[str, torch.Tensor | None] = {}
+    for name, parameter in plain(model).named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                # Step counters are 0-D for every engine; only what has the slice's shape is gathered.
+                state[f"{name}/{key}"] = whole(value, parameter if value.shape == parameter.shape else value)
+    return state
+
+
+# -- comparison -------------------------------------------------------------------------------------------------
+
+
+def difference(value: torch.Tensor | None, reference: torch.Tensor | None) -> float:
+    """The deviation of `value`; infinite if one is missing or of another shape or dtype."""
+    if value is None or reference is None:
+        return 0.0 if value is reference else float("inf")
+    if value.shape != reference.shape or value.dtype != reference.dtype:
+        return float("inf")
+    if torch.equal(value, reference):
+        return 0.0
+    scale = max(reference.abs().max().item(), 1e-30)
+    relative = (value.double() - reference.double()).abs().max().item() / scale
+    if value.dtype is torch.bfloat16:
+        relative *= TOLERANCE / BFLOAT16_TOLERANCE
+    return max(relative, 1e-30) if relative == relative else float("inf")  # NaN on one side only is no small matter
+
+
+def compare(record: Record, reference: Record) -> dict[str, float]:
+    """The largest difference per kind of quantity, with the name of the tensor that has it."""
+    result: dict[str, float] = {}
+    for kind, expected in reference.items():
+        names = sorted(map(str, expected.keys() ^ record[kind].keys()))
+        assert not names, f"{kind}: only one of the two has {names}"
+        values = {name: difference(record[kind][name], expected[name]) for name in expected}
+        worst = max(values, key=values.__getitem__, default="")
+        result[f"{kind} ({worst})"] = values.get(worst, 0.0)
+    return result
+
+
+def check(results: Sequence[dict[str, float]], *, exact: bool, tolerance: float = TOLERANCE) -> None:
+    """Every rank's differences within the limit, all of them in the message if not."""
+    limit = 0.0 if exact else tolerance
+    assert results
+    for rank, result in enumerate(results):
+        assert result, "nothing was compared"
+        assert all(value <= limit for value in result.values()), f"rank {rank}: {result}, limit {limit}"

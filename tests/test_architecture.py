@@ -1,0 +1,143 @@
+"""Rules about the code base that no single file can keep: what may be imported, and what may not be known where."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fullshard
+from fullshard.core.strategy import STRATEGIES
+
+ROOT = Path(fullshard.__file__).parent
+PROJECT = Path(__file__).parents[1]
+UPPER_LAYERS = ["cli", "recipes", "integrations", "api", "checkpoint", "observe", "launch"]
+LAYERS = [*UPPER_LAYERS, "engine", "wrap", "plan", "comm", "config", "core"]
+HEAVY = ("torch", "transformers", "datasets", "matplotlib", "accelerate", "pandas")
+
+
+def source_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def modules_of(folder: str) -> list[str]:
+    dotted = (".".join(("fullshard", *path.relative_to(ROOT).with_suffix("").parts)) for path in source_files(folder))
+    return [name.removesuffix(".__init__") for name in dotted]
+
+
+@pytest.mark.parametrize("modules", [["fullshard"], ["fullshard.cli.main"]], ids=["fullshard", "cli"])
+def test_starting_up_imports_nothing_heavy(modules: list[str]) -> None:
+    code = f"import sys, {', '.join(modules)}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    assert run_python(code) == ""
+
+
+def test_help_runs_without_torch() -> None:
+    """The whole command line, not only its imports, with torch made impossible to import."""
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['fullshard', '--help']\n"
+        "from fullshard.cli.main import main\n"
+        "main()"
+    )
+    assert "Usage" in run_python(code)
+
+
+@pytest.mark.parametrize("folder", ["core", "config", "plan"])
+def test_layers_that_answer_without_torch(folder: str) -> None:
+    if not source_files(folder):
+        pytest.skip(f"there is no {folder} layer yet")
+    code = f"import sys; sys.modules['torch'] = None\nimport {', '.join(modules_of(folder))}\nprint('fine')"
+    assert run_python(code) == "fine"
+
+
+def test_the_public_names_are_sorted_and_exist() -> None:
+    assert list(fullshard.__all__) == sorted(fullshard.__all__)
+    assert len(set(fullshard.__all__)) == len(fullshard.__all__)
+    missing = [name for name in fullshard.__all__ if getattr(fullshard, name, None) is None]
+    assert missing == []
+    assert set(fullshard.__all__) <= set(dir(fullshard))
+    with pytest.raises(AttributeError, match="no attribute 'fully_shrad'"):
+        fullshard.fully_shrad  # noqa: B018
+
+
+def test_public_names_are_those_a_type_checker_sees() -> None:
+    """`__getattr__` serves what the `TYPE_CHECKING` block declares, and nothing else."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    declared = {
+        alias.asname or alias.name
+        for node in ast.walk(block)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert declared | {"__version__"} == set(fullshard.__all__)
+
+
+@pytest.mark.parametrize("path", source_files("engine", "comm"), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_no_runtime_code_compares_a_strategy_name(path: Path) -> None:
+    """Strategies are rows of data. Their names may only be a default or part of a docstring."""
+    tree = ast.parse(path.read_text())
+    allowed: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            allowed |= {id(default) for default in (*node.args.defaults, *node.args.kw_defaults) if default}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in allowed:
+            assert node.value not in STRATEGIES, f"{path}:{node.lineno} names {node.value}"
+        if isinstance(node, ast.Compare):
+            compared = [ast.unparse(part) for part in (node.left, *node.comparators)]
+            assert not any(re.search(r"\b(strategy|row)\.(name|code|zero)\b", text) for text in compared), path
+
+
+def test_no_folder_is_a_drawer() -> None:
+    drawers = {"utils", "util", "helpers", "helper", "common", "misc"}
+    named = [path for path in ROOT.rglob("*") if path.stem in drawers and "__pycache__" not in path.parts]
+    assert named == []
+
+
+def test_no_absolute_paths_in_the_sources() -> None:
+    pattern = re.compile(r"""["'](/home/|/work/|/Users/|/root/)""")
+    assert [path for path in ROOT.rglob("*.py") if pattern.search(path.read_text())] == []
+
+
+def test_no_pickle_on_a_load_path() -> None:
+    """A checkpoint must not be able to run code. (`launch` pickles messages between this job's own ranks.)"""
+    for path in source_files(*(layer for layer in LAYERS if layer != "launch")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            function = ast.unparse(node.func)
+            assert function not in ("pickle.load", "pickle.loads"), f"{path}:{node.lineno}"
+            if function == "torch.load":
+                safe = [k for k in node.keywords if k.arg == "weights_only" and ast.unparse(k.value) == "True"]
+                assert safe, f"{path}:{node.lineno} loads without weights_only=True"
+
+
+def test_imports_go_down_only() -> None:
+    """The contracts in pyproject.toml, as `make lint` runs them."""
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_every_type_checked_import_points_down_too() -> None:
+    """Imports for annotations are left out of the contracts above, because two files of one layer may name each other.
+
+    Between layers they have to go down as well.
+    """
+    for folder in LAYERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fullshard."):
+                    target = (node.module or "").split(".")[1]
+                    assert LAYERS.index(target) >= LAYERS.index(folder), f"{path}:{node.lineno} imports {target}"
