@@ -143,13 +143,19 @@ class Bucket:
         return [slot.parameter._version for slot in self.slots]
 
     def bind(self, *, unsharded: bool) -> None:
-        """Make the modules hold the original or the sharded parameters.
-
-        Raises:
-            LifecycleError: somebody has put another parameter in their place, which would be lost here.
-        """
+        """Make the modules hold the original or the sharded parameters."""
         for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
             parameter = slot.parameter if unsharded else sharded
+            for module, attribute in slot.owners:
+                module._parameters[attribute] = parameter
+
+    def check_binding(self) -> None:
+        """Refuse to bind over what is not ours.
+
+        Raises:
+            LifecycleError: somebody has put another parameter in place of the original or sharded one.
+        """
+        for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
             for module, attribute in slot.owners:
                 current = module._parameters.get(attribute)
                 if current is not sharded and current is not slot.parameter:
@@ -157,7 +163,6 @@ class Bucket:
                         f"parameter {'='.join(sharded.names)} was replaced after sharding by {type(current).__name__}",
                         hint="change it in place under unsharded(model, writeback=True), or replace it before",
                     )
-                module._parameters[attribute] = parameter
 
     def sync_requires_grad(self) -> None:
         """Carry a `requires_grad` the user changed on the sharded parameters over to the original ones."""

@@ -79,7 +79,7 @@ class Schedule:
         if self._in_backward:
             self.reset()  # the last backward ended in an exception
         if not self._is_verified:
-            check_agreement(self.mesh, describe_structure(self.units), what="the sharded model")
+            check_agreement(self.mesh, describe_structure(self.units[::-1]), what="the sharded model")
             self._is_verified = True
         for unit in self.units:
             for bucket in unit.buckets:

@@ -171,9 +171,11 @@ class Unit:
             self._bind(unsharded=False)
 
     def _bind(self, *, unsharded: bool) -> None:
-        self._is_bound = unsharded
+        for bucket in self.buckets:
+            bucket.check_binding()  # all of them before any is changed
         for bucket in self.buckets:
             bucket.bind(unsharded=unsharded)
+        self._is_bound = unsharded
 
     def reset(self) -> None:
         """Back to rest after a step that failed half-way."""
