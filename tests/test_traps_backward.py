@@ -1,0 +1,589 @@
+"""How backward may come back to a unit: several losses, checkpointing, in-place changes, unused parts, failures.
+
+pytest tests/test_traps_backward.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.core.events import Event, EventKind
+from tests.distributed import run_ranks
+from tests.traps import (
+    BLOCKS,
+    WIDTH,
+    Block,
+    Stack,
+    adamw,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_trains_alike,
+    batch,
+    build,
+    build_sharded,
+    reference_step,
+    run_squared,
+    sharded_parameters,
+    sharded_step,
+    train_beside_reference,
+    whole_gradient,
+)
+
+# -- several backwards ------------------------------------------------------------------------------------------
+
+
+def run_retained(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss.detach()
+
+
+def run_two_losses(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    out = model(batch(step, rank))
+    first, second = out[:, 0].square().mean(), out[:, 1].abs().mean()
+    first.backward(retain_graph=True)
+    second.backward()
+    return torch.stack([first, second]).detach()
+
+
+def run_retained_siamese(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = (model(batch(step, rank)) * model(batch(step + 9, rank))).mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss.detach()
+
+
+def run_micro_batches(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    losses = []
+    for micro in range(3):
+        loss: torch.Tensor = model(batch(10 * step + micro, rank)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def run_gradient_of_input_only(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """A saliency map by `autograd.grad` before the step; it must leave nothing behind."""
+    x = batch(step, rank).requires_grad_()
+    (saliency,) = torch.autograd.grad(model(x).sum(), x)
+    loss: torch.Tensor = model(batch(step, rank)).square().mean()
+    loss.backward()
+    return torch.cat([loss.detach()[None], saliency.flatten()])
+
+
+@pytest.mark.parametrize(
+    "run", [run_retained, run_two_losses, run_retained_siamese, run_micro_batches, run_gradient_of_input_only]
+)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=pytest.mark.full)])
+def test_several_backwards(run: Any, strategy: str) -> None:
+    run_ranks(check, 2, Stack, run, BLOCKS, strategy)
+
+
+def check(make: Any, run: Any, units: tuple[str, ...] = BLOCKS, strategy: str = "FULL_SHARD") -> None:
+    train_beside_reference(make, run, units, strategy=strategy)
+
+
+# -- unused parts -----------------------------------------------------------------------------------------------
+
+
+class Partial(nn.Module):
+    """Blocks of which some outputs are unused, some never run, and one holds an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.ignored_output, self.never = Block(), Block()
+        self.unused = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.ignored_output(x)
+        return x
+
+
+class UsedByOne(Partial):
+    """Rank 0 uses the extra parameter, the other ranks do not."""
+
+    def forward(self, x: torch.Tensor, *, extra: bool = False) -> torch.Tensor:
+        x = super().forward(x)
+        return x @ self.unused.T if extra else x
+
+
+def run_used_by_one(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank), extra=rank == 0).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def run_used_in_one_step(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Used in step 1 only: no gradient, and no movement, in the steps before and after."""
+    loss: torch.Tensor = model(batch(step, rank), extra=step == 1).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+PARTS = (*BLOCKS, "ignored_output", "never")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_unused_parts_do_not_move(world_size: int) -> None:
+    """The gradient stays None (weight decay would move the parameter otherwise), with numbers against the reference."""
+    run_ranks(check, world_size, Partial, run_squared, PARTS)
+
+
+@pytest.mark.parametrize("run", [run_used_by_one, run_used_in_one_step])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_parameter_used_by_one_rank_or_step(run: Any, strategy: str) -> None:
+    run_ranks(check, 2, UsedByOne, run, PARTS, strategy)
+
+
+class Branching(nn.Module):
+    """Two experts; which one runs is the caller's choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, *, expert: int) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.experts[expert](x))
+        return out
+
+
+def run_expert_per_rank(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank), expert=(step + rank) % 2).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def run_expert_per_step(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank), expert=(step // 2) % 2).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_other_unit_every_step() -> None:
+    run_ranks(check, 2, Branching, run_expert_per_step, ("experts.0", "experts.1"))
+
+
+def check_kept_graph() -> None:
+    """Rank 0 keeps the graph of an earlier forward (a loss in a list), through a unit later steps do not run."""
+    reference, model = build(Branching), build_sharded(Branching, ("experts.0", "experts.1"))
+    kept = []
+
+    def run(module: nn.Module, step: int, rank: int) -> torch.Tensor:
+        out = module(batch(step, rank), expert=step % 2)
+        if rank == 0:
+            kept.append(out)
+        loss: torch.Tensor = out.square().mean()
+        if step != 1:  # the graph of step 1 waits for a backward that never comes
+            loss.backward()
+        else:
+            out.mean().backward(retain_graph=True)
+        return loss.detach()
+
+    assert_trains_alike(model, reference, run, steps=4)
+
+
+def test_graph_kept_on_one_rank() -> None:
+    run_ranks(check_kept_graph, 2)
+
+
+def check_evaluated_with_gradients() -> None:
+    """Rank 0 keeps the outputs of an evaluation that forgot `no_grad`; the units then run in another order."""
+    reference, model = build(Branching), build_sharded(Branching, ("experts.0", "experts.1"))
+    kept = []
+
+    def run(module: nn.Module, step: int, rank: int) -> torch.Tensor:
+        outputs = [module(batch(step + 20, rank), expert=expert) for expert in (step % 2, 1 - step % 2)]
+        if rank == 0:
+            kept.append(outputs)
+        del outputs
+        return run_expert_per_step(module, step, rank)
+
+    assert_trains_alike(model, reference, run, steps=4)
+
+
+def test_evaluation_outputs_kept_on_one_rank() -> None:
+    run_ranks(check_evaluated_with_gradients, 2)
+
+
+# -- activation checkpointing -----------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Blocks with dropout, checkpointed inside, around each, or in groups."""
+
+    def __init__(self, place: str, reentrant: bool) -> None:
+        super().__init__()
+        self.place, self.reentrant = place, reentrant
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        kind = InnerCheckpoint if place == "inside" else Block
+        self.blocks = nn.ModuleList(kind(dropout=0.3) for _ in range(4))
+        for block in self.blocks.children():
+            vars(block)["reentrant"] = reentrant
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        if self.place == "inside":
+            for block in self.blocks:
+                x = block(x)
+        else:
+            size = {"around": 1, "groups": 2, "all": 4}[self.place]
+            for start in range(0, 4, size):
+                x = checkpoint(self.run, start, start + size, x, use_reentrant=self.reentrant)
+        out: torch.Tensor = self.head(x)
+        return out
+
+    def run(self, start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[start:stop]:
+            x = block(x)
+        return x
+
+
+class InnerCheckpoint(Block):
+    """A block that checkpoints its own body."""
+
+    reentrant: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return out
+
+
+CHECKPOINTED = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
+def check_checkpoint(place: str, reentrant: bool, strategy: str, run: Any = run_squared) -> None:
+    train_beside_reference(lambda: Checkpointed(place, reentrant), run, CHECKPOINTED, strategy=strategy)
+
+
+@pytest.mark.parametrize("place", ["inside", "around", "groups", "all"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_activation_checkpointing(place: str, reentrant: bool) -> None:
+    run_ranks(check_checkpoint, 2, place, reentrant, "FULL_SHARD")
+
+
+@pytest.mark.parametrize("place", ["inside", "around"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.full
+def test_activation_checkpointing_strategies(place: str, reentrant: bool, strategy: str) -> None:
+    run_ranks(check_checkpoint, 2, place, reentrant, strategy)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_checkpointing_and_micro_batches(reentrant: bool) -> None:
+    run_ranks(check_checkpoint, 3, "around", reentrant, "FULL_SHARD", run_micro_batches)
+
+
+class SharedCheckpointed(nn.Module):
+    """One parameter in two checkpointed segments: with reentrant checkpointing its gradient appears twice."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.block, self.other = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for module in (self.block, self.other, self.block):
+            x = checkpoint(module, x, use_reentrant=self.reentrant)
+        return x
+
+
+def check_shared_checkpoint(reentrant: bool, units: tuple[str, ...]) -> None:
+    train_beside_reference(lambda: SharedCheckpointed(reentrant), run_squared, units)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+@pytest.mark.parametrize("units", [("block", "other"), ()], ids=["units", "root"])
+def test_shared_parameter_in_two_checkpoints(reentrant: bool, units: tuple[str, ...]) -> None:
+    run_ranks(check_shared_checkpoint, 2, reentrant, units)
+
+
+# -- in-place changes -------------------------------------------------------------------------------------------
+
+
+class InPlaceInput(nn.Module):
+    """Units that overwrite their input first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class InPlaceOutput(nn.Module):
+    """Outputs, and views of outputs, that are overwritten outside the unit."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(ViewOutput() if "view" in kind else Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(1.5) if "mul" in self.kind else x[:, :2].add_(1.0)
+        return x
+
+
+class ViewOutput(Block):
+    """A block whose output is a view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).t().t()
+
+
+def check_in_place(kind: str) -> None:
+    make: Callable[[], nn.Module] = InPlaceInput if kind == "input" else lambda: InPlaceOutput(kind)
+    train_beside_reference(make, run_squared, BLOCKS)
+
+
+@pytest.mark.parametrize("kind", ["input", "mul", "slice", "mul view", "slice view"])
+def test_in_place(kind: str) -> None:
+    run_ranks(check_in_place, 2, kind)
+
+
+def check_in_place_reshards() -> None:
+    """A unit that changes its input in place takes the engine's mark off it, so it is resharded at the end only."""
+    events: list[Event] = []
+    model = build_sharded(InPlaceInput, BLOCKS, events=events)
+    run_squared(model, 0, 0)
+    events.clear()
+    run_squared(model, 1, 0)
+    log = [(event.kind, event.unit) for event in events]
+    assert (EventKind.RESHARDED, "blocks.2") in log[log.index((EventKind.BACKWARD_BEGIN, "blocks.2")) :]
+
+
+def test_in_place_input_is_resharded_in_the_end() -> None:
+    run_ranks(check_in_place_reshards, 2)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------
+
+
+class Failing(Stack):
+    """Raises where and when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1 and self.fail_in == "between":
+                raise ArithmeticError("between units")
+            if index == 1 and self.fail_in == "backward":
+                x.register_hook(fail)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def fail(*_: object) -> None:
+    raise ArithmeticError("as asked")
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def check_failure(place: str, first: bool) -> None:
+    reference = build(Failing)
+    model: Any = build_sharded(Failing, BLOCKS)
+    optimizers = adamw(model.parameters()), adamw(reference.parameters())
+    if not first:
+        assert_trains_alike(model, reference, run_squared, steps=2, optimizers=optimizers)
+    error: type[BaseException] = KeyboardInterrupt if place == "interrupt" else ArithmeticError
+    unit_inside = model.get_submodule("blocks.1.up")
+    handle = None
+    if place in ("inside", "interrupt"):
+        handle = unit_inside.register_forward_pre_hook(interrupt if place == "interrupt" else fail)
+    else:
+        model.fail_in = place
+    for _ in range(2):
+        with pytest.raises(error):
+            run_squared(model, 7, 0)
+    if handle is not None:
+        handle.remove()
+    model.fail_in = ""
+    for parameter in model.parameters():
+        assert parameter.grad is None
+    assert_trains_alike(model, reference, run_squared, steps=2, first=2, optimizers=optimizers)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("place", ["inside", "between", "backward", "interrupt"])
+@pytest.mark.parametrize(
+    "first", [pytest.param(True, id="first step", marks=pytest.mark.full), pytest.param(False, id="later step")]
+)
+def test_failure_then_training_goes_on(place: str, first: bool) -> None:
+    run_ranks(check_failure, 2, place, first)
+
+
+def check_failure_frees_memory() -> None:
+    model = build_sharded(Failing, BLOCKS)
+    run_squared(model, 0, 0)
+    model.get_submodule("blocks.1.up").register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        run_squared(model, 1, 0)
+    assert_at_rest(model)
+
+
+def test_failed_forward_leaves_nothing_unsharded() -> None:
+    run_ranks(check_failure_frees_memory, 2)
+
+
+def check_accumulated_gradient_survives() -> None:
+    """Micro-batch 1 is reduced, micro-batch 2 fails, micro-batch 3 is added to the first."""
+    reference = build(Failing)
+    model: Any = build_sharded(Failing, BLOCKS)
+    reference_step(reference, run_squared, 0)
+    sharded_step(model, run_squared, 0)
+    model.fail_in = "backward"
+    with pytest.raises(ArithmeticError):
+        run_squared(model, 5, 0)
+    model.fail_in = ""
+    expected = {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
+    reference.zero_grad()
+    reference_step(reference, run_squared, 1)
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        parameter.grad += expected[name]
+    sharded_step(model, run_squared, 1)
+    assert_same_gradients(model, reference)
+
+
+def test_failed_micro_batch_costs_only_itself() -> None:
+    run_ranks(check_accumulated_gradient_survives, 2)
+
+
+# -- frozen parts -----------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """Frozen blocks with small trainable adapters in the same unit, or frozen units between trainable ones."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AdaptedBlock() if kind == "adapter" else Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+        if kind == "between":
+            self.blocks[1].requires_grad_(False)
+        elif kind == "front":
+            self.blocks[0].requires_grad_(False)
+            self.blocks[1].requires_grad_(False)
+        elif kind == "last":
+            self.blocks[2].requires_grad_(False)
+            self.head.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class AdaptedBlock(Block):
+    """A frozen block and two small matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2) / 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.a.T @ self.b.T
+
+
+def check_frozen(kind: str) -> None:
+    train_beside_reference(lambda: Adapted(kind), run_squared, BLOCKS)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "between", "front", "last"])
+def test_frozen_parts(kind: str) -> None:
+    run_ranks(check_frozen, 2, kind)
+
+
+def check_frozen_reshards() -> None:
+    events: list[Event] = []
+    model = build_sharded(lambda: Adapted("between"), BLOCKS, events=events)
+    run_squared(model, 0, 0)
+    events.clear()
+    run_squared(model, 1, 0)
+    log = [(event.kind, event.unit) for event in events]
+    begin = log.index((EventKind.BACKWARD_BEGIN, "blocks.1"))
+    reshard = log.index((EventKind.RESHARDED, "blocks.1"), begin)
+    assert reshard < log.index((EventKind.REDUCE_ISSUED, "blocks.0"))
+    assert not any(kind is EventKind.REDUCE_ISSUED and unit == "blocks.1" for kind, unit in log)
+
+
+def test_frozen_unit_reshards_before_backward_ends() -> None:
+    run_ranks(check_frozen_reshards, 2)
+
+
+def check_flips(start: str) -> None:
+    """Freeze and unfreeze blocks between steps; the optimizer follows `.grad is None`."""
+    reference, model = build(Stack), build_sharded(Stack, BLOCKS)
+    if start == "frozen":
+        reference = build(Stack)
+        reference.get_submodule("blocks.1").requires_grad_(False)
+        model = build_sharded(frozen_middle, BLOCKS)
+    optimizer, expected_optimizer = adamw(list(model.parameters())), adamw(list(reference.parameters()))
+    for step in range(5):
+        trainable = step in (1, 2, 4) if start == "frozen" else step in (0, 2, 4)
+        for each in (model, reference):
+            each.get_submodule("blocks.1").requires_grad_(trainable)
+        reference_step(reference, run_squared, step)
+        sharded_step(model, run_squared, step)
+        assert_same_gradients(model, reference)
+        for one in (optimizer, expected_optimizer):
+            one.step()
+            one.zero_grad()
+        assert_same_parameters(model, reference)
+
+
+def frozen_middle() -> nn.Module:
+    model = Stack()
+    model.get_submodule("blocks.1").requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("start", ["trainable", "frozen"])
+def test_requires_grad_flipped_after_sharding(start: str) -> None:
+    run_ranks(check_flips, 2, start)
+
+
+def check_unfrozen_in_mixed_unit() -> None:
+    """Unfreezing one of several frozen parameters of one bucket."""
+    reference, model = build(lambda: Adapted("adapter")), build_sharded(lambda: Adapted("adapter"), BLOCKS)
+    for each in (model, reference):
+        each.get_parameter("blocks.1.up.weight").requires_grad_(True)
+    reference_step(reference, run_squared, 0)
+    sharded_step(model, run_squared, 0)
+    assert_same_gradients(model, reference)
+    assert whole_gradient(sharded_parameters(model)["blocks.1.up.weight"]) is not None
+
+
+def test_one_parameter_of_a_frozen_bucket_unfrozen() -> None:
+    run_ranks(check_unfrozen_in_mixed_unit, 2)

@@ -1,0 +1,203 @@
+"""Compilers and function transforms around and inside units.
+
+pytest tests/test_traps_compile.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.core.errors import FullshardError
+from fullshard.engine import ShardedParameter, shard_model
+from tests.distributed import run_ranks
+from tests.traps import (
+    BLOCKS,
+    WIDTH,
+    Stack,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_trains_alike,
+    batch,
+    build,
+    build_sharded,
+    rank_and_size,
+    run_squared,
+)
+
+
+class Counter:
+    """A compiler backend that counts graphs and the parameters given to each."""
+
+    def __init__(self) -> None:
+        self.graphs: list[int] = []
+
+    def __call__(self, module: Any, inputs: list[Any]) -> Any:
+        self.graphs.append(len(module.graph.nodes))
+        return module.forward
+
+
+def check_per_unit(backend: str) -> None:
+    torch._dynamo.reset()
+    reference, model = build(Stack), build(Stack)
+    blocks = [model.get_submodule(name) for name in BLOCKS]
+    counter = Counter()
+    for block in blocks:
+        block.forward = torch.compile(
+            block.forward, backend=counter if backend == "counter" else backend, fullgraph=True
+        )
+    model = shard_model(model, unit_modules=blocks)
+    assert_trains_alike(model, reference, run_squared, steps=3)
+    if backend == "counter":
+        # One graph per block at most: the hooks around it neither break nor repeat it.
+        assert 1 <= len(counter.graphs) <= len(blocks)
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch(7, 0)), reference(batch(7, 0)), rtol=1e-9, atol=1e-9)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("backend", ["counter", "aot_eager"])
+def test_compiled_units(backend: str) -> None:
+    run_ranks(check_per_unit, 2, backend)
+
+
+@pytest.mark.full
+def test_compiled_units_with_inductor() -> None:
+    run_ranks(check_per_unit, 2, "inductor", timeout=280)
+
+
+def check_whole(how: str) -> None:
+    torch._dynamo.reset()
+    reference, model = build(Stack), build_sharded(Stack, BLOCKS)
+    if how == "wrapper":
+        compiled: Any = torch.compile(model, backend="aot_eager")
+    else:
+        model.compile(backend="aot_eager")
+        compiled = model
+
+    def run(module: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss: torch.Tensor = (compiled if module is model else module)(batch(step, rank)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    assert_trains_alike(model, reference, run, steps=3)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place"])
+def test_compiled_model(how: str) -> None:
+    run_ranks(check_whole, 2, how)
+
+
+def check_compiled_child_state() -> None:
+    """A submodule wrapped by `torch.compile` carries `_orig_mod` in its keys; its values are sharded like the rest."""
+    reference = build(Stack)
+    plain: Any = build(Stack)
+    plain.head = torch.compile(plain.get_submodule("head"), backend="eager")
+    model = shard_model(plain, unit_modules=[plain.get_submodule(name) for name in BLOCKS])
+    state = model.state_dict()
+    assert "head._orig_mod.weight" in state
+    for name, value in state.items():
+        assert isinstance(value, ShardedParameter), name
+        assert torch.equal(value.full_tensor(), reference.state_dict()[name.replace("._orig_mod", "")])
+    model.load_state_dict({name: value.full_tensor() * 2 for name, value in state.items()})
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), 2 * reference.state_dict()[name.replace("._orig_mod", "")])
+
+
+def test_state_dict_with_a_compiled_submodule() -> None:
+    run_ranks(check_compiled_child_state, 2)
+
+
+def penalty(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """A gradient penalty: backward through the gradient of the input."""
+    x = batch(step, rank).requires_grad_()
+    out = model(x).square().mean()
+    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+    loss: torch.Tensor = out + gradient.square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def penalty_of_weights(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Gradients that want a gradient themselves cannot be kept in slices."""
+    loss: torch.Tensor = model(batch(step, rank)).square().mean()
+    loss.backward(create_graph=True)
+    return loss.detach()
+
+
+def check_double_backward(strategy: str) -> None:
+    """The right numbers or an error of ours; nothing else, and the model works afterwards."""
+    reference, model = build(Stack), build_sharded(Stack, BLOCKS, strategy=strategy)
+    rank, _ = rank_and_size()
+    try:
+        penalty(model, 0, rank)
+    except FullshardError:
+        model.zero_grad()
+    else:
+        from tests.traps import reference_step
+
+        reference_step(reference, penalty, 0)
+        assert_same_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+    assert_trains_alike(model, reference, run_squared, steps=2)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_double_backward(strategy: str) -> None:
+    run_ranks(check_double_backward, 2, strategy)
+
+
+def check_functional() -> None:
+    """Other parameters given to a sharded model are used or refused, never ignored."""
+    model = build_sharded(Stack, BLOCKS)
+    torch.manual_seed(9)
+    other = Stack().double()
+    x = batch(0, 0)
+    try:
+        got = torch.func.functional_call(model, dict(other.named_parameters()), (x,))
+    except FullshardError:
+        pass
+    else:
+        torch.testing.assert_close(got, other(x))
+    assert_trains_alike(model, build(Stack), run_squared, steps=1)
+
+
+def test_functional_call() -> None:
+    run_ranks(check_functional, 2)
+
+
+def check_func_grad() -> None:
+    """`torch.func.grad` with respect to the input gives the right numbers or an error of ours."""
+    reference, model = build(Stack), build_sharded(Stack, BLOCKS)
+    x = batch(0, 0)
+    expected = torch.func.grad(lambda t: reference(t).square().mean())(x)
+    try:
+        got = torch.func.grad(lambda t: model(t).square().mean())(x)
+    except FullshardError:
+        pass
+    else:
+        torch.testing.assert_close(got, expected)
+    assert_trains_alike(model, reference, run_squared, steps=1)
+    assert_same_parameters(model, reference)
+
+
+def test_func_grad() -> None:
+    run_ranks(check_func_grad, 2)
+
+
+def check_parallel_width() -> None:
+    """`torch.func.vmap` over a sharded model in evaluation."""
+    reference, model = build(Stack), build_sharded(Stack, BLOCKS)
+    x = batch(0, 0, 3, 4, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(model)(x), reference(x))
+
+
+def test_vmap() -> None:
+    run_ranks(check_parallel_width, 2)
