@@ -17,8 +17,11 @@ if TYPE_CHECKING:
         OffloadPolicy,
         ShardedParameter,
         clip_grad_norm_,
+        describe,
         fully_shard,
+        meta_parameters,
         no_sync,
+        repoint,
         shard_model,
         unsharded,
     )
@@ -36,8 +39,11 @@ __all__ = [
     "__version__",
     "accelerate",
     "clip_grad_norm_",
+    "describe",
     "fully_shard",
+    "meta_parameters",
     "no_sync",
+    "repoint",
     "shard_model",
     "unsharded",
 ]
