@@ -62,7 +62,7 @@ EXPECTED = {
     "order": ("unit 'first'", "unit 'second'"),
     "requires_grad": ("unit 'second'", "second.weight"),
     "dtype": ("unit 'second'", "torch.float32", "torch.float64"),
-    "units": ("unit 'second'", "second.weight"),
+    "units": ("unit ''", "unit 'first'"),
     "tied": ("unit 'first'", "first.weight", "first.weight=second.weight"),
     "reduce": ("unit", "torch.bfloat16"),
     "missing": ("second.weight",),

@@ -117,8 +117,8 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
     if missed:
         raise WrapError(
             f"{type(module).__name__} was built on the meta device and nothing initialises its {', '.join(missed)}",
-            hint="use shard_model(model, ...), which finds the model's own initialisation and takes param_init_fn; build "
-            "the model under fullshard.meta_parameters() to keep its buffers real",
+            hint="use shard_model(model, ...), which finds the model's own initialisation and takes param_init_fn; "
+            "build the model under fullshard.meta_parameters() to keep its buffers real",
         )
 
 
