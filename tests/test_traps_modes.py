@@ -305,7 +305,7 @@ def with_short_timeout(seconds: int) -> None:
 
 
 def check_branches(strategy: str, at_step: int, other: str) -> tuple[str, float]:
-    with_short_timeout(6)
+    with_short_timeout(3)
     model = build_sharded(Forking, ("left", "right"), strategy=strategy)
     optimizer = adamw(model.parameters())
     rank, _ = rank_and_size()
@@ -334,7 +334,7 @@ def test_different_branches_are_an_error(at_step: int, other: str) -> None:
 
 
 def check_branches_without_gathers() -> None:
-    with_short_timeout(6)
+    with_short_timeout(3)
     with contextlib.suppress(CommunicationError):
         train_beside_reference(Forking, run_own_branch, ("left", "right"), strategy="NO_SHARD")
 
@@ -352,7 +352,7 @@ def test_different_branches_without_gathers() -> None:
 
 def check_local_exception() -> float:
     """Rank 1 alone fails in its first forward: it must raise its own error at once, not wait for the others."""
-    with_short_timeout(8)
+    with_short_timeout(5)
     model = build_sharded(Stack, BLOCKS)
     rank, _ = rank_and_size()
     start = time.monotonic()
@@ -372,7 +372,7 @@ def fail(*_: object) -> None:
 
 def test_error_on_one_rank_is_raised_at_once() -> None:
     seconds = max(run_ranks(check_local_exception, 2, timeout=60))
-    assert seconds < 5
+    assert seconds < 2.5
 
 
 def check_manual_unshard() -> None:
