@@ -1,6 +1,6 @@
 """Runs a function on several real processes over Gloo and brings back what each returned.
 
-The processes are kept for the whole test session, because importing torch takes longer than most tests; each call gets
+The processes are kept for all tests of a file, because importing torch takes longer than most tests; each call gets
 a new process group. A call that fails, hangs or kills a rank ends the processes, and the next call starts new ones.
 """
 
@@ -73,6 +73,11 @@ class _Pool:
 
 _POOL = _Pool()
 atexit.register(_POOL.end)
+
+
+def end_workers() -> None:
+    """End the processes, if there are any; the next call starts new ones."""
+    _POOL.end()
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:

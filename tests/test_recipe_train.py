@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from fullshard.observe import StepMetrics, read_metrics
 
+pytestmark = pytest.mark.timeout(1500)  # several whole runs, which a busy machine makes slow
+
 STEPS, SAVE_EVERY = 60, 5
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -67,7 +69,7 @@ def _command(inputs: Path, output: Path, *more: str) -> list[str]:
 
 def _train(inputs: Path, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        _command(inputs, output, *more), capture_output=True, text=True, timeout=200, check=False, env=_environ()
+        _command(inputs, output, *more), capture_output=True, text=True, timeout=600, check=False, env=_environ()
     )
 
 
@@ -165,13 +167,13 @@ def _kill_a_rank(command: list[str], metrics: Path, *, after_step: int) -> int:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environ()
     ) as launcher:
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 400
             while _lines(metrics) < after_step:
                 assert launcher.poll() is None, launcher.communicate()
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
             os.kill(_worker(launcher.pid, rank=1), signal.SIGKILL)
-            _, errors = launcher.communicate(timeout=60)
+            _, errors = launcher.communicate(timeout=120)
         finally:
             launcher.kill()
     assert launcher.returncode == 128 + signal.SIGKILL
@@ -227,7 +229,7 @@ def test_takes_part_under_torchrun(whole: tuple[Path, str], inputs: Path, tmp_pa
     script.write_text("from fullshard.cli.main import main\nmain()\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=200, check=False, env=_environ()
+        [*command, *arguments], capture_output=True, text=True, timeout=600, check=False, env=_environ()
     )
     assert done.returncode == 0, done.stderr
     assert _trajectory(tmp_path) == _trajectory(whole[0])
