@@ -186,7 +186,7 @@ class Forgetful(nn.Module):
             self.forgotten: Any = nn.Parameter(torch.ones(WIDTH))
         else:
             values = {
-                "float": torch.linspace(0, 1, WIDTH),
+                "float": torch.arange(WIDTH) / WIDTH,
                 "int": torch.arange(WIDTH),
                 "bool": torch.arange(WIDTH) > 2,
                 "uint8": torch.arange(WIDTH, dtype=torch.uint8),
