@@ -198,6 +198,7 @@ def _worker(launcher_pid: int, *, rank: int) -> int:
     raise AssertionError(f"rank {rank} is not running")
 
 
+@pytest.mark.full
 def test_finished_run_has_nothing_to_do(whole: tuple[Path, str], inputs: Path) -> None:
     """Started again it trains no step, and leaves the same."""
     output, _ = whole
