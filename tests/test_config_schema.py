@@ -34,7 +34,11 @@ def test_spellings_of_a_strategy(value: Any) -> None:
         ({"shard_size": 0}, "'shard_size': input should be greater than or equal to 1, got 0", None),
         ({"cpu_offload": "maybe"}, "'cpu_offload': input should be a valid boolean, got 'maybe'", None),
         ({"wrap": "class"}, "wrap = 'class' with wrap_classes = []", "wrap: class needs"),
-        ({"wrap_classes": "Block"}, "wrap = 'auto' with wrap_classes = ['Block']", "go with wrap: class"),
+        (
+            {"wrap": "none", "wrap_classes": "Block"},
+            "wrap = 'none' with wrap_classes = ['Block']",
+            "go with wrap: class",
+        ),
         ({"wrap": "size"}, "wrap_min_numel = None", "needs one"),
         ({"activation_checkpointing_reentrant": True}, "activation_checkpointing is not", None),
         ({"strategy": 3, "reshard_after_forward": True}, "means nothing for NO_SHARD", "FULL_SHARD"),

@@ -1,4 +1,11 @@
-"""Every setting of a sharded run, as validated data. No torch here: dtypes and classes are names.
+"""Every setting of a run, as validated data. No torch here: dtypes and classes are names.
+
+    RunConfig
+    ├── launch      LaunchConfig      processes, hosts, rendezvous, logs
+    ├── sharding    ShardingConfig    how a model is divided over the ranks
+    ├── precision   PrecisionConfig   dtypes
+    ├── training    TrainingConfig    what the loop does around the engine
+    └── checkpoint  CheckpointConfig  what is written
 
 An unknown field, a value of the wrong type and a combination that cannot be honoured are all `ConfigError`.
 """
@@ -6,7 +13,8 @@ An unknown field, a value of the wrong type and a combination that cannot be hon
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -18,12 +26,67 @@ BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 WrapKind = Literal["auto", "none", "class", "size"]
 PrecisionMode = Literal["no", "fp32", "bf16", "fp16"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+RendezvousBackend = Literal["c10d", "static"]
+StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with one setting, or with several together.
+
+    Attributes:
+        settings: their names within the group, most to blame first; empty if that cannot be said.
+        message: what is wrong, got / expected.
+        hint: one action that mends it.
+    """
+
+    settings: tuple[str, ...]
+    message: str
+    hint: str | None = None
+
+
+class SettingsError(ConfigError):
+    """Some settings of a group are wrong.
+
+    Args:
+        group: the class of the settings.
+        faults: every fault that was found.
+    """
+
+    def __init__(self, group: str, faults: Sequence[Fault]) -> None:
+        hints = list(dict.fromkeys(fault.hint for fault in faults if fault.hint))
+        super().__init__(f"{group}: {'; '.join(fault.message for fault in faults)}", hint="; ".join(hints) or None)
+        self.group, self.faults = group, tuple(faults)
+
+    def __reduce__(self) -> tuple[type[SettingsError], tuple[str, tuple[Fault, ...]]]:
+        return type(self), (self.group, self.faults)
+
+
+class CombinationError(ConfigError):
+    """Settings that are right one by one, but not together.
+
+    Args:
+        message: what contradicts what.
+        settings: their names within the group, most to blame first.
+        hint: one action that mends it.
+    """
+
+    def __init__(self, message: str, *settings: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.settings = settings
+
+
+def plain_message(error: BaseException) -> str:
+    """The message of an error without its hint."""
+    return str(error).split("\nhint: ")[0]
+
+
 class _Settings(BaseModel):
-    """A frozen group of settings whose construction raises `ConfigError`."""
+    """A frozen group of settings whose construction raises `SettingsError`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
@@ -31,7 +94,7 @@ class _Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise self._explain(error) from None
+            raise SettingsError(type(self).__name__, [self._fault(item) for item in error.errors()]) from None
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | Self | None) -> Self:
@@ -49,21 +112,24 @@ class _Settings(BaseModel):
         return cls(**(value or {}))
 
     @classmethod
-    def _explain(cls, error: ValidationError) -> ConfigError:
-        lines, hint = [], None
-        for item in error.errors():
-            where = ".".join(str(part) for part in item["loc"])
-            if item["type"] == "extra_forbidden":
-                close = difflib.get_close_matches(where, cls.model_fields, n=1, cutoff=0.5)
-                hint = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(cls.model_fields)}"
-                lines.append(f"unknown setting {where!r}")
-            elif item["type"] == "value_error":
-                cause = item["ctx"]["error"]
-                hint = getattr(cause, "hint", None) or hint
-                lines.append(str(cause).split("\nhint: ")[0])
-            else:
-                lines.append(f"setting {where!r}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}")
-        return ConfigError(f"{cls.__name__}: {'; '.join(lines)}", hint=hint)
+    def _fault(cls, item: Any) -> Fault:
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            return Fault((where,), f"unknown setting {where!r}", suggestion(where, cls.model_fields))
+        if item["type"] == "value_error":
+            cause = item["ctx"]["error"]
+            names = getattr(cause, "settings", ()) or ((where,) if where else ())
+            return Fault(names, plain_message(cause), getattr(cause, "hint", None))
+        first = str(item["loc"][0])
+        message = f"setting {where!r}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+        return Fault((first,), message)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """A hint for an unknown name: the one it resembles, else all there are."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(names)}"
 
 
 class ShardingConfig(_Settings):
@@ -80,14 +146,14 @@ class ShardingConfig(_Settings):
     the strategy that differs in this alone is taken: FULL_SHARD with `false` is SHARD_GRAD_OP, and so on."""
 
     wrap: WrapKind = "auto"
-    """Which modules are units: `auto` (the model's own list of layers, else its repeated block), `class`, `size`, or
-    `none` (the root alone)."""
+    """Which modules are units: `class`, `size`, `none` (the root alone), or `auto`: by class or by size if a setting
+    below says so, else the model's own list of layers, else its repeated block."""
 
     wrap_classes: tuple[str, ...] = ()
-    """Class names of the units, for `wrap: class`. A text with commas is split."""
+    """Class names of the units. A text with commas is split."""
 
     wrap_min_numel: int | None = Field(default=None, ge=1)
-    """Parameters a unit has at least, for `wrap: size`."""
+    """Parameters a unit has at least."""
 
     ignored_modules: str | None = None
     """A regular expression; modules whose whole qualified name matches it keep their parameters unsharded."""
@@ -110,8 +176,23 @@ class ShardingConfig(_Settings):
     sync_module_states: bool = True
     """Whether rank 0's parameters and buffers are broadcast at the start. Without it all ranks must start equal."""
 
+    cpu_ram_efficient_loading: bool = False
+    """Whether `from_pretrained` reads weights on each host's first rank only. Needs `sync_module_states`."""
+
     compile: bool = False
     """Whether the forward of every unit is compiled, each on its own."""
+
+    compile_backend: str = "inductor"
+    """Backend of `torch.compile`."""
+
+    compile_mode: CompileMode = "default"
+    """Mode of `torch.compile`."""
+
+    compile_fullgraph: bool = False
+    """Whether a unit that does not compile as one graph is an error."""
+
+    compile_dynamic: bool | None = None
+    """Whether shapes are dynamic from the start. None: after the first recompilation."""
 
     @field_validator("strategy", mode="before")
     @classmethod
@@ -134,21 +215,58 @@ class ShardingConfig(_Settings):
     def _any_case(cls, value: object) -> object:
         return value.strip().upper() if isinstance(value, str) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_wrap(cls, values: object) -> object:
+        if isinstance(values, Mapping) and values.get("wrap", "auto") == "auto":
+            kind = "class" if values.get("wrap_classes") else "size" if values.get("wrap_min_numel") else "auto"
+            return {**values, "wrap": kind}
+        return values
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.wrap == "class") != bool(self.wrap_classes):
-            raise ConfigError(
+            raise CombinationError(
                 f"wrap = {self.wrap!r} with wrap_classes = {list(self.wrap_classes)}",
+                "wrap",
+                "wrap_classes",
                 hint="class names go with wrap: class, and wrap: class needs at least one",
             )
         if (self.wrap == "size") != (self.wrap_min_numel is not None):
-            raise ConfigError(
+            raise CombinationError(
                 f"wrap = {self.wrap!r} with wrap_min_numel = {self.wrap_min_numel}",
+                "wrap",
+                "wrap_min_numel",
                 hint="a size goes with wrap: size, and wrap: size needs one",
             )
         if self.activation_checkpointing_reentrant and not self.activation_checkpointing:
-            raise ConfigError("activation_checkpointing_reentrant is set, but activation_checkpointing is not")
-        self.resolved_strategy()
+            raise CombinationError(
+                "activation_checkpointing_reentrant is set, but activation_checkpointing is not",
+                "activation_checkpointing_reentrant",
+                hint="set activation_checkpointing: true, or leave activation_checkpointing_reentrant out",
+            )
+        if self.activation_checkpointing and self.wrap == "none":
+            raise CombinationError(
+                "activation_checkpointing recomputes unit by unit, and wrap = 'none' makes the model one unit",
+                "activation_checkpointing",
+                "wrap",
+                hint="use wrap: auto, or leave activation_checkpointing out",
+            )
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            raise CombinationError(
+                "cpu_ram_efficient_loading without sync_module_states would train on empty weights",
+                "sync_module_states",
+                "cpu_ram_efficient_loading",
+                hint="leave sync_module_states out",
+            )
+        row = self.resolved_strategy()
+        if self.cpu_offload and Axis.SHARD not in row.placements:
+            raise CombinationError(
+                f"cpu_offload moves shards to the host, and {row.name} has none",
+                "cpu_offload",
+                "strategy",
+                hint="use FULL_SHARD or SHARD_GRAD_OP, or leave cpu_offload out",
+            )
         return self
 
     def resolved_strategy(self) -> Strategy:
@@ -163,8 +281,10 @@ class ShardingConfig(_Settings):
         for other in STRATEGIES.values():
             if other.placements == row.placements and other.reshard_after_forward == self.reshard_after_forward:
                 return other
-        raise ConfigError(
+        raise CombinationError(
             f"reshard_after_forward = {self.reshard_after_forward} means nothing for {row.name}: it shards nothing",
+            "reshard_after_forward",
+            "strategy",
             hint="leave reshard_after_forward out, or use FULL_SHARD",
         )
 
@@ -238,6 +358,166 @@ class PrecisionConfig(_Settings):
     def upcasts_main_weights(self) -> bool:
         """Whether trainable parameters stored in half precision become float32 main weights."""
         return self.mode != "no"
+
+
+class LaunchConfig(_Settings):
+    """Where and how the processes of a job are started."""
+
+    num_processes: int | None = Field(default=None, ge=1)
+    """Processes of the whole job, over all hosts. None: one per device; on a CPU 2 per host, if it has 2 cores."""
+
+    num_machines: int = Field(default=1, ge=1)
+    """Hosts."""
+
+    machine_rank: int | None = Field(default=None, ge=0)
+    """Which host this is, from 0. Needed by the static rendezvous on several hosts."""
+
+    main_process_ip: str | None = None
+    """Address of the host with machine rank 0. Needed on several hosts."""
+
+    main_process_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the rendezvous there; 0 takes a free one, on one host only. None: 29500 on several hosts, else free."""
+
+    rdzv_backend: RendezvousBackend | None = None
+    """How hosts find one another: `static` by machine rank, `c10d` in any order and after restarts. None: `static` if
+    `machine_rank` is given, else `c10d`."""
+
+    rdzv_id: str | None = None
+    """Name of the job, the same on every host."""
+
+    rdzv_conf: str = ""
+    """Further settings of the rendezvous, as `key=value,key=value`."""
+
+    max_restarts: int = Field(default=0, ge=0)
+    """How often all processes are started again after one failed."""
+
+    monitor_interval: float = Field(default=0.1, gt=0)
+    """Seconds between two looks at the processes."""
+
+    device: Device = "auto"
+    """What to compute on; `auto` prefers an accelerator and falls back to the CPU."""
+
+    gpu_ids: tuple[str, ...] | None = None
+    """Accelerators of this host to use. None: all."""
+
+    num_cpu_threads_per_process: int | None = Field(default=None, ge=1)
+    """Threads of each process. None: the host's processors, shared out."""
+
+    log_dir: str | None = None
+    """Directory for each rank's standard output and error."""
+
+    role: str = "default"
+    """Name of the processes in the logs."""
+
+    debug: bool = False
+    """Whether collectives are checked against one another while running (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+
+    @field_validator("gpu_ids", mode="before")
+    @classmethod
+    def _split_ids(cls, value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        if isinstance(value, str):
+            value = None if value.strip().lower() == "all" else value.split(",")
+        if isinstance(value, list | tuple):
+            return tuple(str(item).strip() for item in value)
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.machine_rank is not None and self.machine_rank >= self.num_machines:
+            raise CombinationError(
+                f"machine_rank = {self.machine_rank} of num_machines = {self.num_machines}",
+                "machine_rank",
+                "num_machines",
+                hint="machine ranks count from 0",
+            )
+        if self.num_processes is not None and self.num_processes % self.num_machines:
+            raise CombinationError(
+                f"num_processes = {self.num_processes} cannot be shared equally by num_machines = {self.num_machines}",
+                "num_processes",
+                "num_machines",
+                hint="num_processes is the total over all hosts; use a multiple of num_machines",
+            )
+        if self.num_machines > 1 and self.main_process_port == 0:
+            raise CombinationError(
+                "main_process_port = 0 lets one host choose a port that the others cannot know",
+                "main_process_port",
+                "num_machines",
+                hint="name a port, for example 29500",
+            )
+        if self.rdzv_backend == "static" and self.num_machines > 1 and self.machine_rank is None:
+            raise CombinationError(
+                "the static rendezvous of several hosts needs machine_rank",
+                "rdzv_backend",
+                "machine_rank",
+                hint="give --machine_rank on each host, or use rdzv_backend: c10d",
+            )
+        return self
+
+
+class TrainingConfig(_Settings):
+    """What a training loop does around the engine."""
+
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-batches per optimizer step."""
+
+
+class CheckpointConfig(_Settings):
+    """What checkpoints hold."""
+
+    state_dict_type: StateDictType = "SHARDED_STATE_DICT"
+    """Whether a saved model is one part per rank or whole."""
+
+    @field_validator("state_dict_type", mode="before")
+    @classmethod
+    def _any_case(cls, value: object) -> object:
+        return value.strip().upper() if isinstance(value, str) else value
+
+
+class RunConfig(_Settings):
+    """All settings of a run."""
+
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """Processes, hosts, rendezvous, logs."""
+
+    sharding: ShardingConfig = Field(default_factory=ShardingConfig)
+    """How a model is divided over the ranks."""
+
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    """Dtypes."""
+
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    """What the loop does around the engine."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """What is written."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        placements = self.sharding.resolved_strategy().placements
+        size, launch = self.sharding.shard_size, self.launch
+        if len(placements) == len(Axis) and size is None and launch.num_machines == 1 and launch.num_processes:
+            raise CombinationError(
+                f"{self.sharding.strategy} on one host without shard_size would be one shard group, without replicas",
+                "sharding.strategy",
+                "sharding.shard_size",
+                hint="set shard_size to the number of ranks per shard group, or use FULL_SHARD",
+            )
+        if launch.num_processes is not None:
+            try:
+                self.sharding.resolved_strategy().mesh_shape(
+                    launch.num_processes, self.sharding.resolved_shard_size(launch.num_processes // launch.num_machines)
+                )
+            except ConfigError as error:
+                raise CombinationError(
+                    plain_message(error), "sharding.shard_size", "launch.num_processes", hint=error.hint
+                ) from None
+        return self
+
+
+SECTIONS = tuple(RunConfig.model_fields)
+"""The groups of a `RunConfig`; a setting's path is `group.name`."""
 
 
 _COMPUTE: dict[PrecisionMode, Dtype | None] = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

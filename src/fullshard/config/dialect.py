@@ -1,0 +1,287 @@
+"""A dialect is a table: for each key that people write, what becomes of it here.
+
+Every key is used, translated (and a note says into what), or has no effect here (and a note says why). Whatever is not
+in the table is an error with a suggestion. The documentation's tables and the tests are made from these rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from fullshard.config import values
+from fullshard.config.origin import Entry, Origin
+from fullshard.config.schema import plain_message
+from fullshard.core.errors import ConfigError
+
+Settings = Mapping[str, Any]
+"""Values by path, `group.name`."""
+
+
+class Status(StrEnum):
+    """What becomes of a key."""
+
+    USED = "used"
+    TRANSLATED = "translated"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One row of a dialect.
+
+    Attributes:
+        name: the key as its own tool writes it today.
+        status: what becomes of it.
+        target: path of the setting it sets; for several, see `read`.
+        because: for a key without effect the reason; for a translated one what it means here; for a refused one why.
+        spellings: other spellings that are understood: deprecated or mistaken ones.
+        read: turns the value into settings by path, for a row that is not plainly `target = value`. A `ConfigError` or
+            `ValueError` is a fault of the value; None means that this value has no effect.
+        section: the dialect of the mapping that is its value.
+        unset: values that ask for nothing; a refused key may have them.
+        variable: the environment variable that carries it.
+    """
+
+    name: str
+    status: Status = Status.USED
+    target: str = ""
+    because: str = ""
+    spellings: tuple[str, ...] = ()
+    read: Callable[[Any], Settings | None] | None = None
+    section: Dialect | None = None
+    unset: tuple[Any, ...] = (None, False, "", "no", "false", "none")
+    variable: str | None = None
+
+    def settings(self, value: Any) -> Settings | None:
+        """What `value` sets.
+
+        Raises:
+            ConfigError, ValueError: it cannot be read, or is refused.
+        """
+        if self.read is not None:
+            return self.read(value)
+        return {self.target: values.coerce(self.target, value)} if self.target else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting with the place it comes from.
+
+    Attributes:
+        path: `group.name`.
+        value: of the setting's type.
+        origin: where it was written.
+        key: as it was written there.
+    """
+
+    path: str
+    value: Any
+    origin: Origin
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What became of a key that was not plainly used.
+
+    Attributes:
+        origin: where it was written.
+        key: as it was written there.
+        status: translated or no effect.
+        text: the note, without origin and key.
+    """
+
+    origin: Origin
+    key: str
+    status: Status
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.key} {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a configuration is not accepted.
+
+    Attributes:
+        origins: the places to look at.
+        message: what is wrong, got / expected.
+        hint: one action that mends it.
+    """
+
+    origins: tuple[Origin, ...]
+    message: str
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        where = ", ".join(dict.fromkeys(origin.text for origin in self.origins))
+        return f"{where}: {self.message}" if where else self.message
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise one error that lists all problems, if there are any.
+
+    Raises:
+        ConfigError: there are.
+    """
+    problems = list(problems)
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise ConfigError(str(problems[0]), hint=problems[0].hint)
+    lines = [f"  {problem}" + (f" ({problem.hint})" if problem.hint else "") for problem in problems]
+    raise ConfigError(
+        "\n".join([f"{len(problems)} problems", *lines]),
+        hint="mend these and try again; `fullshard config check` looks without running",
+    )
+
+
+@dataclass(slots=True)
+class Reading:
+    """What was found in one source.
+
+    Attributes:
+        settings: in the order they were written.
+        notes: on the keys that were not plainly used.
+        problems: all of them; a reading with problems must not be used.
+    """
+
+    settings: list[Setting] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, other: Reading) -> None:
+        """Take over what another reading found."""
+        self.settings += other.settings
+        self.notes += other.notes
+        self.problems += other.problems
+
+    def setting(self, path: str) -> Setting | None:
+        """The last setting of `path`, or None."""
+        return next((setting for setting in reversed(self.settings) if setting.path == path), None)
+
+    def drop(self, path: str, because: str) -> None:
+        """Remove a setting that means nothing beside the others, and say so."""
+        for setting in [setting for setting in self.settings if setting.path == path]:
+            self.settings.remove(setting)
+            self.notes.append(Note(setting.origin, setting.key, Status.NO_EFFECT, f"has no effect here: {because}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A table of keys.
+
+    Attributes:
+        name: whose words these are, for messages.
+        keys: the rows.
+        prefix: a key may be written with it or without.
+        finish: looks at the whole reading once more, for keys whose meaning depends on others.
+    """
+
+    name: str
+    keys: tuple[Key, ...]
+    prefix: str = ""
+    finish: Callable[[Reading], None] | None = None
+
+    def find(self, name: str) -> Key | None:
+        """The row for a key as written: any case, `-` or `_`, with the prefix or without."""
+        wanted = _normal(name)
+        options = {wanted, self.prefix + wanted, wanted.removeprefix(self.prefix)} if self.prefix else {wanted}
+        for key in self.keys:
+            if options & {_normal(spelling) for spelling in (key.name, *key.spellings)}:
+                return key
+        return None
+
+    def spellings(self) -> list[str]:
+        """Every key that is understood."""
+        return [spelling for key in self.keys for spelling in (key.name, *key.spellings)]
+
+    def read(self, entries: Iterable[Entry]) -> Reading:
+        """What the entries set. Nothing is raised: faults are in the reading's problems."""
+        reading = Reading()
+        for entry in entries:
+            key = self.find(entry.key)
+            if key is None:
+                reading.problems.append(self._unknown(entry))
+            else:
+                reading.add(_read_entry(key, entry))
+        if self.finish is not None:
+            self.finish(reading)
+        return reading
+
+    def _unknown(self, entry: Entry) -> Problem:
+        known = {_normal(spelling): spelling for spelling in self.spellings()}
+        close = difflib.get_close_matches(_normal(entry.key), known, n=1, cutoff=0.6)
+        if not close and self.prefix:
+            close = difflib.get_close_matches(self.prefix + _normal(entry.key), known, n=1, cutoff=0.6)
+        everything = ", ".join(key.name for key in self.keys)
+        hint = f"did you mean {known[close[0]]!r}?" if close else f"known are {everything}"
+        return Problem((entry.origin,), f"unknown key {entry.key!r} in {self.name}", hint)
+
+
+def _normal(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _read_entry(key: Key, entry: Entry) -> Reading:
+    reading = Reading()
+    if key.section is not None and not values.is_none(entry.value):
+        if entry.is_mapping:
+            return key.section.read(entry.value)
+        if entry.value == {}:
+            return reading
+        message = f"{entry.key} holds nested keys, got {entry.value!r}"
+        return Reading(problems=[Problem((entry.origin,), message, "indent its keys below it")])
+    if key.section is not None:
+        return reading
+    if entry.is_mapping and key.status is not Status.NO_EFFECT and key.read is None:
+        message = f"{entry.key} is one value, got nested keys"
+        return Reading(problems=[Problem((entry.origin,), message, "write its value after the colon")])
+    if key.status is Status.REFUSED:
+        if not _is_unset(entry.value, key.unset):
+            message = f"{entry.key} = {shown(entry.value)} is not supported: {key.because}"
+            reading.problems.append(Problem((entry.origin,), message, f"leave {entry.key} out"))
+        return reading
+    try:
+        found = key.settings(entry.value)
+    except (ConfigError, ValueError) as error:
+        message = plain_message(error)
+        hint = getattr(error, "hint", None) or f"see {key.target or key.name} in `fullshard config explain`"
+        reading.problems.append(Problem((entry.origin,), f"{entry.key}: {message}", hint))
+        return reading
+    if found is None or key.status is Status.NO_EFFECT:
+        reading.notes.append(Note(entry.origin, entry.key, Status.NO_EFFECT, f"has no effect here: {key.because}"))
+        return reading
+    reading.settings += [Setting(path, value, entry.origin, entry.key) for path, value in found.items()]
+    if key.status is Status.TRANSLATED or _normal(entry.key) in map(_normal, key.spellings):
+        meaning = ", ".join(f"{path} = {shown(value)}" for path, value in found.items()) or "nothing"
+        reason = f" ({key.because})" if key.because else ""
+        reading.notes.append(Note(entry.origin, entry.key, Status.TRANSLATED, f"is translated to {meaning}{reason}"))
+    return reading
+
+
+def _is_unset(value: Any, unset: tuple[Any, ...]) -> bool:
+    if isinstance(value, str):
+        value = value.strip().lower()
+    return value in [*unset, [], {}, ()]
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would write it, on one line."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return "[" + ", ".join(shown(item.value if isinstance(item, Entry) else item) for item in value) + "]"
+        case str() if value == "" or value.strip() != value:
+            return repr(value)
+        case _:
+            return str(value)

@@ -1,0 +1,39 @@
+"""How the launcher gives the resolved configuration to its workers: one file, named by one variable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from fullshard.config.schema import RunConfig
+from fullshard.core.errors import ConfigError
+
+CONFIG_VARIABLE = "FULLSHARD_CONFIG"
+"""Path of the file with the resolved configuration, in JSON."""
+
+
+def hand_over(config: RunConfig, path: Path) -> dict[str, str]:
+    """Write `config` to `path`, and give the variables that tell a worker of it."""
+    path.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return {CONFIG_VARIABLE: str(path)}
+
+
+def handed_over(environ: Mapping[str, str] | None = None) -> RunConfig | None:
+    """The configuration that a launcher handed to this process; None if none did.
+
+    Raises:
+        ConfigError: the file is gone or holds anything else.
+    """
+    path = (os.environ if environ is None else environ).get(CONFIG_VARIABLE)
+    if path is None:
+        return None
+    try:
+        return RunConfig.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValidationError, ConfigError) as error:
+        raise ConfigError(
+            f"${CONFIG_VARIABLE} = {path} holds no resolved configuration: {error}",
+            hint="start the script with `fullshard launch`, or unset the variable",
+        ) from None

@@ -1,0 +1,77 @@
+"""Where a value was written, so that every message and `fullshard config explain` can say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+
+class Precedence(IntEnum):
+    """Which source wins where several set the same thing: the highest."""
+
+    DEFAULT = 0
+    FILE = 1
+    ENVIRONMENT = 2
+    FLAG = 3
+    ARGUMENT = 4
+    """an argument in the script itself"""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One place.
+
+    Attributes:
+        precedence: the kind of place.
+        text: as people write it: `run.yaml:7:3`, `--fsdp_offload_params`, `$FSDP_OFFLOAD_PARAMS`.
+    """
+
+    precedence: Precedence
+    text: str
+
+    @classmethod
+    def file(cls, path: str, line: int, column: int) -> Origin:
+        """A place in a file; line and column count from 1."""
+        return cls(Precedence.FILE, f"{path}:{line}:{column}")
+
+    @classmethod
+    def variable(cls, name: str) -> Origin:
+        """An environment variable."""
+        return cls(Precedence.ENVIRONMENT, f"${name}")
+
+    @classmethod
+    def flag(cls, name: str) -> Origin:
+        """A flag on the command line, with its dashes."""
+        return cls(Precedence.FLAG, name)
+
+    @classmethod
+    def argument(cls, name: str) -> Origin:
+        """An argument that a script passes."""
+        return cls(Precedence.ARGUMENT, name)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+DEFAULT = Origin(Precedence.DEFAULT, "default")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key with its value, as found.
+
+    Attributes:
+        key: as written.
+        value: a scalar, a list, or a tuple of entries for a mapping.
+        origin: where.
+    """
+
+    key: str
+    value: Any
+    origin: Origin
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the value is a mapping."""
+        return isinstance(self.value, tuple)

@@ -1,0 +1,100 @@
+"""From readings of several sources to one `RunConfig`: the highest source wins, setting by setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.config.dialect import Note, Problem, Reading, Setting, refuse
+from fullshard.config.origin import DEFAULT, Origin
+from fullshard.config.schema import SECTIONS, Fault, RunConfig, SettingsError
+
+_WRAP = ("sharding.wrap", "sharding.wrap_classes", "sharding.wrap_min_numel")
+_OVERRULES = {"sharding.strategy": ("sharding.reshard_after_forward",), **dict.fromkeys(_WRAP, _WRAP)}
+"""What a setting overrules in lower sources besides itself, because it says the same thing in another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration that can be run.
+
+    Attributes:
+        config: every value.
+        settings: by path, those that some source has set.
+        notes: what became of the keys that were not plainly used.
+    """
+
+    config: RunConfig
+    settings: dict[str, Setting]
+    notes: tuple[Note, ...]
+
+    def value(self, path: str) -> Any:
+        """The value at `group.name`."""
+        group, name = path.split(".")
+        return getattr(getattr(self.config, group), name)
+
+    def origin(self, path: str) -> Origin:
+        """Where the value at `group.name` comes from."""
+        return self.settings[path].origin if path in self.settings else DEFAULT
+
+
+def resolve(readings: Iterable[Reading]) -> Resolved:
+    """Merge readings and validate the whole.
+
+    Args:
+        readings: in any order; each setting carries the precedence of its source. Of two with the same, the later wins.
+
+    Raises:
+        ConfigError: a reading has problems, or the settings do not go together; all are listed with their places.
+    """
+    readings = list(readings)
+    problems = [problem for reading in readings for problem in reading.problems]
+    settings = _merge(setting for reading in readings for setting in reading.settings)
+    problems += _faults_of_groups(settings)
+    refuse(problems)
+    try:
+        groups: dict[str, Any] = {group: _group(settings, group) for group in SECTIONS}
+        config = RunConfig(**groups)
+    except SettingsError as error:
+        refuse(_problem(fault, settings) for fault in error.faults)
+        raise
+    return Resolved(config, settings, tuple(note for reading in readings for note in reading.notes))
+
+
+def _merge(found: Iterable[Setting]) -> dict[str, Setting]:
+    by_path: dict[str, Setting] = {}
+    for setting in sorted(found, key=lambda setting: setting.origin.precedence):  # stable: the later wins
+        by_path[setting.path] = setting
+    for path, others in _OVERRULES.items():
+        if path in by_path:
+            highest = by_path[path].origin.precedence
+            for other in others:
+                if other in by_path and by_path[other].origin.precedence < highest:
+                    del by_path[other]
+    return by_path
+
+
+def _group(settings: dict[str, Setting], group: str) -> dict[str, Any]:
+    return {path.split(".")[1]: setting.value for path, setting in settings.items() if path.startswith(f"{group}.")}
+
+
+def _faults_of_groups(settings: dict[str, Setting]) -> list[Problem]:
+    problems = []
+    for group in SECTIONS:
+        model: Any = RunConfig.model_fields[group].annotation
+        try:
+            model(**_group(settings, group))
+        except SettingsError as error:
+            problems += [_problem(fault, settings, f"{group}.") for fault in error.faults]
+    return problems
+
+
+def _problem(fault: Fault, settings: dict[str, Setting], prefix: str = "") -> Problem:
+    blamed = [settings[prefix + name] for name in fault.settings if prefix + name in settings]
+    message = fault.message
+    for setting in blamed:
+        name = setting.path.split(".")[1]
+        if setting.key != name:  # the user wrote another word for it
+            message += f" ({setting.key} sets {name})"
+    return Problem(tuple(setting.origin for setting in blamed), message, fault.hint)

@@ -1,0 +1,109 @@
+"""Values as people write them: `'no'`, `True`, `1e8`, `"A, B"`; each becomes the type its setting has.
+
+A value that cannot be read is a `ValueError` whose message says what was expected and what was given.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from fullshard.config.schema import RunConfig
+
+_TRUE = {"true", "yes", "on", "y", "1"}
+_FALSE = {"false", "no", "off", "n", "0"}
+_NONE = {"", "none", "null", "~"}
+
+Read = Callable[[Any], Any]
+
+
+def boolean(value: Any) -> bool:
+    """A truth value in any of the spellings of YAML and of environment variables."""
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError(f"expected true or false, got {value!r}")
+
+
+def integer(value: Any) -> int:
+    """A whole number; `1e8` and `100_000` are such."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"expected a whole number, got {value!r}")
+    try:
+        number = float(value)
+        if number.is_integer():
+            return int(value) if isinstance(value, int) or str(value).strip().lstrip("+-").isdigit() else int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"expected a whole number, got {value!r}")
+
+
+def number(value: Any) -> float:
+    """A number."""
+    try:
+        if not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"expected a number, got {value!r}")
+
+
+def text(value: Any) -> str:
+    """A text, without spaces around it."""
+    if isinstance(value, bool | list | tuple | Mapping):
+        raise ValueError(f"expected a text, got {value!r}")
+    return str(value).strip()
+
+
+def names(value: Any) -> tuple[str, ...]:
+    """Names: a list, or a text with commas; spaces around a name are dropped."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
+        raise ValueError(f"expected names separated by commas, got {value!r}")
+    return tuple(name for item in items if (name := str(item).strip()))
+
+
+def is_none(value: Any) -> bool:
+    """Whether the value means that nothing was set."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in _NONE)
+
+
+def setting_type(path: str) -> Any:
+    """The annotation of the setting at `group.name`."""
+    group, name = path.split(".")
+    model: Any = RunConfig.model_fields[group].annotation
+    return model.model_fields[name].annotation
+
+
+def coerce(path: str, value: Any) -> Any:
+    """The value for the setting at `group.name`, of that setting's type. Ranges and choices are the schema's business.
+
+    Raises:
+        ValueError: it cannot be read as that type.
+    """
+    kinds = _members(setting_type(path))
+    if type(None) in kinds and is_none(value):
+        return None
+    if kinds & {"names"}:
+        return names(value)
+    for kind, read in ((bool, boolean), (int, integer), (float, number)):
+        if kind in kinds:
+            return read(value)
+    if isinstance(value, bool):
+        return value  # `mode: no` is a false in YAML; the schema knows
+    return text(value)
+
+
+def _members(annotation: Any) -> set[Any]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return set().union(*(_members(member) for member in get_args(annotation)))
+    if get_origin(annotation) is Literal:
+        return {str}
+    if get_origin(annotation) is tuple:
+        return {"names"}
+    return {annotation}
