@@ -27,6 +27,7 @@ from fullshard.engine.gradient import Gradient
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.wrap.partition import Slot
+from fullshard.wrap.quantized import aliases, is_exact
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
@@ -36,7 +37,7 @@ class Bucket:
     """Storage of one bucket and its way from sharded to unsharded and back.
 
     Args:
-        slots: parameters of one dtype and one `requires_grad`, on the mesh's device.
+        slots: parameters of one dtype and one `requires_grad`, all exact or none, on the mesh's device.
         mesh: the ranks that share it.
         policy: dtypes per role.
     """
@@ -58,7 +59,8 @@ class Bucket:
     def __init__(self, slots: Sequence[Slot], *, mesh: Mesh, policy: MixedPrecisionPolicy) -> None:
         self.slots, self.mesh = slots, mesh
         first = slots[0].parameter
-        self.dtype, self.compute_dtype = first.dtype, policy.compute_dtype(first.dtype)
+        self.dtype = first.dtype
+        self.compute_dtype = self.dtype if is_exact(first) else policy.compute_dtype(self.dtype)
         self.reduce_dtype = policy.gradient_dtype(first.dtype)
         itemsizes = [self.dtype.itemsize, self.compute_dtype.itemsize]
         if self.dtype.is_floating_point:
@@ -88,7 +90,8 @@ class Bucket:
         for index, slot in enumerate(self.slots):
             # `.data` keeps the parameter object (subclasses, tied identities) and gives it a version counter of its
             # own; `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
-            slot.parameter.data = self._view(self.full, index)
+            for tensor in (slot.parameter, *aliases(slot.parameter)):
+                tensor.data = self._view(self.full, index)
         self.reshard()
 
     def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ from fullshard.engine.schedule import BackwardPrefetch
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.unit import Unit, UnitState
 from fullshard.wrap.partition import UnitPlan, partition
+from fullshard.wrap.quantized import expose_scales
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -89,6 +90,8 @@ def fully_shard(
     for one in modules:
         if unit_of(one) is not None:
             raise WrapError(f"{type(one).__name__} is a unit already", hint="call fully_shard once per module")
+    for one in modules:
+        expose_scales(one)
     inner = [m for root in modules for m in root.modules() if unit_of(m) is not None]
     [plan] = partition(modules, ignored=ignored_params or (), stop_at=inner)
     _make_unit(
@@ -155,6 +158,7 @@ def shard_model(
     if any(unit_of(m) is not None for m in model.modules()):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
     reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+    expose_scales(model)
     plans = partition([model], unit_modules, ignored=ignored_params or ())
     for plan in plans:
         _make_unit(

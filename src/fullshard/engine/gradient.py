@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fullshard.comm.base import Work
+from fullshard.core.errors import LifecycleError
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
@@ -72,6 +73,12 @@ class Gradient:
         if grad is None:
             return
         parameter.grad = None
+        if parameter.untyped_storage().data_ptr() != self.bucket.full.untyped_storage().data_ptr():
+            raise LifecycleError(
+                f"rank {self.bucket.mesh.rank}, parameter {'='.join(self.bucket.sharded_parameters[index].names)}: "
+                f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
+                hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
+            )
         if grad.is_sparse:
             grad = grad.to_dense()
         view = self.bucket._view(self._unsharded(), index)

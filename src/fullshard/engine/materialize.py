@@ -18,6 +18,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
 from fullshard.engine.agree import check_agreement
 from fullshard.wrap.partition import UnitPlan
+from fullshard.wrap.quantized import is_exact
 
 InitFunction = Callable[[nn.Module], Any]
 """Initialises the parameters and buffers that belong to one module directly (not to its children)."""
@@ -158,7 +159,7 @@ def _default_init(model: nn.Module | None, roots: list[nn.Module]) -> InitFuncti
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     for name, buffer in module._buffers.items():
-        if buffer is not None:
+        if buffer is not None and not is_exact(buffer):
             to_dtype = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
             module._buffers[name] = buffer.to(device=device, dtype=to_dtype)
 

@@ -28,6 +28,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
 from fullshard.wrap.partition import Slot, UnitPlan
+from fullshard.wrap.quantized import is_exact
 
 if TYPE_CHECKING:
     from fullshard.engine.schedule import Schedule
@@ -464,10 +465,11 @@ class _located:
 
 
 def _by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
-    """Slots grouped by (stored dtype, trainable), which with the unit's policy fixes all other dtypes."""
-    groups: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+    """Slots grouped by (stored dtype, trainable, exact), which with the unit's policy fixes all other dtypes."""
+    groups: dict[tuple[torch.dtype, bool, bool], list[Slot]] = {}
     for slot in slots:
-        groups.setdefault((slot.parameter.dtype, slot.parameter.requires_grad), []).append(slot)
+        parameter = slot.parameter
+        groups.setdefault((parameter.dtype, parameter.requires_grad, is_exact(parameter)), []).append(slot)
     return list(groups.values())
 
 

@@ -1,0 +1,112 @@
+"""Quantised weights: their scales become parameters too, so that they are sharded with the weights.
+
+A weight quantised by bitsandbytes carries its scales as plain tensors in a Python attribute, where no module tree
+shows them: a sharding engine that looks at parameters alone leaves a whole copy on every rank (1 GiB for a 70 B model
+in 4 bits). Here each scale tensor becomes a frozen parameter beside its weight, under the name that bitsandbytes itself
+gives it in a state dict, and the very object that the kernels read, so nothing else has to know.
+
+| layer | weight | scales that become parameters |
+|---|---|---|
+| `Linear4bit`, `Embedding4bit` | packed values, any `quant_storage` | `weight.absmax`, `weight.nested_absmax` |
+| `Linear8bitLt`, `Embedding8bit` | int8 | `SCB` |
+
+What stays on every rank is what does not grow with the layer: the code book, and with double quantisation one offset,
+which becomes a buffer so that checkpoints hold it.
+
+Weights and scales are *exact*: they are gathered as the bytes they are, whatever the precision policy says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import WrapError
+
+_EXACT = "_fullshard_exact"
+_ALIASES = "_fullshard_aliases"
+
+
+def is_exact(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is bytes with a meaning of their own, never cast and never computed with."""
+    return getattr(tensor, _EXACT, False)
+
+
+def aliases(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Further tensors that must share the parameter's memory wherever that is: kernels read those instead of it."""
+    return getattr(parameter, _ALIASES, ())
+
+
+def expose_scales(model: nn.Module) -> None:
+    """Turn the scales of every quantised weight in `model` into frozen parameters, in place. Doing so twice is nothing.
+
+    Raises:
+        WrapError: a layer that is to be quantised when it is moved, and was not moved yet.
+    """
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        for name, holder, attribute in _scales(path, module, weight):
+            scale = getattr(holder, attribute)
+            if not isinstance(scale, nn.Parameter):
+                scale = nn.Parameter(scale.detach(), requires_grad=False)
+                setattr(holder, attribute, scale)
+            _mark(scale)
+            _mark(weight)
+            # Not register_parameter, which allows no dot in a name: bitsandbytes' state dicts have one.
+            module._parameters[name] = scale
+        _keep_in_place(module, weight)
+
+
+def _keep_in_place(module: nn.Module, weight: Any) -> None:
+    """Undo what would make the layer compute with another tensor than its parameter, or lose a part of its state."""
+    if not is_exact(weight):
+        return
+    if hasattr(weight, "quant_state"):
+        # On some CPUs the first forward in eval mode would replace the weight by a copy in another layout.
+        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        offset = weight.quant_state.offset
+        if offset is not None:
+            _mark(offset)
+            module._buffers["weight.nested_offset"] = offset
+    else:
+        # bitsandbytes keeps the int8 values under a second name, which would hold all of them in memory.
+        holder: Any = weight if weight.CB is not None else module.state
+        holder.CB = weight.detach()
+        setattr(weight, _ALIASES, (holder.CB,))
+
+
+def _scales(path: str, module: nn.Module, weight: nn.Parameter) -> Iterator[tuple[str, Any, str]]:
+    """`(name, holder, attribute)` of each scale tensor of `module`."""
+    if hasattr(weight, "quant_state"):  # 4 bits
+        state = weight.quant_state or getattr(module, "quant_state", None)
+        if state is None:
+            raise _not_quantised(path, module)
+        weight.quant_state = state
+        if getattr(state, "packing_format_for_cpu", False):
+            raise WrapError(
+                f"the weight of {path or type(module).__name__} is in the layout for inference on a CPU",
+                hint="shard the model before it runs in eval mode",
+            )
+        yield "weight.absmax", state, "absmax"
+        if state.nested:
+            yield "weight.nested_absmax", state.state2, "absmax"
+    elif hasattr(weight, "SCB") and not weight.has_fp16_weights:  # type: ignore[attr-defined]
+        if weight.SCB is None and getattr(getattr(module, "state", None), "SCB", None) is None:
+            raise _not_quantised(path, module)
+        yield "SCB", weight if weight.SCB is not None else module.state, "SCB"
+
+
+def _mark(tensor: torch.Tensor) -> None:
+    setattr(tensor, _EXACT, True)
+
+
+def _not_quantised(path: str, module: nn.Module) -> WrapError:
+    return WrapError(
+        f"{path or type(module).__name__} is a {type(module).__name__} whose weight is not quantised yet",
+        hint="move the model to its device first: bitsandbytes quantises there, model.to('cpu') included",
+    )
