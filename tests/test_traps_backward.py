@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.events import Event, EventKind
+from fullshard.engine.module import units_of
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -430,6 +431,8 @@ def check_failure(place: str, first: bool) -> None:
     for parameter in model.parameters():
         assert parameter.grad is None
     assert_trains_alike(model, reference, run_squared, steps=2, first=2, optimizers=optimizers)
+    # An order that is not agreed on would be one that ranks may see differently.
+    assert units_of(model)[0].schedule._is_order_verified
     assert_at_rest(model)
 
 

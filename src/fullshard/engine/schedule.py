@@ -59,7 +59,7 @@ class Schedule:
         self._forward: list[Unit] = []
         self._is_verified = self._is_order_verified = False
         self._last_called: Unit | None = None
-        self._participants: set[Unit] = set()
+        self._participants: dict[Unit, None] = {}
         self._in_backward = False
         self._queued: set[Unit] = set()
         self._queue: deque[tuple[Unit, Bucket]] = deque()
@@ -70,10 +70,18 @@ class Schedule:
 
     def begin_forward(self, unit: Unit) -> None:
         """A unit is about to run forward (not as a recompute)."""
-        self._depth += 1  # first, because end_forward is called even if this raises
+        if self._depth and unit is self.units[-1]:
+            self._abandon_forward()
+        self._depth += 1  # before anything that may raise, because end_forward is called even then
         if self._depth == 1:
             self._begin_outermost()
         self._forward.append(unit)
+
+    def _abandon_forward(self) -> None:
+        """The last forward ended in an interrupt from the keyboard, after which torch calls no hooks."""
+        self._depth = 0
+        for unit in self.units:
+            unit.abandon_forward()
 
     def _begin_outermost(self) -> None:
         if self._in_backward:
@@ -92,7 +100,7 @@ class Schedule:
     def note_call(self, unit: Unit) -> Unit | None:
         """A forward that backward may come back to has begun; returns the unit of the one before."""
         previous, self._last_called = self._last_called, unit
-        self._participants.add(unit)
+        self._participants[unit] = None
         return previous
 
     def prefetch_forward(self, unit: Unit) -> None:
@@ -139,8 +147,10 @@ class Schedule:
         """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
         if not self._in_backward:
             self._in_backward = True
-            # By an order all ranks were seen to share, not by what happened to run or to be alive on this one.
-            for participant in sorted(self._participants, key=lambda u: self._reduce_order.get(u, 0)):
+            # By an order all ranks were seen to share, not by what happened to run or to be alive on this one; without
+            # one (a part of the model was called on its own) last forward first.
+            participants = list(reversed(self._participants))
+            for participant in sorted(participants, key=lambda u: self._reduce_order.get(u, 0)):
                 self._enqueue(participant)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         if unit not in self._queued:
@@ -271,7 +281,8 @@ class Schedule:
 
     def before_optimizer_step(self) -> None:
         """Main weights are about to change: nothing gathered from the old ones may be left."""
-        self._depth = 0  # an interrupt from the keyboard inside forward leaves it raised
+        if self._depth:
+            self._abandon_forward()
         for unit in self.units:
             unit.reshard()
 

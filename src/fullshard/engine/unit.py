@@ -178,6 +178,12 @@ class Unit:
             bucket.bind(unsharded=unsharded)
         self._is_bound = unsharded
 
+    def abandon_forward(self) -> None:
+        """Back to rest after a forward that ended without its hooks. Gradients collected before it stay."""
+        self._current.clear()
+        self._ran.clear()
+        self.reshard()
+
     def reset(self) -> None:
         """Back to rest after a step that failed half-way."""
         self._calls.clear()
