@@ -1,151 +1,265 @@
-"""Accelerate's words: its YAML and JSON, the flags of its launcher and the variables that the launcher sets.
-
-The keys of `fsdp_config` are also those of Transformers' `--fsdp_config`, so the table of that is made from this one.
-"""
+"""Accelerate's words: the keys of its YAML and JSON, which are also flags of its launcher."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import Key, Settings, Status
+from fullshard.config.deepspeed import DEEPSPEED_SHORT, STEP_KEYS, make_hybrid
+from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status
+from fullshard.config.fsdp import FSDP_KEYS, checked, finish_fsdp
+from fullshard.config.xla import XLA_KEYS
 from fullshard.core.errors import ConfigError
-from fullshard.core.strategy import parse_strategy
 
-DEFAULT_MIN_NUM_PARAMS = 100_000_000
-"""Parameters of a unit under SIZE_BASED_WRAP where none are given, as Accelerate has it."""
-
-_NUMBERED = {
-    "sharding.backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
-    "checkpoint.state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
-}
-_WRAPS = {"TRANSFORMER_BASED_WRAP": "auto", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
-_USED, _TRANSLATED, _NO_EFFECT, _REFUSED = Status
+_PLAIN = tuple(f"MULTI_{kind}" for kind in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
+_SHARDED = ("FSDP", "DEEPSPEED", "XLA")
+_OTHER_PARALLELISM = ("TP", "MEGATRON_LM")
+_BACKENDS = ("INDUCTOR", "EAGER", "AOT_EAGER", "CUDAGRAPHS", "ONNXRT", "OPENXLA", "TENSORRT", "TVM", "NO")
 
 
-def _numbered(path: str, value: Any) -> Settings:
-    """A name in any case, or its number from 1."""
-    known = _NUMBERED[path]
-    name = values.text(value).upper()
-    if name.isdigit() and 1 <= int(name) <= len(known):
-        name = known[int(name) - 1]
-    if name not in known:
-        choices = ", ".join(f"{name} ({number})" for number, name in enumerate(known, 1))
-        raise ConfigError(f"expected one of {choices}, got {value!r}", hint=_closest(name, known))
-    if name == "LOCAL_STATE_DICT":
-        raise ConfigError(
-            "LOCAL_STATE_DICT could be loaded at the same world size only",
-            hint="use SHARDED_STATE_DICT, which loads at any",
-        )
-    return {path: name}
+def _environment(value: Any) -> Settings:
+    if values.one_of(value, ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")) == "AMAZON_SAGEMAKER":
+        raise ConfigError("AMAZON_SAGEMAKER: jobs are started on machines of your own", hint="use LOCAL_MACHINE")
+    return {}
 
 
-def _closest(name: str, known: tuple[str, ...]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
-
-
-def _wrap(value: Any) -> Settings:
-    name = values.text(value).upper()
-    if name == "SIZED_BASED_WRAP":  # as a widely copied page has it
-        name = "SIZE_BASED_WRAP"
-    if name.isdigit() and 1 <= int(name) <= len(_WRAPS):
-        name = list(_WRAPS)[int(name) - 1]
-    if name not in _WRAPS:
-        raise ConfigError(f"expected one of {', '.join(_WRAPS)}, got {value!r}", hint=_closest(name, tuple(_WRAPS)))
-    return {"sharding.wrap": _WRAPS[name]}
+def _distributed_type(value: Any) -> Settings | str:
+    name = values.one_of(value, (*_SHARDED, "NO", *_PLAIN, *_OTHER_PARALLELISM))
+    if name in _OTHER_PARALLELISM:
+        raise ConfigError(f"{name}: models are divided by sharding alone", hint="use FSDP")
+    if name == "XLA":
+        return "the devices that are found are used, and TPUs are not among them yet"
+    if name == "NO":
+        return {"launch.num_processes": 1}
+    if name == "MULTI_CPU":
+        return {"sharding.strategy": "NO_SHARD", "launch.device": "cpu"}
+    return {"sharding.strategy": "NO_SHARD"} if name in _PLAIN else {}
 
 
-def _strategy(value: Any) -> Settings:
-    return {"sharding.strategy": parse_strategy(_no_bool(value)).name}
+def _mixed_precision(value: Any) -> Settings:
+    if str(value).strip().lower() == "fp8":
+        raise ConfigError("fp8 is not supported", hint="use bf16")
+    return {"precision.mode": values.coerce("precision.mode", value)}
 
 
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ConfigError(f"expected a strategy's name or number, got {value!r}", hint="for example FULL_SHARD")
-    return value
+def _fp16(value: Any) -> Settings:
+    return {"precision.mode": "fp16"} if values.boolean(value) else {}
 
 
-def _reshard(value: Any) -> Settings:
-    """A truth value, or (version 1) the name of a strategy."""
-    try:
-        return {"sharding.reshard_after_forward": values.boolean(value) if str(value).strip() != "1" else True}
-    except ValueError:
-        try:
-            return _strategy(value)
-        except ConfigError:
-            raise ConfigError(
-                f"expected true or false, got {value!r}", hint="or, with fsdp_version 1, the name of a strategy"
-            ) from None
+def _use_cpu(value: Any) -> Settings:
+    return {"launch.device": "cpu"} if values.boolean(value) else {}
 
 
-def _prefetch(value: Any) -> Settings:
-    return _numbered("sharding.backward_prefetch", value)
+def _num_processes(value: Any) -> Settings | str:
+    number = values.integer(value)
+    return "-1 leaves the number to the launcher" if number == -1 else {"launch.num_processes": number}
 
 
-def _state_dict(value: Any) -> Settings:
-    return _numbered("checkpoint.state_dict_type", value)
+def _cpu_affinity(value: Any) -> Settings | str:
+    return "processes are not bound to processors; start them under numactl" if values.boolean(value) else {}
 
 
-def _version(value: Any) -> Settings | None:
-    if values.integer(value) not in (1, 2):
-        raise ConfigError(f"expected 1 or 2, got {value!r}", hint="leave it out: both mean the same here")
-    return None
+def _main_function(value: Any) -> Settings | str:
+    return {} if values.text(value) == "main" else "the script is run from its first line"
 
 
-def _checked(read: values.Read) -> Any:
-    """Reader for a key without effect, whose value must be right all the same."""
-
-    def check(value: Any) -> Settings | None:
-        if not values.is_none(value):
-            read(value)
-        return None
-
-    return check
+def _backend(value: Any) -> Settings:
+    name = "NO" if value is False else values.one_of(value, _BACKENDS)
+    return {"sharding.compile": name != "NO", **({"sharding.compile_backend": name.lower()} if name != "NO" else {})}
 
 
-FSDP_KEYS = (
-    Key("fsdp_version", _NO_EFFECT, because="one engine has the interface of both versions", read=_version),
-    Key("fsdp_sharding_strategy", target="sharding.strategy", read=_strategy),
-    Key("fsdp_reshard_after_forward", target="sharding.reshard_after_forward", read=_reshard),
-    Key("fsdp_offload_params", target="sharding.cpu_offload", spellings=("fsdp_cpu_offload",)),
-    Key("fsdp_auto_wrap_policy", target="sharding.wrap", read=_wrap, spellings=("fsdp_wrap_policy",)),
+def _of_one(what: str) -> Any:
+    def read(value: Any) -> Settings:
+        if values.integer(value) > 1:
+            raise ConfigError(f"{what} parallelism is not supported, got {value!r}", hint="use 1, or leave it out")
+        return {}
+
+    return read
+
+
+def _shard_size(value: Any) -> Settings:
+    size = values.integer(value)
+    return {"sharding.shard_size": size} if size > 1 else {}
+
+
+def _size(value: Any) -> Settings:
+    if values.integer(value) < 1:
+        raise ConfigError(f"expected 1 or more, got {value!r}", hint="leave it out for one replica")
+    return {}
+
+
+def _refused(because: str, *names: str) -> tuple[Key, ...]:
+    return tuple(Key(name, Status.REFUSED, because=because) for name in names)
+
+
+_UNIT_BY_UNIT = "every unit is compiled on its own anyway"
+
+DYNAMO_KEYS = (
+    Key("dynamo_backend", target="sharding.compile_backend", read=_backend),
+    Key("dynamo_mode", target="sharding.compile_mode"),
+    Key("dynamo_use_fullgraph", target="sharding.compile_fullgraph"),
+    Key("dynamo_use_dynamic", target="sharding.compile_dynamic"),
     Key(
-        "fsdp_transformer_layer_cls_to_wrap",
-        target="sharding.wrap_classes",
-        spellings=("fsdp_transformer_cls_names_to_wrap", "fsdp_transformer_cls_to_wrap"),
-        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
-    ),
-    Key("fsdp_min_num_params", target="sharding.wrap_min_numel", spellings=("fsdp_min_num_param",)),
-    Key(
-        "fsdp_backward_prefetch",
-        target="sharding.backward_prefetch",
-        spellings=("fsdp_backward_prefetch_policy",),
-        read=_prefetch,
-    ),
-    Key("fsdp_forward_prefetch", target="sharding.forward_prefetch"),
-    Key("fsdp_state_dict_type", target="checkpoint.state_dict_type", read=_state_dict),
-    Key(
-        "fsdp_use_orig_params",
-        _NO_EFFECT,
-        because="the original parameters are always kept",
-        read=_checked(values.boolean),
-    ),
-    Key("fsdp_cpu_ram_efficient_loading", target="sharding.cpu_ram_efficient_loading"),
-    Key("fsdp_sync_module_states", target="sharding.sync_module_states"),
-    Key("fsdp_activation_checkpointing", target="sharding.activation_checkpointing"),
-    Key(
-        "fsdp_activation_checkpointing_offload",
-        _REFUSED,
-        because="activations are recomputed or kept, not moved to the host",
-    ),
-    Key("fsdp_ignored_modules", target="sharding.ignored_modules"),
-    Key(
-        "fsdp_limit_all_gathers",
-        _NO_EFFECT,
-        because="the engine bounds the units in flight itself",
-        read=_checked(values.boolean),
+        "dynamo_use_regional_compilation",
+        Status.NO_EFFECT,
+        because=_UNIT_BY_UNIT,
+        read=checked(values.boolean),
     ),
 )
+
+_ONLY_OF_OTHERS = "it belongs to context or sequence parallelism"
+
+PARALLELISM_KEYS = (
+    Key("parallelism_config_dp_shard_size", Status.TRANSLATED, "sharding.shard_size", read=_shard_size),
+    Key("parallelism_config_dp_replicate_size", target="sharding.strategy", read=_size),
+    Key("parallelism_config_tp_size", Status.REFUSED, because="only data parallelism", read=_of_one("tensor")),
+    Key("parallelism_config_cp_size", Status.REFUSED, because="only data parallelism", read=_of_one("context")),
+    Key("parallelism_config_sp_size", Status.REFUSED, because="only data parallelism", read=_of_one("sequence")),
+    Key("parallelism_config_pp_size", Status.REFUSED, because="only data parallelism", read=_of_one("pipeline")),
+    Key("parallelism_config_ep_size", Status.REFUSED, because="only data parallelism", read=_of_one("expert")),
+    *(
+        Key(f"parallelism_config_{name}", Status.NO_EFFECT, because=_ONLY_OF_OTHERS)
+        for name in (
+            *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
+            "sp_attn_implementation",
+        )
+    ),
+)
+
+_TPU = "TPUs are not supported yet"
+
+CLUSTER_KEYS = (
+    Key("compute_environment", read=_environment),
+    Key(
+        "distributed_type",
+        Status.TRANSLATED,
+        "sharding.strategy",
+        because="FSDP shards; NO is one process; MULTI_* keeps the whole model on every rank",
+        read=_distributed_type,
+    ),
+    Key("mixed_precision", target="precision.mode", read=_mixed_precision, variable="ACCELERATE_MIXED_PRECISION"),
+    Key("fp16", Status.TRANSLATED, "precision.mode", read=_fp16),
+    Key("use_cpu", target="launch.device", read=_use_cpu, variable="ACCELERATE_USE_CPU"),
+    Key("debug", target="launch.debug", variable="ACCELERATE_DEBUG_MODE"),
+    Key("num_processes", target="launch.num_processes", read=_num_processes),
+    Key("num_machines", target="launch.num_machines"),
+    Key("machine_rank", target="launch.machine_rank"),
+    Key("main_process_ip", target="launch.main_process_ip"),
+    Key("main_process_port", target="launch.main_process_port"),
+    Key("rdzv_backend", target="launch.rdzv_backend"),
+    Key("gpu_ids", target="launch.gpu_ids"),
+    Key(
+        "same_network",
+        Status.NO_EFFECT,
+        because="hosts meet at main_process_ip, whatever the network",
+        read=checked(values.boolean),
+    ),
+    Key("main_training_function", Status.NO_EFFECT, because="the script is run as a whole", read=_main_function),
+    Key(
+        "enable_cpu_affinity",
+        Status.NO_EFFECT,
+        because="processes are not bound",
+        read=_cpu_affinity,
+        variable="ACCELERATE_CPU_AFFINITY",
+    ),
+    Key("dynamo_config", section=Dialect("dynamo_config", DYNAMO_KEYS, prefix="dynamo_")),
+    Key("dynamo_backend", Status.TRANSLATED, "sharding.compile_backend", read=_backend),
+    *_refused("8-bit floating point is not supported", "fp8_config"),
+    *_refused("models are divided by sharding alone", "megatron_lm_config"),
+    *_refused("processes are started by the launcher or by Slurm", "mpirun_config"),
+    *_refused("Intel's extension is not used", "ipex_config", "use_xpu"),
+    *_refused(
+        _TPU,
+        *("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
+        *("command_file", "commands"),
+    ),
+)
+
+
+def finish_parallelism(reading: Reading) -> None:
+    """`dp_replicate_size` groups of `dp_shard_size` ranks: a hybrid strategy, or the plain ones at the ends."""
+    entry = reading.entries.get("parallelism_config_dp_replicate_size")
+    size, number = reading.setting("sharding.shard_size"), reading.setting("launch.num_processes")
+    try:
+        replicas = values.integer(entry.value) if entry is not None else 1
+    except ValueError:
+        return  # a problem already
+    if entry is None or replicas <= 1:
+        return
+    said = Setting("sharding.strategy", "NO_SHARD", entry.origin, entry.key)
+    if number is not None and number.value != replicas * (1 if size is None else size.value):
+        ranks = f"{replicas} replicas of {'1 rank' if size is None else f'{size.value} ranks'}"
+        reading.problems.append(
+            Problem(
+                (entry.origin, number.origin),
+                f"{entry.key} makes {ranks}, and num_processes = {number.value}",
+                "dp_replicate_size x dp_shard_size is the number of processes",
+            )
+        )
+    elif size is not None:
+        make_hybrid(reading, said)
+    else:
+        reading.settings.append(said)
+        text = f"without dp_shard_size means {replicas} whole copies of the model: NO_SHARD"
+        reading.notes.append(Note(entry.origin, entry.key, Status.TRANSLATED, text))
+
+
+def _finish(reading: Reading) -> None:
+    finish_parallelism(reading)
+    kind = reading.entries.get("distributed_type")
+    name = str(kind.value).strip().upper() if kind is not None else ""
+    for section, wanted in (("fsdp_config", ("FSDP", "XLA")), ("deepspeed_config", ("DEEPSPEED",))):
+        entry = reading.entries.get(section)
+        if kind is not None and entry is not None and entry.value and name not in wanted:
+            reading.problems.append(
+                Problem(
+                    (kind.origin, entry.origin),
+                    f"distributed_type = {kind.value} and {section} contradict each other",
+                    f"write distributed_type: {wanted[0]}, or leave {section} out",
+                )
+            )
+    named = reading.setting("sharding.strategy") or "deepspeed_config_file" in reading.entries
+    if kind is not None and name == "DEEPSPEED" and not named:
+        reading.settings.append(Setting("sharding.strategy", "SHARD_GRAD_OP", kind.origin, kind.key))
+        text = "is translated to sharding.strategy = SHARD_GRAD_OP (no zero_stage is given, and 2 is the default)"
+        reading.notes.append(Note(kind.origin, kind.key, Status.TRANSLATED, text))
+
+
+ACCELERATE = Dialect(
+    "an Accelerate configuration",
+    (
+        *CLUSTER_KEYS,
+        Key(
+            "fsdp_config",
+            section=Dialect("fsdp_config", (*FSDP_KEYS, *XLA_KEYS), prefix="fsdp_", finish=finish_fsdp),
+        ),
+        Key("deepspeed_config", section=DEEPSPEED_SHORT),
+        Key(
+            "parallelism_config",
+            section=Dialect("parallelism_config", PARALLELISM_KEYS, prefix="parallelism_config_"),
+        ),
+        *XLA_KEYS,
+    ),
+    finish=_finish,
+)
+
+
+def _finish_flat(reading: Reading) -> None:
+    finish_fsdp(reading)
+    finish_parallelism(reading)
+
+
+_FLAT_NAMES = {key.name for key in DYNAMO_KEYS}
+
+FLAT = Dialect(
+    "Accelerate's launcher",
+    (
+        *FSDP_KEYS,
+        *PARALLELISM_KEYS,
+        *DYNAMO_KEYS,
+        *(key for key in CLUSTER_KEYS if key.section is None and key.name not in _FLAT_NAMES),
+        *STEP_KEYS,
+    ),
+    finish=_finish_flat,
+)
+"""All keys side by side, as flags and variables have them. `find` takes the names of its flags, without dashes."""

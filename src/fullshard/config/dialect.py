@@ -41,9 +41,9 @@ class Key:
         because: for a key without effect the reason; for a translated one what it means here; for a refused one why.
         spellings: other spellings that are understood: deprecated or mistaken ones.
         read: turns the value into settings by path, for a row that is not plainly `target = value`. A `ConfigError` or
-            `ValueError` is a fault of the value; None means that this value has no effect.
+            `ValueError` is a fault of the value; None means that it has no effect; a text gives the reason.
         section: the dialect of the mapping that is its value.
-        unset: values that ask for nothing; a refused key may have them.
+        unset: values that ask for nothing; a refused key may have them. With `read`, that decides.
         variable: the environment variable that carries it.
     """
 
@@ -52,13 +52,13 @@ class Key:
     target: str = ""
     because: str = ""
     spellings: tuple[str, ...] = ()
-    read: Callable[[Any], Settings | None] | None = None
+    read: Callable[[Any], Settings | str | None] | None = None
     section: Dialect | None = None
     unset: tuple[Any, ...] = (None, False, "", "no", "false", "none")
     variable: str | None = None
 
-    def settings(self, value: Any) -> Settings | None:
-        """What `value` sets.
+    def settings(self, value: Any) -> Settings | str | None:
+        """What `value` sets; None or a reason if it sets nothing.
 
         Raises:
             ConfigError, ValueError: it cannot be read, or is refused.
@@ -150,17 +150,20 @@ class Reading:
         settings: in the order they were written.
         notes: on the keys that were not plainly used.
         problems: all of them; a reading with problems must not be used.
+        entries: what was written, by the key's name in the table; for rules about several keys.
     """
 
     settings: list[Setting] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    entries: dict[str, Entry] = field(default_factory=dict)
 
     def add(self, other: Reading) -> None:
         """Take over what another reading found."""
         self.settings += other.settings
         self.notes += other.notes
         self.problems += other.problems
+        self.entries |= other.entries
 
     def setting(self, path: str) -> Setting | None:
         """The last setting of `path`, or None."""
@@ -170,7 +173,19 @@ class Reading:
         """Remove a setting that means nothing beside the others, and say so."""
         for setting in [setting for setting in self.settings if setting.path == path]:
             self.settings.remove(setting)
-            self.notes.append(Note(setting.origin, setting.key, Status.NO_EFFECT, f"has no effect here: {because}"))
+            self.notes.append(_no_effect(setting, because))
+
+    def find_contradictions(self) -> None:
+        """Two keys that set the same thing to different values are a problem: neither is silently the stronger."""
+        first: dict[str, Setting] = {}
+        for setting in self.settings:
+            other = first.setdefault(setting.path, setting)
+            if other.value != setting.value and setting.origin.precedence == other.origin.precedence:
+                theirs, ours = shown(other.value), shown(setting.value)
+                message = f"{other.key} means {setting.path} = {theirs}, {setting.key} means {ours}"
+                problem = Problem((other.origin, setting.origin), message, "keep one of the two")
+                if problem not in self.problems:  # a section has found it already
+                    self.problems.append(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +226,17 @@ class Dialect:
                 reading.problems.append(self._unknown(entry))
             else:
                 reading.add(_read_entry(key, entry))
+                reading.entries[key.name] = entry
         if self.finish is not None:
             self.finish(reading)
+        reading.find_contradictions()
         return reading
 
     def _unknown(self, entry: Entry) -> Problem:
+        for key in self.keys:
+            if key.section is not None and key.section.find(entry.key):
+                message = f"{entry.key!r} stands outside its section"
+                return Problem((entry.origin,), message, f"write it under {key.name!r}")
         known = {_normal(spelling): spelling for spelling in self.spellings()}
         close = difflib.get_close_matches(_normal(entry.key), known, n=1, cutoff=0.6)
         if not close and self.prefix:
@@ -240,14 +261,16 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
         return Reading(problems=[Problem((entry.origin,), message, "indent its keys below it")])
     if key.section is not None:
         return reading
-    if entry.is_mapping and key.status is not Status.NO_EFFECT and key.read is None:
-        message = f"{entry.key} is one value, got nested keys"
-        return Reading(problems=[Problem((entry.origin,), message, "write its value after the colon")])
-    if key.status is Status.REFUSED:
+    if key.status is Status.REFUSED and key.read is None:
         if not _is_unset(entry.value, key.unset):
             message = f"{entry.key} = {shown(entry.value)} is not supported: {key.because}"
             reading.problems.append(Problem((entry.origin,), message, f"leave {entry.key} out"))
         return reading
+    if entry.is_mapping and key.status is not Status.NO_EFFECT and key.read is None:
+        message = f"{entry.key} is one value, got nested keys"
+        return Reading(problems=[Problem((entry.origin,), message, "write its value after the colon")])
+    if entry.value is None and key.read is not None:
+        return Reading(notes=[_no_effect(entry, "it has no value")])
     try:
         found = key.settings(entry.value)
     except (ConfigError, ValueError) as error:
@@ -255,15 +278,19 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
         hint = getattr(error, "hint", None) or f"see {key.target or key.name} in `fullshard config explain`"
         reading.problems.append(Problem((entry.origin,), f"{entry.key}: {message}", hint))
         return reading
-    if found is None or key.status is Status.NO_EFFECT:
-        reading.notes.append(Note(entry.origin, entry.key, Status.NO_EFFECT, f"has no effect here: {key.because}"))
+    if found is None or isinstance(found, str) or (key.status is Status.NO_EFFECT and key.read is None):
+        reading.notes.append(_no_effect(entry, found if isinstance(found, str) else key.because))
         return reading
     reading.settings += [Setting(path, value, entry.origin, entry.key) for path, value in found.items()]
-    if key.status is Status.TRANSLATED or _normal(entry.key) in map(_normal, key.spellings):
-        meaning = ", ".join(f"{path} = {shown(value)}" for path, value in found.items()) or "nothing"
+    if found and (key.status is Status.TRANSLATED or _normal(entry.key) in map(_normal, key.spellings)):
+        meaning = ", ".join(f"{path} = {shown(value)}" for path, value in found.items())
         reason = f" ({key.because})" if key.because else ""
         reading.notes.append(Note(entry.origin, entry.key, Status.TRANSLATED, f"is translated to {meaning}{reason}"))
     return reading
+
+
+def _no_effect(item: Entry | Setting, because: str) -> Note:
+    return Note(item.origin, item.key, Status.NO_EFFECT, f"has no effect here: {because}")
 
 
 def _is_unset(value: Any, unset: tuple[Any, ...]) -> bool:
@@ -279,8 +306,10 @@ def shown(value: Any) -> str:
             return "null"
         case bool():
             return str(value).lower()
+        case tuple() if value and all(isinstance(item, Entry) for item in value):
+            return "{" + ", ".join(f"{item.key}: {shown(item.value)}" for item in value) + "}"
         case list() | tuple():
-            return "[" + ", ".join(shown(item.value if isinstance(item, Entry) else item) for item in value) + "]"
+            return "[" + ", ".join(shown(item) for item in value) + "]"
         case str() if value == "" or value.strip() != value:
             return repr(value)
         case _:

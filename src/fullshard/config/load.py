@@ -1,18 +1,183 @@
-"""The sources of a configuration, each as a reading: a file in whatever dialect, the environment."""
+"""The sources of a configuration, each as a reading: a file in whatever dialect, the environment, arguments."""
 
 from __future__ import annotations
 
+import difflib
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from fullshard.config.dialect import Reading
-from fullshard.config.document import read_document
+from fullshard.config.accelerate import ACCELERATE, DYNAMO_KEYS, FLAT, PARALLELISM_KEYS
+from fullshard.config.deepspeed import DEEPSPEED
+from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Status
+from fullshard.config.document import parse_document, read_document
+from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.native import NATIVE
+from fullshard.config.origin import Entry, Origin
+from fullshard.config.transformers import TRANSFORMERS, read_fsdp_words
+
+FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS)
+"""What a file may be written in. Where a file reads equally well in two, the first is taken."""
 
 
 def load_file(path: str | Path) -> Reading:
-    """What a YAML or JSON file sets, in the dialect it is written in.
+    """What a YAML or JSON file sets, in the dialect that knows most of its keys.
 
     Raises:
         ConfigError: the file cannot be read as a mapping. Faults of keys and values are in the reading's problems.
     """
-    return NATIVE.read(read_document(path))
+    return _read(read_document(path), Path(path).parent)
+
+
+def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_config") -> Reading:
+    """What Transformers' `--fsdp_config` sets: a file, JSON text, or (in a script) a mapping.
+
+    Raises:
+        ConfigError: see `load_file`.
+    """
+    if isinstance(value, Mapping):
+        return load_arguments(value, TRANSFORMERS, flag)
+    if not str(value).lstrip().startswith("{"):
+        return load_file(value)
+    return TRANSFORMERS.read(_at(parse_document(str(value), "fsdp_config.json"), Origin.flag(flag)))
+
+
+def load_fsdp_words(text: Any, origin: Origin) -> Reading:
+    """What Transformers' `--fsdp "full_shard auto_wrap offload"` sets."""
+    return read_fsdp_words(text, origin)
+
+
+def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
+    """What the variables say that Accelerate's launcher sets for its workers, and that people set by hand.
+
+    Variables that are empty count as not set. A name that is close to a known one is a problem; another one that begins
+    like them (`FSDP_...`: a problem too; `ACCELERATE_...`: a note).
+    """
+    environ = os.environ if environ is None else environ
+    entries, problems, notes = [], [], []
+    for name in sorted(environ):
+        value = environ[name].strip()
+        if not name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")) or not value:
+            continue
+        origin = Origin.variable(name)
+        if name in VARIABLES:
+            if value.lower() not in _EXPORTED.get(name, ()):
+                entries.append(Entry(VARIABLES[name], value, origin))
+        elif name in _SWITCHES:
+            continue
+        elif name.startswith(_REFUSED):
+            problems.append(Problem((origin,), f"{name} = {value} is not supported", f"unset {name}"))
+        else:
+            close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.7)
+            if close or not name.startswith("ACCELERATE_"):
+                hint = f"did you mean {close[0]}?" if close else f"unset it; known are {', '.join(sorted(VARIABLES))}"
+                problems.append(Problem((origin,), f"unknown variable {name} = {value!r}", hint))
+            else:
+                notes.append(Note(origin, name, Status.NO_EFFECT, "has no effect here: nothing reads it"))
+    reading = FLAT.read(_wished(entries))
+    reading.add(Reading(notes=notes, problems=problems))
+    return reading
+
+
+def load_arguments(arguments: Mapping[str, Any], dialect: Dialect, what: str) -> Reading:
+    """What a mapping in a script sets.
+
+    Args:
+        arguments: may be nested.
+        dialect: whose keys they are.
+        what: stands for the mapping in messages, for example `fsdp_config`.
+    """
+    return dialect.read(_entries(arguments, what))
+
+
+def _entries(mapping: Mapping[str, Any], what: str) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(
+            str(key),
+            _entries(value, f"{what}[{key!r}]") if isinstance(value, Mapping) else value,
+            Origin.argument(f"{what}[{key!r}]"),
+        )
+        for key, value in mapping.items()
+    )
+
+
+def _at(entries: tuple[Entry, ...], origin: Origin) -> tuple[Entry, ...]:
+    """The entries, as if each were written at one place."""
+    return tuple(
+        Entry(entry.key, _at(entry.value, origin) if entry.is_mapping else entry.value, origin) for entry in entries
+    )
+
+
+def _read(entries: tuple[Entry, ...], directory: Path) -> Reading:
+    known = [sum(dialect.find(entry.key) is not None for entry in entries) for dialect in FILE_DIALECTS]
+    if not max(known):
+        return Reading(problems=[_unknown(entry) for entry in entries])
+    likely = [dialect for dialect, count in zip(FILE_DIALECTS, known, strict=True) if count == max(known)]
+    readings = {dialect.name: dialect.read(entries) for dialect in likely}
+    dialect = min(likely, key=lambda dialect: len(readings[dialect.name].problems))
+    reading = readings[dialect.name]
+    for entry in entries:
+        others = [other for other in FILE_DIALECTS if other.find(entry.key)]
+        if not dialect.find(entry.key) and others:
+            reading.problems = [problem for problem in reading.problems if problem.origins != (entry.origin,)]
+            reading.problems.append(_mixed(entry, dialect, others[0]))
+    further = reading.entries.get("deepspeed_config_file")
+    if further is not None and further.value:
+        # As Accelerate has it, relative to where one stands; beside the file is tried too.
+        path = Path(str(further.value))
+        reading.add(DEEPSPEED.read(read_document(path if path.exists() else directory / path)))
+        reading.find_contradictions()
+    return reading
+
+
+def _unknown(entry: Entry) -> Problem:
+    spellings = [spelling for dialect in FILE_DIALECTS for spelling in dialect.spellings()]
+    close = difflib.get_close_matches(entry.key.lower(), spellings, n=1, cutoff=0.6)
+    message = f"unknown key {entry.key!r}, in every kind of configuration that is understood"
+    return Problem((entry.origin,), message, f"did you mean {close[0]!r}?" if close else _SECTIONS)
+
+
+def _mixed(entry: Entry, dialect: Dialect, other: Dialect) -> Problem:
+    for key in dialect.keys:
+        if key.section is not None and key.section.find(entry.key):
+            return Problem((entry.origin,), f"{entry.key!r} stands outside its section", f"write it under {key.name!r}")
+    message = f"{entry.key!r} is a key of {other.name}, and the rest of the file is {dialect.name}"
+    return Problem((entry.origin,), message, "use one file for each, or the words of one")
+
+
+def _wished(entries: list[Entry]) -> list[Entry]:
+    """Without what nobody asked for.
+
+    Accelerate's launcher exports every setting, most at its own default, also those that the chosen version and wrap
+    policy do not read.
+    """
+    said = {entry.key: entry.value.upper() for entry in entries}
+    if said.get("fsdp_version", "1") == "2":
+        unread = {"fsdp_sharding_strategy"} if "fsdp_reshard_after_forward" in said else set()
+    else:
+        unread = {"fsdp_reshard_after_forward"} if "fsdp_sharding_strategy" in said else set()
+    if said.get("fsdp_auto_wrap_policy", "") not in ("SIZE_BASED_WRAP", "SIZED_BASED_WRAP", "2"):
+        unread.add("fsdp_min_num_params")
+    return [entry for entry in entries if entry.key not in unread]
+
+
+def _variable(key: Key) -> str:
+    return key.variable or key.name.upper()
+
+
+VARIABLES: dict[str, str] = {
+    **{_variable(key): key.name for key in (*FSDP_KEYS, *PARALLELISM_KEYS)},
+    **{f"ACCELERATE_{key.name.upper()}": key.name for key in DYNAMO_KEYS},
+    **{key.variable: key.name for key in FLAT.keys if key.variable},
+}
+"""The key that each variable carries."""
+
+_EXPORTED = {"FSDP_VERSION": ("1", "2"), "FSDP_USE_ORIG_PARAMS": ("true",)}
+"""Values that the launcher exports although nobody chose them, of keys without effect: no note about these."""
+
+_SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+"""Whether Accelerate reads the other variables; here they are always read."""
+
+_REFUSED = ("ACCELERATE_FP8_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+_SECTIONS = f"fullshard's sections are {', '.join(key.name for key in NATIVE.keys)}"

@@ -70,6 +70,8 @@ def _merge(found: Iterable[Setting]) -> dict[str, Setting]:
         if path in by_path:
             highest = by_path[path].origin.precedence
             for other in others:
+                if (path, by_path[path].value, other) == ("sharding.wrap", "auto", "sharding.wrap_classes"):
+                    continue  # by class, and a lower source says which
                 if other in by_path and by_path[other].origin.precedence < highest:
                     del by_path[other]
     return by_path

@@ -5,11 +5,13 @@ A value that cannot be read is a `ValueError` whose message says what was expect
 
 from __future__ import annotations
 
+import difflib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from fullshard.config.schema import RunConfig
+from fullshard.core.errors import ConfigError
 
 _TRUE = {"true", "yes", "on", "y", "1"}
 _FALSE = {"false", "no", "off", "n", "0"}
@@ -66,6 +68,24 @@ def names(value: Any) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
         raise ValueError(f"expected names separated by commas, got {value!r}")
     return tuple(name for item in items if (name := str(item).strip()))
+
+
+def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:
+    """One of the known upper-case names: in any case, with `-` or a space for `_`, or by its number from 1.
+
+    Raises:
+        ConfigError: none of them.
+    """
+    name = text(value).upper().replace("-", "_").replace(" ", "_")
+    if numbered and name.isdigit() and 1 <= int(name) <= len(known):
+        return known[int(name) - 1]
+    if name in known:
+        return name
+    choices = ", ".join(f"{item} ({number})" if numbered else item for number, item in enumerate(known, 1))
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    raise ConfigError(
+        f"expected one of {choices}, got {value!r}", hint=f"did you mean {close[0]}?" if close else f"use {known[0]}"
+    )
 
 
 def is_none(value: Any) -> bool:

@@ -1,0 +1,345 @@
+"""DeepSpeed's words: its JSON, and the short form of it in an Accelerate file.
+
+A ZeRO stage is a strategy. What describes the training (stage, offload, precision, accumulation) is translated; buckets
+and overlap are the engine's own business; what DeepSpeed would do besides (optimizers, data, profilers) is refused
+unless it is switched off, because leaving it out would change the training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fullshard.config import values
+from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status
+from fullshard.config.origin import Entry
+from fullshard.core.errors import ConfigError
+
+_STAGES = ("NO_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP", "FULL_SHARD")
+_AUTO = "auto leaves it to the script"
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
+def _unless_auto(path: str) -> Any:
+    def read(value: Any) -> Settings | str:
+        return _AUTO if _is_auto(value) else {path: values.coerce(path, value)}
+
+    return read
+
+
+def _stage(value: Any) -> Settings:
+    stage = values.integer(value)
+    if not 0 <= stage < len(_STAGES):
+        raise ConfigError(f"expected a stage from 0 to 3, got {value!r}", hint="stage 3 is FULL_SHARD")
+    return {"sharding.strategy": _STAGES[stage]}
+
+
+def _offload_device(value: Any) -> Settings:
+    device = values.text(value).lower()
+    if device == "nvme":
+        raise ConfigError("nvme: nothing is offloaded to disks", hint="use cpu, or more ranks")
+    if device not in ("cpu", "none"):
+        raise ConfigError(f"expected cpu or none, got {value!r}", hint="use cpu")
+    return {"sharding.cpu_offload": True} if device == "cpu" else {}
+
+
+def _offload_flag(value: Any) -> Settings:
+    return {"sharding.cpu_offload": True} if values.boolean(value) else {}
+
+
+def _group(value: Any) -> Settings:
+    size = values.integer(value)
+    return {"sharding.shard_size": size} if size > 1 else {}
+
+
+def _mode(mode: str) -> Any:
+    def read(value: Any) -> Settings | str:
+        if _is_auto(value):
+            return _AUTO
+        return {"precision.mode": mode} if values.boolean(value) else {}
+
+    return read
+
+
+def _loss_scale(value: Any) -> Settings:
+    if values.number(value) != 0:
+        raise ConfigError(f"a constant loss scale of {value} is not supported", hint="use 0, which adapts the scale")
+    return {}
+
+
+def _clipping(value: Any) -> Settings | str:
+    if _is_auto(value) or values.is_none(value):
+        return _AUTO
+    limit = values.number(value)
+    if limit:
+        raise ConfigError(
+            f"gradients are clipped by the script, not by a configuration, got {value}",
+            hint=f"call accelerator.clip_grad_norm_(model.parameters(), {limit}) before the optimizer's step",
+        )
+    return {}
+
+
+def _batch(value: Any) -> str:
+    if _is_auto(value):
+        return _AUTO
+    values.integer(value)
+    return "the script's data loader has the batch size"
+
+
+def _made_by_script(value: Any) -> str:
+    """An optimizer or a schedule: fine as long as every number in it is `auto`, which the script then decides."""
+    numbers = [entry for entry in _leaves(value) if entry.key.lower() != "type" and not _is_auto(entry.value)]
+    if numbers:
+        names = ", ".join(entry.key for entry in numbers)
+        raise ConfigError(f"the script makes it, and would not use {names}", hint="give the values in the script")
+    return "the script makes it"
+
+
+def _leaves(value: Any) -> list[Entry]:
+    if not isinstance(value, tuple):
+        return []
+    return [leaf for entry in value for leaf in (_leaves(entry.value) if entry.is_mapping else [entry])]
+
+
+def _switched_off(because: str) -> Any:
+    """Reader for a part of DeepSpeed that must not be enabled."""
+
+    def read(value: Any) -> Settings:
+        enabled = value
+        if isinstance(value, tuple):
+            # A part without `enabled` is on by being there.
+            flags = [entry.value for entry in value if entry.key.lower().endswith("enabled")]
+            enabled = any(values.boolean(flag) for flag in flags) if flags else bool(value)
+        if enabled not in (False, None, {}, []):
+            raise ConfigError(f"not supported: {because}", hint="leave it out, or set enabled: false in it")
+        return {}
+
+    return read
+
+
+def _no_effect(because: str, *names: str) -> tuple[Key, ...]:
+    return tuple(Key(name, Status.NO_EFFECT, because=because) for name in names)
+
+
+def _refused(because: str, *names: str) -> tuple[Key, ...]:
+    return tuple(Key(name, Status.REFUSED, because=because) for name in names)
+
+
+def _off(because: str, *names: str) -> tuple[Key, ...]:
+    return tuple(Key(name, Status.REFUSED, because=because, read=_switched_off(because)) for name in names)
+
+
+STEP_KEYS = (
+    Key(
+        "gradient_accumulation_steps",
+        target="training.gradient_accumulation_steps",
+        read=_unless_auto("training.gradient_accumulation_steps"),
+        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    ),
+    Key(
+        "gradient_clipping",
+        Status.REFUSED,
+        because="the script clips",
+        read=_clipping,
+        variable="ACCELERATE_GRADIENT_CLIPPING",
+    ),
+)
+"""What DeepSpeed and Accelerate's launcher say about an optimizer step."""
+
+_STAGE_NAMES = "a stage is a strategy; stage 1 shards gradients as well"
+_WHOLE = "parameters, gradients and optimizer state go together"
+
+_OFFLOAD = Dialect(
+    "an offload section",
+    (
+        Key("device", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_device),
+        *_no_effect(
+            "host memory is managed by the engine",
+            *("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio"),
+        ),
+        *_no_effect("stages of transfers are the engine's business", "pipeline", "pipeline_read", "pipeline_write"),
+        *_no_effect("nothing is offloaded to disks", "nvme_path"),
+    ),
+)
+
+_ZERO = Dialect(
+    "zero_optimization",
+    (
+        Key("stage", Status.TRANSLATED, "sharding.strategy", because=_STAGE_NAMES, read=_stage),
+        Key("offload_param", section=_OFFLOAD),
+        Key("offload_optimizer", section=_OFFLOAD),
+        Key("cpu_offload", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_flag),
+        Key("cpu_offload_params", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_flag),
+        Key(
+            "zero_hpz_partition_size",
+            Status.TRANSLATED,
+            "sharding.shard_size",
+            because="gradients and optimizer state are sharded inside the group too",
+            read=_group,
+        ),
+        Key("mics_shard_size", Status.TRANSLATED, "sharding.shard_size", read=_group),
+        *_no_effect(
+            "a bucket is a unit's parameters of one dtype",
+            *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "allgather_partitions"),
+            *("contiguous_gradients", "stage3_module_granularity_threshold", "mics_hierarchical_params_gather"),
+        ),
+        *_no_effect(
+            "communication always overlaps computation, and gradients are always reduce-scattered",
+            *("overlap_comm", "reduce_scatter", "round_robin_gradients", "use_multi_rank_bucket_allreduce"),
+            *("use_all_reduce_for_fetch_params", "ignore_unused_parameters"),
+        ),
+        *_no_effect(
+            "the engine keeps one unit ahead and frees each after use",
+            *("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+            *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+            *("param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
+            *("max_reuse_distance", "prefetch_bucket_size", "log_trace_cache_warnings", "memory_efficient_linear"),
+        ),
+        *_no_effect(
+            "save_model gives whole weights and load_state loads at any world size",
+            *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+            *("gather_16bit_weights_on_model_save", "load_from_fp32_weights", "elastic_checkpoint"),
+            *("pipeline_loading_checkpoint",),
+        ),
+        *_no_effect("host memory is managed by the engine", "cpu_offload_use_pin_memory"),
+        *_no_effect("there is one engine", "legacy_stage1", "override_module_apply"),
+        *_refused(
+            "communication is not quantised",
+            *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+            *("zeropp_loco_param",),
+        ),
+    ),
+)
+
+
+def _finish(reading: Reading) -> None:
+    """ZeRO++ and MiCS name the size of a group: then the strategy is the hybrid one."""
+    size = reading.setting("sharding.shard_size")
+    if size is not None:
+        make_hybrid(reading, size)
+
+
+def make_hybrid(reading: Reading, because: Setting) -> None:
+    """Turn the reading's strategy into the hybrid one that frees after forward, or keeps, as it did."""
+    old = reading.setting("sharding.strategy")
+    if old is not None and old.value == "NO_SHARD":
+        message = f"{because.key} divides the ranks into shard groups, and {old.key} means NO_SHARD"
+        problem = Problem((because.origin, old.origin), message, f"leave {because.key} out, or shard")
+        reading.problems.append(problem)
+        return
+    if old is not None and old.value.startswith("HYBRID"):
+        return
+    name = "HYBRID_SHARD_ZERO2" if old is not None and old.value == "SHARD_GRAD_OP" else "HYBRID_SHARD"
+    reading.settings = [setting for setting in reading.settings if setting.path != "sharding.strategy"]
+    reading.settings.append(Setting("sharding.strategy", name, because.origin, because.key))
+    text = f"makes the strategy {name}: sharded inside a group, replicated across groups"
+    reading.notes.append(Note(because.origin, because.key, Status.TRANSLATED, text))
+
+
+_SCALE = "GradScalerKwargs in the script shape the loss scale"
+
+_FP16 = Dialect(
+    "fp16",
+    (
+        Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("fp16")),
+        Key("loss_scale", read=_loss_scale),
+        *_no_effect(
+            _SCALE,
+            *("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
+            *("opt_level",),
+        ),
+        *_no_effect("inputs are cast", "auto_cast"),
+        *_refused("main weights are float32", "fp16_master_weights_and_grads"),
+    ),
+)
+_BF16 = Dialect(
+    "bf16",
+    (
+        Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("bf16")),
+        *_no_effect("gradients are reduced in float32", "immediate_grad_update", "check_grad_overflow"),
+        *_refused("main weights are float32", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    ),
+)
+_ACTIVATIONS = Dialect(
+    "activation_checkpointing",
+    (
+        *_refused(
+            "activations are recomputed or kept, not moved or divided",
+            *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+        ),
+        *_no_effect(
+            "it sets up deepspeed.checkpointing, which is not used; sharding.activation_checkpointing recomputes units",
+            *("number_checkpoints", "synchronize_checkpoint_boundary", "profile"),
+        ),
+    ),
+)
+_DTYPES = Dialect(
+    "data_types",
+    (*_no_effect("gradients are accumulated in the main weights' dtype, float32", "grad_accum_dtype"),),
+)
+_REPORTING = "metrics are the script's, or observe's"
+
+DEEPSPEED = Dialect(
+    "a DeepSpeed configuration",
+    (
+        Key("zero_optimization", section=_ZERO),
+        Key("fp16", section=_FP16),
+        Key("bf16", section=_BF16, spellings=("bfloat16",)),
+        *STEP_KEYS,
+        Key("train_batch_size", Status.NO_EFFECT, because="the script's data loader decides", read=_batch),
+        Key(
+            "train_micro_batch_size_per_gpu", Status.NO_EFFECT, because="the script's data loader decides", read=_batch
+        ),
+        Key("optimizer", Status.NO_EFFECT, because="the script makes it", read=_made_by_script),
+        Key("scheduler", Status.NO_EFFECT, because="the script makes it", read=_made_by_script),
+        Key("activation_checkpointing", section=_ACTIVATIONS),
+        Key("data_types", section=_DTYPES),
+        *_no_effect("the step line and the metrics file report", "steps_per_print", "wall_clock_breakdown"),
+        *_no_effect("the step line and the metrics file report", "memory_breakdown", "dump_state"),
+        *_no_effect("any element-wise optimizer works", "zero_allow_untested_optimizer"),
+        *_no_effect("the script's optimizer is used", "zero_force_ds_cpu_optimizer"),
+        *_no_effect(
+            "gradients are summed in float32 and scaled once",
+            *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
+            *("seq_parallel_communication_data_type", "fp32_allreduce"),
+        ),
+        *_no_effect("there is one path", "disable_allgather", "load_universal_checkpoint", "checkpoint"),
+        *_no_effect("nothing is offloaded to disks", "aio"),
+        *_refused("gradients are dense", "sparse_gradients"),
+        *_off("apex is not used", "amp"),
+        *_off(_REPORTING, "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler"),
+        *_off("the number of ranks is the launcher's", "elasticity"),
+        *_off("only data parallelism", "tensor_parallel", "pipeline", "sparse_attention", "hybrid_engine"),
+        *_off("nothing is compressed", "compression_training", "quantize_training"),
+        *_off("data is the script's", "data_efficiency", "curriculum_learning"),
+        *_off("nothing is tuned by itself", "autotuning"),
+        *_off("dynamo_backend compiles every unit", "compile"),
+        *_off("the precision mode runs autocast", "torch_autocast"),
+        *_off("checkpoints have one format", "nebula"),
+    ),
+    finish=_finish,
+)
+
+DEEPSPEED_SHORT = Dialect(
+    "deepspeed_config",
+    (
+        Key("zero_stage", Status.TRANSLATED, "sharding.strategy", because=_STAGE_NAMES, read=_stage),
+        Key("offload_param_device", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_device),
+        Key(
+            "offload_optimizer_device", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_device
+        ),
+        *_no_effect("nothing is offloaded to disks", "offload_param_nvme_path", "offload_optimizer_nvme_path"),
+        *STEP_KEYS,
+        *_no_effect("models on the meta device are initialised shard by shard", "zero3_init_flag"),
+        *_no_effect("save_model gives whole weights", "zero3_save_16bit_model"),
+        Key("deepspeed_config_file", because="its settings are read"),
+        *_no_effect("the launcher starts hosts the same way for every strategy", "deepspeed_multinode_launcher"),
+        *_refused(
+            "hosts meet by main_process_ip or in a Slurm allocation",
+            *("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
+        ),
+        *_refused("experts are sharded like other modules", "deepspeed_moe_layer_cls_names"),
+    ),
+)

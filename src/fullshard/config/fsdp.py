@@ -1,0 +1,189 @@
+"""The keys of `fsdp_config`: Accelerate's, Transformers' `--fsdp_config` and the plugin's fields are the same words.
+
+Two generations of them exist. Version 1 names a strategy; version 2 has `reshard_after_forward` as a truth value. Here
+both may be written, in either version, as long as they do not contradict each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fullshard.config import values
+from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status
+from fullshard.core.errors import ConfigError
+from fullshard.core.strategy import parse_strategy
+
+DEFAULT_MIN_NUM_PARAMS = 100_000_000
+"""Parameters of a unit under SIZE_BASED_WRAP where none are given, as Accelerate has it."""
+
+_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_WRAPS = {"TRANSFORMER_BASED_WRAP": "auto", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
+
+
+def _wrap(value: Any) -> Settings:
+    if values.text(value).upper() == "SIZED_BASED_WRAP":  # as a widely copied page has it
+        value = "SIZE_BASED_WRAP"
+    return {"sharding.wrap": _WRAPS[values.one_of(value, tuple(_WRAPS), numbered=True)]}
+
+
+def _min_num_params(value: Any) -> Settings | str:
+    # Transformers writes 0 for none.
+    number = values.integer(value)
+    return {"sharding.wrap_min_numel": number} if number != 0 else "0 asks for no size"
+
+
+def _strategy(value: Any) -> Settings:
+    if isinstance(value, bool):
+        raise ConfigError(f"expected a strategy's name or number, got {value!r}", hint="for example FULL_SHARD")
+    return {"sharding.strategy": parse_strategy(value).name}
+
+
+def _reshard(value: Any) -> Settings:
+    """A truth value, or (version 1) a strategy by name or number; 1 means true either way."""
+    try:
+        return _strategy(value)
+    except ConfigError:
+        pass
+    try:
+        return {"sharding.reshard_after_forward": values.boolean(value)}
+    except ValueError:
+        raise ConfigError(
+            f"expected true or false, got {value!r}", hint="or, with fsdp_version 1, the name of a strategy"
+        ) from None
+
+
+def _prefetch(value: Any) -> Settings:
+    return {"sharding.backward_prefetch": values.one_of(value, _PREFETCH, numbered=True)}
+
+
+def _state_dict(value: Any) -> Settings:
+    name = values.one_of(value, _STATE_DICTS, numbered=True)
+    if name == "LOCAL_STATE_DICT":
+        raise ConfigError(
+            "LOCAL_STATE_DICT could be loaded at the same world size only",
+            hint="use SHARDED_STATE_DICT, which loads at any",
+        )
+    return {"checkpoint.state_dict_type": name}
+
+
+def _version(value: Any) -> None:
+    if values.integer(value) not in (1, 2):
+        raise ConfigError(f"expected 1 or 2, got {value!r}", hint="leave it out: both mean the same here")
+
+
+def checked(read: values.Read) -> Any:
+    """Reader for a key without effect, whose value must be right all the same."""
+
+    def check(value: Any) -> None:
+        read(value)
+
+    return check
+
+
+FSDP_KEYS = (
+    Key("fsdp_version", Status.NO_EFFECT, because="one engine has the interface of both versions", read=_version),
+    Key("fsdp_sharding_strategy", target="sharding.strategy", read=_strategy),
+    Key("fsdp_reshard_after_forward", target="sharding.reshard_after_forward", read=_reshard),
+    Key("fsdp_offload_params", target="sharding.cpu_offload", spellings=("fsdp_cpu_offload",)),
+    Key("fsdp_auto_wrap_policy", target="sharding.wrap", read=_wrap, spellings=("fsdp_wrap_policy",)),
+    Key(
+        "fsdp_transformer_layer_cls_to_wrap",
+        target="sharding.wrap_classes",
+        spellings=("fsdp_transformer_cls_names_to_wrap", "fsdp_transformer_cls_to_wrap"),
+        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+    ),
+    Key(
+        "fsdp_min_num_params",
+        target="sharding.wrap_min_numel",
+        read=_min_num_params,
+        spellings=("fsdp_min_num_param",),
+    ),
+    Key(
+        "fsdp_backward_prefetch",
+        target="sharding.backward_prefetch",
+        spellings=("fsdp_backward_prefetch_policy",),
+        read=_prefetch,
+    ),
+    Key("fsdp_forward_prefetch", target="sharding.forward_prefetch"),
+    Key("fsdp_state_dict_type", target="checkpoint.state_dict_type", read=_state_dict),
+    Key(
+        "fsdp_use_orig_params",
+        Status.NO_EFFECT,
+        because="the original parameters are always kept",
+        read=checked(values.boolean),
+    ),
+    Key("fsdp_cpu_ram_efficient_loading", target="sharding.cpu_ram_efficient_loading"),
+    Key("fsdp_sync_module_states", target="sharding.sync_module_states"),
+    Key("fsdp_activation_checkpointing", target="sharding.activation_checkpointing"),
+    Key(
+        "fsdp_activation_checkpointing_offload",
+        Status.REFUSED,
+        because="activations are recomputed or kept, not moved to the host",
+    ),
+    Key("fsdp_ignored_modules", target="sharding.ignored_modules"),
+    Key(
+        "fsdp_limit_all_gathers",
+        Status.NO_EFFECT,
+        because="the engine bounds the units in flight itself",
+        read=checked(values.boolean),
+    ),
+)
+
+
+def finish_fsdp(reading: Reading) -> None:
+    """The rules about several keys of `fsdp_config`: how units are chosen, and the two ways to name a strategy."""
+    _finish_wrap(reading)
+    _finish_strategy(reading)
+
+
+def _finish_wrap(reading: Reading) -> None:
+    wrap, size = reading.setting("sharding.wrap"), reading.setting("sharding.wrap_min_numel")
+    classes = reading.setting("sharding.wrap_classes")
+    named = classes is not None and bool(classes.value)
+    if named and classes is not None and wrap is not None and wrap.value in ("size", "none"):
+        reading.problems.append(
+            Problem(
+                (classes.origin, wrap.origin),
+                f"{classes.key} names classes, and {wrap.key} does not wrap by class",
+                "use TRANSFORMER_BASED_WRAP, or leave the classes out",
+            )
+        )
+    elif named and classes is not None and wrap is None and size is not None:
+        reading.problems.append(
+            Problem(
+                (classes.origin, size.origin),
+                f"{classes.key} and {size.key} exclude each other: units are chosen by class or by size",
+                "leave one of them out",
+            )
+        )
+    elif wrap is not None and wrap.value != "size":
+        reading.drop("sharding.wrap_min_numel", f"it goes with SIZE_BASED_WRAP, and {wrap.key} is another")
+    elif wrap is not None and size is None:
+        reading.settings.append(Setting("sharding.wrap_min_numel", DEFAULT_MIN_NUM_PARAMS, wrap.origin, wrap.key))
+        text = f"takes units of {DEFAULT_MIN_NUM_PARAMS:,} parameters, because fsdp_min_num_params is not given"
+        reading.notes.append(Note(wrap.origin, wrap.key, Status.TRANSLATED, text))
+
+
+def _finish_strategy(reading: Reading) -> None:
+    strategy, reshard = reading.setting("sharding.strategy"), reading.setting("sharding.reshard_after_forward")
+    if strategy is None or reshard is None or reshard.value is None:
+        return
+    row = parse_strategy(strategy.value)
+    if row.name == "NO_SHARD" or row.reshard_after_forward == reshard.value:
+        return  # what NO_SHARD cannot honour is the schema's business
+    version = reading.entries.get("fsdp_version")
+    if version is not None and str(version.value).strip() == "2":
+        text = f"means {row.name} with {reshard.key} = {str(reshard.value).lower()}, which version 2 goes by"
+        reading.notes.append(Note(strategy.origin, strategy.key, Status.TRANSLATED, text))
+        return
+    reading.problems.append(
+        Problem(
+            (strategy.origin, reshard.origin),
+            f"{strategy.key} = {row.name} and {reshard.key} = {str(reshard.value).lower()} contradict each other",
+            f"leave {reshard.key} out, or name the strategy you want",
+        )
+    )
+
+
+FSDP = Dialect("fsdp_config", FSDP_KEYS, prefix="fsdp_", finish=finish_fsdp)

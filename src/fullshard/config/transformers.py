@@ -1,0 +1,73 @@
+"""Transformers' words: `--fsdp` and the keys of `--fsdp_config`, of versions 4 and 5, with `fsdp_` or without."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from fullshard.config.dialect import Dialect, Note, Problem, Reading, Setting, Status
+from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp
+from fullshard.config.origin import Origin
+from fullshard.config.xla import XLA_KEYS
+
+_OWN_NAMES = {"fsdp_offload_params": "fsdp_cpu_offload"}
+"""Keys that Transformers calls otherwise than Accelerate."""
+
+TRANSFORMERS = Dialect(
+    "a Transformers fsdp_config",
+    (
+        *(
+            dataclasses.replace(key, name=_OWN_NAMES[key.name], spellings=(key.name,))
+            if key.name in _OWN_NAMES
+            else key
+            for key in FSDP_KEYS
+        ),
+        *XLA_KEYS,
+    ),
+    prefix="fsdp_",
+    finish=finish_fsdp,
+)
+
+_WORDS: dict[tuple[str, ...], tuple[str, Any] | None] = {
+    ("hybrid", "shard", "zero2"): ("sharding.strategy", "HYBRID_SHARD_ZERO2"),
+    ("hybrid", "shard"): ("sharding.strategy", "HYBRID_SHARD"),
+    ("full", "shard"): ("sharding.strategy", "FULL_SHARD"),
+    ("shard", "grad", "op"): ("sharding.strategy", "SHARD_GRAD_OP"),
+    ("no", "shard"): ("sharding.strategy", "NO_SHARD"),
+    ("auto", "wrap"): None,
+    ("offload",): ("sharding.cpu_offload", True),
+    ("true",): ("sharding.strategy", "FULL_SHARD"),  # version 5 has a truth value
+    ("false",): ("sharding.strategy", "NO_SHARD"),
+}
+_KNOWN = "full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2, auto_wrap, offload"
+
+
+def read_fsdp_words(text: Any, origin: Origin) -> Reading:
+    """What `--fsdp "full_shard auto_wrap offload"` sets.
+
+    Args:
+        text: words in any case and order, with `_`, `-` or a space inside them, and spaces or commas between them;
+            also a truth value.
+        origin: where they were written.
+    """
+    reading = Reading()
+    words = [word for word in re.split(r"[\s,_'\"-]+", str(text).lower()) if word]
+    while words:
+        option = next((option for option in _WORDS if tuple(words[: len(option)]) == option), None)
+        if option is None:
+            message = f"unknown option {words[0]!r} in {str(text)!r}"
+            reading.problems.append(Problem((origin,), message, f"known are {_KNOWN}"))
+            return reading
+        name, meaning = "_".join(option), _WORDS[option]
+        if meaning is None:
+            text_of_note = "has no effect here: units are always found, in the way that fsdp_config names if it does"
+            reading.notes.append(Note(origin, name, Status.NO_EFFECT, text_of_note))
+        else:
+            reading.settings.append(Setting(*meaning, origin, name))
+        del words[: len(option)]
+    if reading.setting("sharding.cpu_offload") and not reading.setting("sharding.strategy"):
+        message = "offload does not say how the model is sharded"
+        reading.problems.append(Problem((origin,), message, 'write "full_shard offload"'))
+    reading.find_contradictions()
+    return reading
