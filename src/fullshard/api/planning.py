@@ -1,0 +1,95 @@
+"""Planning for a model object: its shapes, read from the modules. The meta device is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from fullshard.plan.families import FAMILIES, from_config
+from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
+from fullshard.wrap.partition import Slot, UnitPlan, partition
+from fullshard.wrap.policies import unit_modules
+from fullshard.wrap.quantized import is_exact
+
+
+def model_shape(
+    model: nn.Module, *, policy: object = None, ignored_params: Iterable[nn.Parameter] | None = None
+) -> ModelShape:
+    """The units and parameters the engine would make of `model`, as it is (dtypes and `requires_grad` included).
+
+    What a layer computes is known for the families of `fullshard.plan.families`, by the model's own `config`. For any
+    other model activations are not predicted.
+
+    Args:
+        model: not sharded yet, on any device.
+        policy: which modules are units, as for `fullshard.wrap.policies.unit_modules`.
+        ignored_params: parameters that stay unsharded and are not planned.
+
+    Raises:
+        WrapError: the policy does not fit the model.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    plans = partition([model], unit_modules(model, policy), ignored=ignored_params or ())
+    order = {id(module): position for position, module in enumerate(model.modules())}
+    first = min((order[id(plan.modules[0])] for plan in plans[:-1]), default=0)
+    family = _family(model)
+    blocks = {} if family is None else {unit.name: unit.block for unit in family.units}
+    units = tuple(
+        _unit(plan, names, block=blocks.get(names[id(plan.modules[0])]), first=first, order=order) for plan in plans
+    )
+    # An inner unit comes before the one around it in `plans`, and its forward begins after.
+    calls = sorted(plans[:-1], key=lambda plan: order[id(plan.modules[0])])
+    return ModelShape(
+        type(model).__name__,
+        units,
+        vocab=family.vocab if family else 0,
+        hidden=family.hidden if family else 0,
+        tied=family.tied if family else False,
+        encoder_decoder=family.encoder_decoder if family else False,
+        calls=tuple(names[id(plan.modules[0])] for plan in calls),
+    )
+
+
+def _family(model: nn.Module) -> ModelShape | None:
+    """The shapes of the model's own configuration, if it is of a known family."""
+    config = getattr(model, "config", None)
+    if getattr(config, "model_type", None) not in FAMILIES:
+        return None
+    return from_config(config.to_dict(), where=f"{type(model).__name__}.config")[0]  # type: ignore[union-attr]
+
+
+def _unit(
+    plan: UnitPlan, names: dict[int, str], *, block: Block | None, first: int, order: dict[int, int]
+) -> UnitShape:
+    name = names[id(plan.modules[0])]
+    position = order[id(plan.modules[0])]
+    embeds = block is None and (not name or position == first)  # not the position tables inside a layer
+    parameters = tuple(
+        _parameter(slot, names, is_root=not name, embeds=embeds, first=first, order=order) for slot in plan.slots
+    )
+    return UnitShape(name, parameters, block)
+
+
+def _parameter(
+    slot: Slot, names: dict[int, str], *, is_root: bool, embeds: bool, first: int, order: dict[int, int]
+) -> ParameterShape:
+    module, attribute = slot.owners[0]
+    parameter = slot.parameter
+    if embeds and any(isinstance(owner, nn.Embedding) for owner, _ in slot.owners):
+        role = "embedding"
+    elif is_root and order[id(module)] < first:
+        role = "input"
+    elif isinstance(module, nn.Linear) and parameter.ndim == 2:
+        role = "head" if is_root else "matrix"
+    else:
+        role = "other"
+    path = names[id(module)]
+    return ParameterShape(
+        f"{path}.{attribute}" if path else attribute,
+        tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        trainable=parameter.requires_grad,
+        exact=is_exact(parameter),
+        role=role,
+    )

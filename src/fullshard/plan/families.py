@@ -1,0 +1,397 @@
+"""From a Hugging Face `config.json` to shapes: one function per way of building a model, one row per `model_type`.
+
+Counts are exact: names, shapes and order are those of Transformers' own modules, and the tests compare them on the meta
+device. A `model_type` that is not in the table is planned as a plain Llama if the file has all of Llama's fields, with
+a note that says so; otherwise it is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.core.errors import ConfigError
+from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
+
+_LLAMA_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+class Fields:
+    """The fields of a `config.json`, by whichever of several names is there."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """The first of `names` that is set to a positive whole number.
+
+        Raises:
+            ConfigError: none is and there is no default, or it is not such a number.
+        """
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{self.where}: {name} is {value!r}, expected a positive whole number")
+            return value
+        if default is None:
+            raise ConfigError(
+                f"{self.where}: no field {' or '.join(names)}", hint="the file must be the model's whole config.json"
+            )
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A field that is true or false."""
+        value = self.values.get(name)
+        return default if value is None else bool(value)
+
+    def is_set(self, name: str) -> bool:
+        """Whether the field is there."""
+        return self.values.get(name) is not None
+
+
+Weights = list[ParameterShape]
+
+
+def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False, conv1d: bool = False) -> Weights:
+    shape = (inputs, outputs) if conv1d else (outputs, inputs)
+    weights = [ParameterShape(f"{name}.weight", shape, role="matrix")]
+    return [*weights, ParameterShape(f"{name}.bias", (outputs,))] if bias else weights
+
+
+def _norm(name: str, width: int, *, bias: bool = False) -> Weights:
+    weights = [ParameterShape(f"{name}.weight", (width,))]
+    return [*weights, ParameterShape(f"{name}.bias", (width,))] if bias else weights
+
+
+def _embedding(name: str, rows: int, width: int) -> Weights:
+    return [ParameterShape(f"{name}.weight", (rows, width), role="embedding")]
+
+
+def _head(name: str, width: int, vocab: int, *, bias: bool = False) -> Weights:
+    weights = [ParameterShape(f"{name}.weight", (vocab, width), role="head")]
+    return [*weights, ParameterShape(f"{name}.bias", (vocab,))] if bias else weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    """How a decoder of Llama's kind differs from Llama. Names of norms come in definition order."""
+
+    qkv_bias: bool = False
+    bias_flag: str = ""
+    head_norms: bool = False
+    whole_head_norms: bool = False
+    fused: bool = False
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    experts: str = ""
+    tied: bool = False
+
+
+def _llama_like(fields: Fields, kind: _Decoder) -> ModelShape:
+    hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
+    kv_heads = fields.number("num_key_value_heads", default=heads)
+    head_dim = fields.number("head_dim", default=hidden // heads)
+    layers, vocab = fields.number("num_hidden_layers"), fields.number("vocab_size")
+    tied = fields.flag("tie_word_embeddings", kind.tied)
+    bias = fields.flag(kind.bias_flag, False) if kind.bias_flag else False
+    units = []
+    for index in range(layers):
+        prefix = f"model.layers.{index}"
+        attention = _attention(f"{prefix}.self_attn", kind, hidden, heads, kv_heads, head_dim, bias=bias)
+        feed_forward, block = _feed_forward(fields, kind, f"{prefix}.mlp", index)
+        norms = [p for norm in kind.norms for p in _norm(f"{prefix}.{norm}", hidden)]
+        layer = dataclasses.replace(block, heads=heads, kv_heads=kv_heads, head_dim=head_dim, norms=len(kind.norms))
+        units.append(UnitShape(prefix, (*attention, *feed_forward, *norms), layer))
+    head = [] if tied else _head("lm_head", hidden, vocab)
+    root = [*_embedding("model.embed_tokens", vocab, hidden), *_norm("model.norm", hidden), *head]
+    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
+
+
+def _attention(
+    prefix: str, kind: _Decoder, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool
+) -> Weights:
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    if kind.fused:
+        return [
+            *_linear(f"{prefix}.o_proj", queries, hidden),
+            *_linear(f"{prefix}.qkv_proj", hidden, queries + 2 * keys),
+        ]
+    projected = bias or kind.qkv_bias
+    weights = [
+        *_linear(f"{prefix}.q_proj", hidden, queries, bias=projected),
+        *_linear(f"{prefix}.k_proj", hidden, keys, bias=projected),
+        *_linear(f"{prefix}.v_proj", hidden, keys, bias=projected),
+        *_linear(f"{prefix}.o_proj", queries, hidden, bias=bias),
+    ]
+    if kind.head_norms:
+        weights += _norm(f"{prefix}.q_norm", head_dim) + _norm(f"{prefix}.k_norm", head_dim)
+    if kind.whole_head_norms:
+        weights += _norm(f"{prefix}.q_norm", queries) + _norm(f"{prefix}.k_norm", keys)
+    return weights
+
+
+def _gated(prefix: str, hidden: int, width: int, *, bias: bool = False) -> Weights:
+    return [
+        *_linear(f"{prefix}.gate_proj", hidden, width, bias=bias),
+        *_linear(f"{prefix}.up_proj", hidden, width, bias=bias),
+        *_linear(f"{prefix}.down_proj", width, hidden, bias=bias),
+    ]
+
+
+def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tuple[Weights, Block]:
+    """The weights, and a block whose attention is still to be filled in."""
+    hidden = fields.number("hidden_size")
+    bias = fields.flag("mlp_bias", False)
+    if not kind.experts or not _is_sparse(fields, index):
+        width = fields.number("intermediate_size")
+        if kind.fused:
+            weights = _linear(f"{prefix}.gate_up_proj", hidden, 2 * width) + _linear(
+                f"{prefix}.down_proj", width, hidden
+            )
+        else:
+            weights = _gated(prefix, hidden, width, bias=bias)
+        return weights, Block(hidden, 1, 1, 1, width)
+    experts = fields.number("num_local_experts", "num_experts")
+    width = fields.number("moe_intermediate_size", "intermediate_size")
+    stacked = [
+        ParameterShape(f"{prefix}.experts.gate_up_proj", (experts, 2 * width, hidden)),
+        ParameterShape(f"{prefix}.experts.down_proj", (experts, hidden, width)),
+    ]
+    # Not `matrix`: PEFT's "all-linear" reaches modules of class Linear, and the router is a bare parameter.
+    router = [ParameterShape(f"{prefix}.gate.weight", (experts, hidden))]
+    weights = [*stacked, *router] if kind.experts == "qwen3" else [*router, *stacked]
+    shared = fields.number("shared_expert_intermediate_size") if kind.experts == "qwen2" else 0
+    if shared:
+        weights += _gated(f"{prefix}.shared_expert", hidden, shared)
+        weights += _linear(f"{prefix}.shared_expert_gate", hidden, 1)
+    block = Block(
+        hidden,
+        1,
+        1,
+        1,
+        width,
+        experts=experts,
+        experts_per_token=fields.number("num_experts_per_tok"),
+        shared_intermediate=shared,
+    )
+    return weights, block
+
+
+def _is_sparse(fields: Fields, index: int) -> bool:
+    step = fields.number("decoder_sparse_step", default=1)
+    dense = fields.values.get("mlp_only_layers") or ()
+    return index not in dense and (index + 1) % step == 0
+
+
+def _gpt2(fields: Fields) -> ModelShape:
+    hidden, heads = fields.number("n_embd"), fields.number("n_head")
+    inner, vocab = fields.number("n_inner", default=4 * hidden), fields.number("vocab_size")
+    positions = fields.number("n_positions", "n_ctx")
+    block = Block(hidden, heads, heads, hidden // heads, inner, gated=False, rms=False)
+    units = []
+    for index in range(fields.number("n_layer")):
+        prefix = f"transformer.h.{index}"
+        weights = [
+            *_norm(f"{prefix}.ln_1", hidden, bias=True),
+            *_linear(f"{prefix}.attn.c_attn", hidden, 3 * hidden, bias=True, conv1d=True),
+            *_linear(f"{prefix}.attn.c_proj", hidden, hidden, bias=True, conv1d=True),
+            *_norm(f"{prefix}.ln_2", hidden, bias=True),
+            *_linear(f"{prefix}.mlp.c_fc", hidden, inner, bias=True, conv1d=True),
+            *_linear(f"{prefix}.mlp.c_proj", inner, hidden, bias=True, conv1d=True),
+        ]
+        units.append(UnitShape(prefix, tuple(weights), block))
+    tied = fields.flag("tie_word_embeddings", True)
+    root = [
+        *_embedding("transformer.wte", vocab, hidden),
+        *_embedding("transformer.wpe", positions, hidden),
+        *_norm("transformer.ln_f", hidden, bias=True),
+        *([] if tied else _head("lm_head", hidden, vocab)),
+    ]
+    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
+
+
+def _gpt_neox(fields: Fields) -> ModelShape:
+    hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
+    inner, vocab = fields.number("intermediate_size"), fields.number("vocab_size")
+    block = Block(hidden, heads, heads, hidden // heads, inner, gated=False, rms=False)
+    bias = fields.flag("attention_bias", True)
+    units = []
+    for index in range(fields.number("num_hidden_layers")):
+        prefix = f"gpt_neox.layers.{index}"
+        weights = [
+            *_norm(f"{prefix}.input_layernorm", hidden, bias=True),
+            *_norm(f"{prefix}.post_attention_layernorm", hidden, bias=True),
+            *_linear(f"{prefix}.attention.query_key_value", hidden, 3 * hidden, bias=bias),
+            *_linear(f"{prefix}.attention.dense", hidden, hidden, bias=bias),
+            *_linear(f"{prefix}.mlp.dense_h_to_4h", hidden, inner, bias=True),
+            *_linear(f"{prefix}.mlp.dense_4h_to_h", inner, hidden, bias=True),
+        ]
+        units.append(UnitShape(prefix, tuple(weights), block))
+    tied = fields.flag("tie_word_embeddings", False)
+    head = [] if tied else _head("lm_head", hidden, vocab)
+    root = [
+        *_embedding("gpt_neox.embed_in", vocab, hidden),
+        *_norm("gpt_neox.final_layer_norm", hidden, bias=True),
+        *head,
+    ]
+    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
+
+
+def _bert(fields: Fields, *, prefix: str) -> ModelShape:
+    hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
+    inner, vocab = fields.number("intermediate_size"), fields.number("vocab_size")
+    words, positions, types = (
+        _embedding(f"{prefix}.embeddings.{name}_embeddings", rows, hidden)
+        for name, rows in (
+            ("word", vocab),
+            ("position", fields.number("max_position_embeddings")),
+            ("token_type", fields.number("type_vocab_size")),
+        )
+    )
+    norm = _norm(f"{prefix}.embeddings.LayerNorm", hidden, bias=True)
+    is_roberta = prefix == "roberta"
+    others = [*types, *norm, *positions] if is_roberta else [*positions, *types, *norm]
+    tied = fields.flag("tie_word_embeddings", True)
+    embeddings = [*others] if tied else [*words, *others]
+    block = Block(hidden, heads, heads, hidden // heads, inner, gated=False, rms=False)
+    units = [UnitShape(f"{prefix}.embeddings", tuple(embeddings))]
+    for index in range(fields.number("num_hidden_layers")):
+        at = f"{prefix}.encoder.layer.{index}"
+        weights = [
+            *(
+                p
+                for n in ("query", "key", "value")
+                for p in _linear(f"{at}.attention.self.{n}", hidden, hidden, bias=True)
+            ),
+            *_linear(f"{at}.attention.output.dense", hidden, hidden, bias=True),
+            *_norm(f"{at}.attention.output.LayerNorm", hidden, bias=True),
+            *_linear(f"{at}.intermediate.dense", hidden, inner, bias=True),
+            *_linear(f"{at}.output.dense", inner, hidden, bias=True),
+            *_norm(f"{at}.output.LayerNorm", hidden, bias=True),
+        ]
+        units.append(UnitShape(at, tuple(weights), block))
+    head, transform = ("lm_head", "lm_head") if is_roberta else ("cls.predictions", "cls.predictions.transform")
+    norm_name = "lm_head.layer_norm" if is_roberta else "cls.predictions.transform.LayerNorm"
+    root = [
+        *(words if tied else []),  # used by the embeddings and by the head: owned by the unit around both
+        ParameterShape(f"{head}.bias", (vocab,)),
+        *_linear(f"{transform}.dense", hidden, hidden, bias=True),
+        *_norm(norm_name, hidden, bias=True),
+        *([] if tied else _head(f"{head}.decoder", hidden, vocab)),
+    ]
+    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
+
+
+def _t5(fields: Fields) -> ModelShape:
+    hidden, heads, head_dim = fields.number("d_model"), fields.number("num_heads"), fields.number("d_kv")
+    inner, vocab = fields.number("d_ff"), fields.number("vocab_size")
+    gated = fields.flag("is_gated_act", str(fields.values.get("feed_forward_proj", "relu")).startswith("gated"))
+    units = []
+    encoder = fields.number("num_layers")
+    for side, count in (("encoder", encoder), ("decoder", fields.number("num_decoder_layers", default=encoder))):
+        for index in range(count):
+            prefix = f"{side}.block.{index}"
+            weights: Weights = []
+            attentions = ("SelfAttention", "EncDecAttention") if side == "decoder" else ("SelfAttention",)
+            for number, name in enumerate(attentions):
+                at = f"{prefix}.layer.{number}.{name}"
+                for letter in "qkv":
+                    weights += _linear(f"{at}.{letter}", hidden, heads * head_dim)
+                weights += _linear(f"{at}.o", heads * head_dim, hidden)
+                if index == 0 and number == 0:
+                    buckets = fields.number("relative_attention_num_buckets", default=32)
+                    weights.append(ParameterShape(f"{at}.relative_attention_bias.weight", (buckets, heads)))
+                weights += _norm(f"{prefix}.layer.{number}.layer_norm", hidden)
+            at = f"{prefix}.layer.{len(attentions)}"
+            for name in ("wi_0", "wi_1") if gated else ("wi",):
+                weights += _linear(f"{at}.DenseReluDense.{name}", hidden, inner)
+            weights += _linear(f"{at}.DenseReluDense.wo", inner, hidden) + _norm(f"{at}.layer_norm", hidden)
+            block = Block(
+                hidden, heads, heads, head_dim, inner, gated=gated, norms=len(attentions) + 1,
+                cross_attention=side == "decoder",
+            )  # fmt: skip
+            units.append(UnitShape(prefix, tuple(weights), block))
+    tied = fields.flag("tie_word_embeddings", True)
+    root = [
+        *_embedding("shared", vocab, hidden),
+        *_norm("encoder.final_layer_norm", hidden),
+        *_norm("decoder.final_layer_norm", hidden),
+        *([] if tied else _head("lm_head", hidden, vocab)),
+    ]
+    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied, encoder_decoder=True)
+
+
+def _decoder(**kind: Any) -> Callable[[Fields], ModelShape]:
+    return lambda fields: _llama_like(fields, _Decoder(**kind))
+
+
+_FOUR_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
+    "llama": _decoder(bias_flag="attention_bias"),
+    "mistral": _decoder(),
+    "qwen2": _decoder(qkv_bias=True),
+    "qwen3": _decoder(head_norms=True, bias_flag="attention_bias"),
+    "gemma": _decoder(tied=True, bias_flag="attention_bias"),
+    "gemma2": _decoder(tied=True, norms=_FOUR_NORMS, bias_flag="attention_bias"),
+    "gemma3_text": _decoder(tied=True, norms=_FOUR_NORMS, head_norms=True, bias_flag="attention_bias"),
+    "olmo2": _decoder(
+        whole_head_norms=True,
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        bias_flag="attention_bias",
+    ),
+    "phi3": _decoder(fused=True),
+    "mixtral": _decoder(experts="mixtral"),
+    "qwen2_moe": _decoder(qkv_bias=True, experts="qwen2"),
+    "qwen3_moe": _decoder(head_norms=True, experts="qwen3", bias_flag="attention_bias"),
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "bert": lambda fields: _bert(fields, prefix="bert"),
+    "roberta": lambda fields: _bert(fields, prefix="roberta"),
+    "t5": _t5,
+}
+"""By `model_type`, how to read its `config.json`."""
+
+
+def from_config(values: Mapping[str, Any], *, where: str, name: str | None = None) -> tuple[ModelShape, list[str]]:
+    """The shapes a `config.json` describes, and notes for the user.
+
+    Args:
+        values: the parsed file.
+        where: what to call it in errors.
+        name: what to call the model; default: its `model_type`.
+
+    Raises:
+        ConfigError: an unknown `model_type` without Llama's fields, or a field that is missing or wrong.
+    """
+    kind = values.get("model_type")
+    notes = []
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: no model_type", hint="the file must be the model's whole config.json")
+    nested = values.get("text_config")
+    if kind not in FAMILIES and isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
+        notes.append(f"{where}: only the text part ({nested['model_type']}) of {kind} is planned")
+        values, kind = nested, nested["model_type"]
+    fields = Fields(values, where)
+    if kind not in FAMILIES:
+        missing = [field for field in _LLAMA_FIELDS if values.get(field) is None]
+        close = difflib.get_close_matches(kind, FAMILIES, n=1)
+        if missing or any(values.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
+            wanted = f" and no {', '.join(missing)}" if missing else " and it is a mixture of experts"
+            raise ConfigError(
+                f"{where}: model_type {kind!r} is not known{wanted}",
+                hint=f"did you mean {close[0]!r}?" if close else f"known are {', '.join(FAMILIES)}",
+            )
+        notes.append(f"{where}: model_type {kind!r} is not known; planned as a Llama of the same sizes")
+        kind = "llama"
+    shape = FAMILIES[kind](fields)
+    return dataclasses.replace(shape, name=name or kind), notes

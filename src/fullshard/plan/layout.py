@@ -1,0 +1,214 @@
+"""Units as the engine would lay them out over the ranks: the same buckets, the same intervals, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from fullshard.core.layout import BucketLayout, ParameterSpec
+from fullshard.core.strategy import Strategy
+from fullshard.plan.shapes import FLOATING, Block, ModelShape, ParameterShape, itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """The dtypes of a run, by role; None leaves a role to the rule in `compute` and `reduce`."""
+
+    compute_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    def compute(self, parameter: ParameterShape) -> str:
+        """Dtype of the unsharded parameter. Bytes with a meaning of their own are never cast."""
+        if self.compute_dtype is None or parameter.exact or parameter.dtype not in FLOATING:
+            return parameter.dtype
+        return self.compute_dtype
+
+    def reduce(self, stored: str) -> str:
+        """Dtype in which gradients of parameters stored as `stored` are summed: at least float32 unless told."""
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        compute = self.compute_dtype if self.compute_dtype is not None and stored in FLOATING else stored
+        return "float32" if itemsize(compute) < itemsize("float32") else compute
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One bucket.
+
+    Attributes:
+        layout: which rank owns what.
+        dtype, compute_dtype, reduce_dtype: stored, unsharded, and of the gradient's sum.
+        trainable: whether it has gradients.
+        largest_numel: elements of its largest parameter.
+    """
+
+    layout: BucketLayout
+    dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    trainable: bool
+    largest_numel: int
+
+    @property
+    def shares_main(self) -> bool:
+        """Whether unsharding is nothing: one rank owns everything, in the dtype it computes in."""
+        return self.layout.world_size == 1 and self.dtype == self.compute_dtype
+
+    @property
+    def main_nbytes(self) -> int:
+        """Bytes of this rank's interval as it is stored."""
+        return self.layout.shard_numel * itemsize(self.dtype)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the unsharded bucket."""
+        return self.layout.full_numel * itemsize(self.compute_dtype)
+
+    @property
+    def reduce_nbytes(self) -> int:
+        """Bytes of the unsharded gradient."""
+        return self.layout.full_numel * itemsize(self.reduce_dtype)
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of this rank's interval of the gradient, in the dtype it is summed in."""
+        return self.layout.shard_numel * itemsize(self.reduce_dtype)
+
+    @property
+    def main_gradient_dtype(self) -> str:
+        """The wider of the stored dtype and that of the sum: gradients are accumulated in it."""
+        return max(self.dtype, self.reduce_dtype, key=itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """One unit.
+
+    Attributes:
+        name: the module's qualified name; empty for the root.
+        buckets: in the engine's order.
+        reshard_after_forward: whether its unsharded parameters are freed between forward and backward.
+        feeds_units: whether a trainable parameter of it is used before the first inner unit (an embedding).
+        takes_ids: whether its inputs never want a gradient (token ids).
+        block: what it computes.
+    """
+
+    name: str
+    buckets: tuple[BucketPlan, ...]
+    reshard_after_forward: bool
+    feeds_units: bool
+    takes_ids: bool
+    block: Block | None
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the unsharded unit."""
+        return sum(bucket.full_nbytes for bucket in self.buckets)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Of them, those that are allocated when it is unsharded."""
+        return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.shares_main)
+
+    @property
+    def main_nbytes(self) -> int:
+        """Bytes of this rank's intervals."""
+        return sum(bucket.main_nbytes for bucket in self.buckets)
+
+    @property
+    def trainable(self) -> tuple[BucketPlan, ...]:
+        """The buckets with gradients."""
+        return tuple(bucket for bucket in self.buckets if bucket.trainable)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """A whole model.
+
+    Attributes:
+        units: inner units in definition order, the root last.
+        calls: the same in the order their forwards begin, the root first.
+        shard_size, replicate_size: ranks along the axes of the mesh.
+    """
+
+    units: tuple[UnitLayout, ...]
+    calls: tuple[UnitLayout, ...]
+    shard_size: int
+    replicate_size: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.shard_size * self.replicate_size
+
+    @property
+    def root(self) -> UnitLayout:
+        """The outermost unit."""
+        return self.units[-1]
+
+    @property
+    def buckets(self) -> list[BucketPlan]:
+        """Every bucket."""
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+
+def lay_out(
+    model: ModelShape, *, strategy: Strategy, world_size: int, shard_size: int | None = None, dtypes: Dtypes
+) -> ModelLayout:
+    """Lay a model out.
+
+    Args:
+        model: its shapes.
+        strategy: a row.
+        world_size: ranks.
+        shard_size: ranks per shard group, for the hybrid strategies.
+        dtypes: per role.
+
+    Raises:
+        ConfigError: a shard size that is missing or does not divide the world size.
+    """
+    replicate_size, shard_size = strategy.mesh_shape(world_size, shard_size)
+    units = []
+    for unit in model.units:
+        is_root = unit is model.root
+        embeds = any(p.trainable and p.role in ("embedding", "input") for p in unit.parameters)
+        units.append(
+            UnitLayout(
+                unit.name,
+                _buckets(unit.parameters, dtypes, shard_size),
+                # The root is needed again at once, when backward begins.
+                strategy.reshard_after_forward and not is_root,
+                feeds_units=is_root and embeds,
+                takes_ids=is_root or any(p.role == "embedding" for p in unit.parameters),
+                block=unit.block,
+            )
+        )
+    by_name = {unit.name: unit for unit in units}
+    calls = tuple(by_name[unit.name] for unit in model.in_call_order())
+    return ModelLayout(tuple(units), calls, shard_size, replicate_size)
+
+
+def _buckets(parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int) -> tuple[BucketPlan, ...]:
+    """Grouped by (stored dtype, trainable, exact), in order of appearance."""
+    groups: dict[tuple[str, bool, bool], list[ParameterShape]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter.trainable, parameter.exact), []).append(parameter)
+    return tuple(_bucket(tuple(p.shape for p in group), group[0], dtypes, shard_size) for group in groups.values())
+
+
+def _bucket(shapes: tuple[tuple[int, ...], ...], first: ParameterShape, dtypes: Dtypes, shard_size: int) -> BucketPlan:
+    compute, reduce = dtypes.compute(first), dtypes.reduce(first.dtype)
+    itemsizes = [itemsize(first.dtype), itemsize(compute)]
+    if first.dtype in FLOATING:
+        itemsizes.append(itemsize(reduce))
+    layout = _layout(shapes, min(itemsizes), shard_size)
+    largest = max(spec.numel for spec in layout.specs)
+    return BucketPlan(layout, first.dtype, compute, reduce, first.trainable, largest)
+
+
+@cache
+def _layout(shapes: tuple[tuple[int, ...], ...], narrowest: int, shard_size: int) -> BucketLayout:
+    """Layers repeat, so most calls find their layout made."""
+    specs = [ParameterSpec(str(index), shape) for index, shape in enumerate(shapes)]
+    return BucketLayout.build(specs, itemsize=narrowest, world_size=shard_size)

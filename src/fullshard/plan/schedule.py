@@ -1,0 +1,173 @@
+"""One optimizer step as the list of events that the engine will emit, without running it.
+
+The rules are the engine's (`engine/unit`, `engine/schedule`), on the same layout and in the same event types, so
+`predict_step(...) == recorded` is a test, and whatever is derived from a predicted step (memory, traffic, time) holds
+for a recorded one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from fullshard.core.events import Event, EventKind
+from fullshard.plan.layout import BucketPlan, ModelLayout, UnitLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOptions:
+    """What decides the order of work besides the layout.
+
+    Attributes:
+        accumulation: micro-batches per optimizer step.
+        forward_prefetch: gather the next unit while one runs forward.
+        backward_prefetch: `BACKWARD_PRE`, `BACKWARD_POST` or `NO_PREFETCH`.
+        sync_each_micro_batch: reduce after every micro-batch; False is `no_sync` for all but the last.
+        is_first_step: the order of forwards has not been agreed on yet, so nothing is gathered ahead in the first one.
+    """
+
+    accumulation: int = 1
+    forward_prefetch: bool = True
+    backward_prefetch: str = "BACKWARD_PRE"
+    sync_each_micro_batch: bool = True
+    is_first_step: bool = False
+
+
+def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
+    """The events of one step, on any rank."""
+    run = _Run(model, options)
+    for number in range(options.accumulation):
+        ahead = options.forward_prefetch and not (options.is_first_step and number == 0)
+        run.forward(ahead=ahead)
+        run.backward(reduces=options.sync_each_micro_batch or number == options.accumulation - 1)
+    run.emit(EventKind.OPTIMIZER_STEP, model.root)
+    return run.events
+
+
+@dataclass(slots=True)
+class _Run:
+    """The engine's state as far as it decides what happens next; units are known by their names."""
+
+    model: ModelLayout
+    options: ScheduleOptions
+    events: list[Event] = field(default_factory=list)
+    gathering: set[str] = field(default_factory=set)
+    unsharded: set[str] = field(default_factory=set)
+    awaiting: set[str] = field(default_factory=set)
+    queue: deque[tuple[UnitLayout, BucketPlan]] = field(default_factory=deque)
+    ready: set[str] = field(default_factory=set)
+    launched: list[UnitLayout] = field(default_factory=list)
+
+    def emit(self, kind: EventKind, unit: UnitLayout, nbytes: int = 0) -> None:
+        self.events.append(Event(kind, unit.name, nbytes))
+
+    def issue(self, unit: UnitLayout) -> None:
+        if unit.name not in self.gathering and unit.name not in self.unsharded:
+            self.gathering.add(unit.name)
+            self.emit(EventKind.UNSHARD_ISSUED, unit, unit.full_nbytes)
+
+    def unshard(self, unit: UnitLayout) -> None:
+        if unit.name in self.unsharded:
+            return
+        self.issue(unit)
+        self.gathering.discard(unit.name)
+        self.unsharded.add(unit.name)
+        self.emit(EventKind.UNSHARD_READY, unit, unit.full_nbytes)
+
+    def reshard(self, unit: UnitLayout) -> None:
+        if unit.name in self.gathering or unit.name in self.unsharded:
+            self.gathering.discard(unit.name)
+            self.unsharded.discard(unit.name)
+            self.emit(EventKind.RESHARDED, unit, unit.full_nbytes)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, *, ahead: bool) -> None:
+        calls = self.model.calls
+        for position, unit in enumerate(calls):
+            self.unshard(unit)
+            if ahead and position + 1 < len(calls):
+                self.issue(calls[position + 1])
+            self.emit(EventKind.FORWARD_BEGIN, unit)
+            if unit is not self.model.root:
+                self.end_forward(unit)
+        self.end_forward(self.model.root)
+
+    def end_forward(self, unit: UnitLayout) -> None:
+        self.emit(EventKind.FORWARD_END, unit)
+        if unit.reshard_after_forward:
+            self.reshard(unit)
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def backward(self, *, reduces: bool) -> None:
+        root, calls = self.model.root, self.model.calls
+        inner = calls[1:]
+        wants, gives = _gradient_flow(self.model)
+        self.awaiting = {unit.name for unit in calls if gives[unit.name]}
+        self.queue = deque((unit, bucket) for unit in reversed(calls) for bucket in unit.trainable)
+        self.ready, self.launched = set(), []
+        if root.name in self.awaiting:
+            self.begin_backward(root, previous=None)
+            if not root.feeds_units:
+                self.complete(root, reduces=reduces)
+        for position in range(len(inner) - 1, -1, -1):
+            unit, previous = inner[position], calls[position]
+            if not gives[unit.name]:
+                continue
+            self.begin_backward(unit, previous)
+            self.complete(unit, reduces=reduces, has_input_gradient=wants[unit.name])
+            if wants[unit.name]:
+                self.awaiting.discard(unit.name)
+                self.emit(EventKind.BACKWARD_END, unit)
+                self.reshard(unit)
+                if self.options.backward_prefetch == "BACKWARD_POST":
+                    self.prefetch(previous)
+        if root.name in self.awaiting and root.feeds_units:
+            self.complete(root, reduces=reduces)
+        self.finish(reduces=reduces)
+
+    def begin_backward(self, unit: UnitLayout, previous: UnitLayout | None) -> None:
+        self.unshard(unit)
+        if self.options.backward_prefetch == "BACKWARD_PRE":
+            self.prefetch(previous)
+        self.emit(EventKind.BACKWARD_BEGIN, unit)
+
+    def prefetch(self, unit: UnitLayout | None) -> None:
+        if unit is not None and unit.name in self.awaiting:
+            self.issue(unit)
+
+    def complete(self, unit: UnitLayout, *, reduces: bool, has_input_gradient: bool = False) -> None:
+        """All gradients of the unit's parameters are there."""
+        if unit.trainable:
+            self.ready.add(unit.name)
+        while self.queue and self.queue[0][0].name in self.ready:
+            self.launch(*self.queue.popleft(), reduces=reduces)
+        if not has_input_gradient and unit.trainable == unit.buckets:
+            # Nothing else tells that backward has left the unit.
+            self.awaiting.discard(unit.name)
+            self.reshard(unit)
+
+    def launch(self, unit: UnitLayout, bucket: BucketPlan, *, reduces: bool) -> None:
+        if reduces:
+            self.emit(EventKind.REDUCE_ISSUED, unit, bucket.reduce_nbytes)
+            self.launched.append(unit)
+
+    def finish(self, *, reduces: bool) -> None:
+        while self.queue:
+            self.launch(*self.queue.popleft(), reduces=reduces)
+        for unit in self.launched:
+            self.emit(EventKind.REDUCE_DONE, unit)
+        for unit in reversed(self.model.calls):  # inner units before those around them, as the engine keeps them
+            self.reshard(unit)
+
+
+def _gradient_flow(model: ModelLayout) -> tuple[dict[str, bool], dict[str, bool]]:
+    """By unit, whether an input of it wants a gradient, and whether its output does."""
+    wants, gives = {model.root.name: False}, {}
+    flowing = model.root.feeds_units
+    for unit in model.calls[1:]:
+        wants[unit.name] = flowing and not unit.takes_ids
+        gives[unit.name] = flowing = wants[unit.name] or bool(unit.trainable) or (unit.takes_ids and flowing)
+    gives[model.root.name] = flowing or bool(model.root.trainable)
+    return wants, gives

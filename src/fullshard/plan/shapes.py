@@ -1,0 +1,207 @@
+"""A model as the planner sees it: units of parameters with shapes, and what a layer keeps for backward.
+
+    ModelShape
+    ├── units     inner units in definition order, the root last: the order the engine makes them in
+    │   ├── parameters    name, shape, stored dtype, trainable, exact
+    │   └── block         what its forward computes; None for a unit that is not a transformer layer
+    └── calls     the units in the order their forwards begin
+
+Names and order are those of the Transformers model, so that layouts and events can be compared one to one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fullshard.core.errors import ConfigError
+
+ITEMSIZES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "bool": 1,
+}
+"""Bytes of one element of each dtype."""
+
+FLOATING = frozenset(name for name in ITEMSIZES if "float" in name)
+"""Dtypes that are cast by a precision policy; the others are bytes with a meaning of their own."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element.
+
+    Raises:
+        ConfigError: no such dtype.
+    """
+    if dtype not in ITEMSIZES:
+        raise ConfigError(f"unknown dtype {dtype!r}", hint=f"use one of {', '.join(ITEMSIZES)}")
+    return ITEMSIZES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter.
+
+    Attributes:
+        name: qualified name in the model; a tied parameter has its first.
+        shape: of the whole parameter.
+        dtype: as it is stored.
+        trainable: whether it requires grad.
+        exact: whether it is bytes that are never cast (quantised weights and their scales).
+        role: `matrix` for the weight of a linear layer inside a block (LoRA and quantisation apply to it), `embedding`,
+            `head` or `other`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+    exact: bool = False
+    role: str = "other"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter as it is stored."""
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a transformer layer computes, per token.
+
+    Attributes:
+        hidden: width of the residual stream.
+        heads, kv_heads, head_dim: of attention.
+        intermediate: width of the feed-forward part; of one expert in a mixture.
+        gated: whether the feed-forward part multiplies two projections (SwiGLU and friends).
+        norms: normalisations of width `hidden`.
+        rms: whether they are RMS norms (no mean, no bias).
+        experts, experts_per_token: of a mixture; 0 and 0 for a dense layer.
+        shared_intermediate: width of the expert that every token passes, 0 for none.
+        cross_attention: whether it also attends to an encoder.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    gated: bool = True
+    norms: int = 2
+    rms: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_intermediate: int = 0
+    cross_attention: bool = False
+
+    @property
+    def active_intermediate(self) -> int:
+        """Feed-forward width one token passes."""
+        return self.intermediate * max(1, self.experts_per_token) + self.shared_intermediate
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """The parameters one unit owns, and its computation."""
+
+    name: str
+    parameters: tuple[ParameterShape, ...]
+    block: Block | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A whole model.
+
+    Attributes:
+        name: for people.
+        units: see the module's text; the last is the root.
+        vocab: number of logits per token, 0 if the model has no vocabulary head.
+        hidden: width of the residual stream, 0 if unknown.
+        tied: whether the head shares the embedding's parameter.
+        encoder_decoder: whether half of the tokens pass an encoder.
+        calls: names of the inner units in the order their forwards begin; empty: definition order.
+    """
+
+    name: str
+    units: tuple[UnitShape, ...]
+    vocab: int = 0
+    hidden: int = 0
+    tied: bool = False
+    encoder_decoder: bool = False
+    calls: tuple[str, ...] = ()
+
+    @property
+    def root(self) -> UnitShape:
+        """The outermost unit."""
+        return self.units[-1]
+
+    @property
+    def parameters(self) -> Iterable[ParameterShape]:
+        """All parameters, unit by unit."""
+        return (parameter for unit in self.units for parameter in unit.parameters)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def trainable_numel(self) -> int:
+        """Of them, those that are trained."""
+        return sum(parameter.numel for parameter in self.parameters if parameter.trainable)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The transformer layers."""
+        return [unit.block for unit in self.units if unit.block is not None]
+
+    @property
+    def active_numel(self) -> int:
+        """Parameters that one token is multiplied with: no embedding table, and only its own experts."""
+        total = 0
+        for unit in self.units:
+            for parameter in unit.parameters:
+                if parameter.role == "embedding" and not self.tied:
+                    continue
+                share = 1.0
+                if unit.block is not None and unit.block.experts and ".experts." in parameter.name:
+                    share = unit.block.experts_per_token / unit.block.experts
+                total += round(parameter.numel * share)
+        return total
+
+    def in_call_order(self) -> list[UnitShape]:
+        """The units in the order their forwards begin: the root, then the others."""
+        if not self.calls:
+            return [self.root, *self.units[:-1]]
+        by_name = {unit.name: unit for unit in self.units}
+        return [self.root, *(by_name[name] for name in self.calls)]
+
+    def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> ModelShape:
+        """The model with every parameter replaced by what `change` makes of it."""
+        units = [
+            dataclasses.replace(unit, parameters=tuple(new for p in unit.parameters for new in change(unit, p)))
+            for unit in self.units
+        ]
+        return dataclasses.replace(self, units=tuple(units))

@@ -1,0 +1,76 @@
+"""Bytes on the wire in one step, from its events: what one rank sends, and which link carries it.
+
+Every rank sends what it receives, so one number per axis is enough:
+
+    all-gather       a rank sends its interval to the S - 1 others            full / S x (S - 1)
+    reduce-scatter   a rank sends each of the S - 1 others their interval     full / S x (S - 1)
+    all-reduce       reduce-scatter and all-gather of the shard               2 x shard / R x (R - 1)
+
+S and R are the ranks of the shard and the replicate axis. These are the least bytes possible (ZeRO, arXiv 1910.02054,
+section 7; Patarasuk and Yuan 2009 for all-reduce), and what ring algorithms send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fullshard.core.events import Event, EventKind
+from fullshard.plan.layout import ModelLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes one rank sends in one optimizer step.
+
+    Attributes:
+        gather_nbytes: unsharding, on the shard axis.
+        reduce_nbytes: gradients, on the shard axis.
+        replicate_nbytes: gradients, on the replicate axis.
+        gathers, reductions: collectives.
+    """
+
+    gather_nbytes: int
+    reduce_nbytes: int
+    replicate_nbytes: int
+    gathers: int
+    reductions: int
+
+    @property
+    def total_nbytes(self) -> int:
+        """All of them."""
+        return self.gather_nbytes + self.reduce_nbytes + self.replicate_nbytes
+
+
+def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
+    """Add up the bytes of a predicted or a recorded step."""
+    units = {unit.name: unit for unit in model.units}
+    shard, replicas = model.shard_size, model.replicate_size
+    gather = reduce = replicate = gathers = reductions = 0
+    for event in events:
+        if event.kind is EventKind.UNSHARD_ISSUED and shard > 1:
+            gather += event.nbytes // shard * (shard - 1)
+            gathers += len(units[event.unit].buckets)
+        elif event.kind is EventKind.REDUCE_ISSUED:
+            own = event.nbytes // shard
+            reduce += own * (shard - 1)
+            replicate += all_reduce_nbytes(own, replicas)
+            reductions += 1
+    return Traffic(gather, reduce, replicate, gathers, reductions)
+
+
+def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
+    """What one of `ranks` ranks sends to sum a buffer of `nbytes`."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
+def host_link_nbytes(nbytes: int, ranks: int, ranks_per_host: int) -> float:
+    """Bytes each device's network link carries in an all-gather or reduce-scatter whose unsharded buffer is `nbytes`.
+
+    With h hosts, each must receive the (h - 1)/h of the buffer it does not hold, once, over the links of all its
+    devices together (NCCL runs one ring per link, so that all of them carry a part).
+    """
+    if ranks <= ranks_per_host:
+        return 0.0
+    hosts = ranks / ranks_per_host
+    return nbytes * (1 - 1 / hosts) / ranks_per_host
