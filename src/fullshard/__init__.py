@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, accelerate
+    from fullshard.checkpoint import from_pretrained
     from fullshard.engine import (
         CPUOffloadPolicy,
         FSDPModule,
@@ -40,6 +41,7 @@ __all__ = [
     "accelerate",
     "clip_grad_norm_",
     "describe",
+    "from_pretrained",
     "fully_shard",
     "meta_parameters",
     "no_sync",
@@ -48,13 +50,16 @@ __all__ = [
     "unsharded",
 ]
 
-_API = ("Accelerator", "FullyShardedDataParallelPlugin", "accelerate")
+_ELSEWHERE = {
+    **dict.fromkeys(("Accelerator", "FullyShardedDataParallelPlugin", "accelerate"), "fullshard.api"),
+    "from_pretrained": "fullshard.checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module("fullshard.api" if name in _API else "fullshard.engine")
+    module = importlib.import_module(_ELSEWHERE.get(name, "fullshard.engine"))
     value = getattr(module, name)
     globals()[name] = value
     return value

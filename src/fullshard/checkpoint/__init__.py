@@ -4,12 +4,14 @@ from fullshard.checkpoint.catalog import latest_checkpoint
 from fullshard.checkpoint.export import export_hf
 from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict
 from fullshard.checkpoint.load import load_checkpoint
+from fullshard.checkpoint.pretrained import from_pretrained
 from fullshard.checkpoint.save import save_checkpoint
 from fullshard.checkpoint.verify import Verification, verify_checkpoint
 
 __all__ = [
     "Verification",
     "export_hf",
+    "from_pretrained",
     "full_state_dict",
     "latest_checkpoint",
     "load_checkpoint",

@@ -56,7 +56,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
         return {}
     for path, module in modules_with_extra_state(model).items():
         whole[f"{path}._extra_state" if path else "_extra_state"] = module.get_extra_state()
-    return {name: whole[name] for name in map(clean_name, model.state_dict())}
+    # What a module adds to its state dict by itself (how its weight is quantised, say) is the same on every rank.
+    return {clean_name(name): whole.get(clean_name(name), value) for name, value in model.state_dict().items()}
 
 
 @torch.no_grad()

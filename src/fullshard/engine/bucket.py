@@ -24,6 +24,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import BucketLayout, ParameterSpec
 from fullshard.engine.gradient import Gradient
+from fullshard.engine.materialize import WeightSource
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.wrap.partition import Slot
@@ -40,6 +41,7 @@ class Bucket:
         slots: parameters of one dtype and one `requires_grad`, all exact or none, on the mesh's device.
         mesh: the ranks that share it.
         policy: dtypes per role.
+        weights: gives the values of parameters that are still on the meta device.
     """
 
     slots: Sequence[Slot]
@@ -56,7 +58,9 @@ class Bucket:
     tag: int
     """its number in the model, the same on every rank; set when the model is put together"""
 
-    def __init__(self, slots: Sequence[Slot], *, mesh: Mesh, policy: MixedPrecisionPolicy) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], *, mesh: Mesh, policy: MixedPrecisionPolicy, weights: WeightSource | None = None
+    ) -> None:
         self.slots, self.mesh = slots, mesh
         first = slots[0].parameter
         self.dtype = first.dtype
@@ -69,20 +73,24 @@ class Bucket:
         self.layout = BucketLayout.build(specs, itemsize=min(itemsizes), world_size=mesh.shard_size)
         self._gathering: Work | None = None
         with torch.no_grad(), torch.inference_mode(False):
-            self._allocate()
+            self._allocate(weights)
         self.sharded_parameters = [
             ShardedParameter(self, i, requires_grad=slot.parameter.requires_grad) for i, slot in enumerate(slots)
         ]
         self.gradient = Gradient(self, self.reduce_dtype) if first.requires_grad else None
 
-    def _allocate(self) -> None:
+    def _allocate(self, weights: WeightSource | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
         layout, mesh = self.layout, self.mesh
         self.main = torch.zeros(layout.shard_numel, dtype=self.dtype, device=mesh.device)
         for index, slot in enumerate(self.slots):
             interval = layout.interval(index, mesh.shard_rank)
-            flat = slot.parameter.detach().reshape(-1)
-            self.main[layout.shard_slice(index, mesh.shard_rank)] = flat[interval.start : interval.stop]
+            own = self.main[layout.shard_slice(index, mesh.shard_rank)]
+            if slot.parameter.is_meta and weights is not None:
+                weights.read(slot, interval, own)
+                slot.make_real(mesh.device)
+            else:
+                own.copy_(slot.parameter.detach().reshape(-1)[interval.start : interval.stop])
         if self.shares_main:
             self.full = self.main
         else:

@@ -19,7 +19,7 @@ from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import EventSink
 from fullshard.core.strategy import Strategy, parse_strategy
-from fullshard.engine.materialize import InitFunction, materialize
+from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, unit_of, units_of
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
@@ -27,7 +27,7 @@ from fullshard.engine.schedule import BackwardPrefetch
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.unit import Unit, UnitState
 from fullshard.wrap.partition import UnitPlan, partition
-from fullshard.wrap.quantized import expose_scales
+from fullshard.wrap.quantized import expose_scales, outline
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -158,7 +158,12 @@ def shard_model(
     if any(unit_of(m) is not None for m in model.modules()):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
     reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+    weights = weight_source(model)
+    if weights is not None:
+        outline(model)
     expose_scales(model)
+    if weights is not None:
+        weights.start(model)
     plans = partition([model], unit_modules, ignored=ignored_params or ())
     for plan in plans:
         _make_unit(
@@ -170,6 +175,7 @@ def shard_model(
             model=model,
             init=param_init_fn,
             sync_module_states=sync_module_states,
+            weights=weights,
         )
     schedule = assemble([model], mesh)
     schedule.forward_prefetch, schedule.backward_prefetch = forward_prefetch, prefetch
@@ -187,6 +193,7 @@ def _make_unit(
     model: nn.Module | None,
     init: InitFunction | None,
     sync_module_states: bool,
+    weights: WeightSource | None = None,
 ) -> None:
     _check_not_managed(plan)
     below = {id(m) for root in plan.modules for m in root.modules()}
@@ -198,8 +205,9 @@ def _make_unit(
         init=init,
         sync_module_states=sync_module_states,
         buffer_dtype=policy.buffer_dtype,
+        weights=weights,
     )
-    unit = Unit(plan, mesh=mesh, policy=policy, reshard_after_forward=reshard_after_forward)
+    unit = Unit(plan, mesh=mesh, policy=policy, reshard_after_forward=reshard_after_forward, weights=weights)
     for module in plan.modules:
         make_fsdp_module(module, unit)
 

@@ -8,7 +8,7 @@ word (rotary frequencies left as uninitialised memory), so a buffer that nobody 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,45 @@ from torch import nn
 
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
+from fullshard.core.layout import Interval
 from fullshard.engine.agree import check_agreement
-from fullshard.wrap.partition import UnitPlan
+from fullshard.wrap.partition import Slot, UnitPlan
 from fullshard.wrap.quantized import is_exact
 
 InitFunction = Callable[[nn.Module], Any]
 """Initialises the parameters and buffers that belong to one module directly (not to its children)."""
+
+WEIGHTS = "_fullshard_weights"
+"""Attribute of a module in the model: the `WeightSource` its parameters on the meta device come from."""
+
+
+class WeightSource(Protocol):
+    """Where parameters on the meta device come from, so that a rank reads only what it will own."""
+
+    def start(self, model: nn.Module) -> None:
+        """`model` is about to be divided: find its parameters in the source, and refuse what does not fit."""
+        ...
+
+    def make_whole(self, module: nn.Module, device: torch.device) -> None:
+        """Make real what can only be made as a whole: persistent buffers, weights that are quantised on the way."""
+        ...
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether `read` can give this parameter."""
+        ...
+
+    def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
+        """Fill `out` (1-D, any dtype and device) with elements `interval` of the flattened parameter."""
+        ...
+
+    def initialize(self, module: nn.Module) -> bool:
+        """Initialise a module that the source knows but does not hold; False if it has nothing to say about it."""
+        ...
+
+
+def weight_source(model: nn.Module) -> WeightSource | None:
+    """The source of the weights of `model` or of a module in it, if there is one."""
+    return next((m.__dict__[WEIGHTS] for m in model.modules() if WEIGHTS in m.__dict__), None)
 
 
 @torch.no_grad()
@@ -34,6 +67,7 @@ def materialize(
     init: InitFunction | None,
     sync_module_states: bool,
     buffer_dtype: torch.dtype | None,
+    weights: WeightSource | None = None,
 ) -> None:
     """Put the unit's parameters, and the buffers of its modules, on the mesh's device with their values.
 
@@ -46,6 +80,7 @@ def materialize(
             `_init_weights` of the Transformers model around them.
         sync_module_states: take rank 0's values also where nothing was on the meta device.
         buffer_dtype: cast floating-point buffers to this.
+        weights: what it holds stays on the meta device here; the bucket reads its interval of it.
 
     Raises:
         WrapError: a parameter or buffer on the meta device that nothing initialises.
@@ -55,8 +90,14 @@ def materialize(
     modules = [
         m for root in plan.modules for m in root.modules() if id(m) in owners or (m._buffers and id(m) not in inner)
     ]
-    meta = [module for module in modules if any(t.is_meta for t in _own_tensors(module))]
-    own = {(id(module), attribute) for slot in plan.slots for module, attribute in slot.owners}
+    deferred: set[int] = set()
+    if weights is not None:
+        for module in modules:
+            weights.make_whole(module, mesh.device)
+        deferred = {id(slot) for slot in plan.slots if weights.holds(slot)}
+        init = _init_with(weights, init or _default_init(model, plan.modules))
+    own = {(id(m), attribute) for slot in plan.slots if id(slot) not in deferred for m, attribute in slot.owners}
+    meta = [module for module in modules if _has_meta(module, own)]
     for module in meta:
         _initialize(module, own, device=mesh.device, init=init or _default_init(model, plan.modules))
     # Allocating replaces parameter objects, so read the slots' parameters again.
@@ -69,13 +110,29 @@ def materialize(
             slot.parameter = current
         for other, name in slot.owners[1:]:
             other._parameters[name] = current
-        if current.device != mesh.device:
+        if current.device != mesh.device and not current.is_meta:
             current.data = current.data.to(mesh.device)
     for module in modules:
         _place_buffers(module, mesh.device, buffer_dtype)
     if meta or sync_module_states:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
-        _take_from_rank_0([slot.parameter.data for slot in plan.slots] + buffers, mesh)
+        _take_from_rank_0([s.parameter.data for s in plan.slots if id(s) not in deferred] + buffers, mesh)
+
+
+def _has_meta(module: nn.Module, own: set[tuple[int, str]]) -> bool:
+    """Whether there is something to initialise: a buffer, or a parameter that is not read from a source."""
+    names = [
+        name for name, p in module._parameters.items() if p is not None and p.is_meta and (id(module), name) in own
+    ]
+    return bool(names) or any(b is not None and b.is_meta for b in module._buffers.values())
+
+
+def _init_with(weights: WeightSource, otherwise: InitFunction) -> InitFunction:
+    def init(module: nn.Module) -> None:
+        if not weights.initialize(module):
+            otherwise(module)
+
+    return init
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.materialize import WeightSource
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
 from fullshard.wrap.partition import Slot, UnitPlan
@@ -79,13 +80,20 @@ class Unit:
         policy: dtypes per role.
         reshard_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
             outermost unit.
+        weights: gives the values of parameters that are still on the meta device.
     """
 
     schedule: Schedule
     """the order of work in the model it is part of; set when the model is put together"""
 
     def __init__(
-        self, plan: UnitPlan, *, mesh: Mesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+        self,
+        plan: UnitPlan,
+        *,
+        mesh: Mesh,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        weights: WeightSource | None = None,
     ) -> None:
         self.modules, self.mesh, self.policy = plan.modules, mesh, policy
         self.requested_reshard_after_forward = reshard_after_forward
@@ -99,7 +107,9 @@ class Unit:
         self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self.buckets = [Bucket(slots, mesh=mesh, policy=policy) for slots in _by_bucket(plan.slots, policy)]
+        self.buckets = [
+            Bucket(slots, mesh=mesh, policy=policy, weights=weights) for slots in _by_bucket(plan.slots, policy)
+        ]
         for bucket in self.buckets:
             bucket.unit = self
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 
@@ -25,6 +26,14 @@ class Slot:
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     replaced: list[nn.Parameter] = field(default_factory=list)
+
+    def make_real(self, device: torch.device) -> None:
+        """Put a parameter without memory in place of one on the meta device, which cannot be given any."""
+        meta = self.parameter
+        self.parameter = nn.Parameter(torch.empty(0, dtype=meta.dtype, device=device), requires_grad=meta.requires_grad)
+        self.replaced.append(meta)
+        for module, attribute in self.owners:
+            module._parameters[attribute] = self.parameter
 
 
 @dataclass(slots=True)

@@ -110,3 +110,50 @@ def _not_quantised(path: str, module: nn.Module) -> WrapError:
         f"{path or type(module).__name__} is a {type(module).__name__} whose weight is not quantised yet",
         hint="move the model to its device first: bitsandbytes quantises there, model.to('cpu') included",
     )
+
+
+def outline(model: nn.Module) -> None:
+    """Give every weight on the meta device that is to be quantised the shape and the scales it will have then.
+
+    `expose_scales` finds them after that, and a model can be divided before any of its weights is read.
+    """
+    for module in model.modules():
+        weight: Any = module._parameters.get("weight")
+        if is_to_be_quantised(weight) and weight.is_meta:
+            weight._quantize("meta")
+
+
+def is_to_be_quantised(weight: Any) -> bool:
+    """Whether the weight is one of bitsandbytes' that still has the values it had before quantisation."""
+    if hasattr(weight, "quant_state"):
+        return not weight.bnb_quantized
+    return hasattr(weight, "SCB") and not weight.has_fp16_weights and weight.SCB is None and weight.CB is None
+
+
+def whole_shape(module: nn.Module) -> tuple[int, ...] | None:
+    """Shape before quantisation of the weight of a module that `outline` has seen; None for any other."""
+    weight: Any = module._parameters.get("weight")
+    if weight is None or not weight.is_meta:
+        return None
+    if getattr(weight, "quant_state", None) is not None:
+        return tuple(weight.quant_state.shape)
+    return tuple(weight.shape) if hasattr(weight, "SCB") and weight.dtype is torch.int8 else None
+
+
+def quantise(module: nn.Module, values: torch.Tensor) -> None:
+    """Replace an outlined weight by the real one, made from its `values` before quantisation on their device."""
+    outlined: Any = module._parameters["weight"]
+    if hasattr(outlined, "quant_state"):
+        weight = type(outlined)(
+            values,
+            requires_grad=False,
+            blocksize=outlined.blocksize,
+            compress_statistics=outlined.compress_statistics,
+            quant_type=outlined.quant_type,
+            quant_storage=outlined.quant_storage,
+            module=module,
+        )
+    else:
+        weight = type(outlined)(values, requires_grad=False, has_fp16_weights=False)
+    module._parameters["weight"] = weight._quantize(values.device)
+    expose_scales(module)

@@ -1,0 +1,426 @@
+"""Hugging Face directories straight into shards: every rank reads the bytes it will own, and nothing else.
+
+    model = fullshard.from_pretrained(AutoModelForCausalLM, "path/or/hub-name")     no weights are read
+    model = accelerator.prepare(model)                                              each rank reads its intervals
+
+No rank ever holds the whole model, not even in host memory: besides its shard it needs one small buffer, and for a
+weight that is quantised on the way (QLoRA) that one weight before quantisation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fullshard.checkpoint.storage import Bytes
+from fullshard.checkpoint.tensors import torch_dtype
+from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError
+from fullshard.core.layout import Interval
+from fullshard.core.sizes import MIB
+from fullshard.engine.fully_shard import meta_parameters
+from fullshard.engine.materialize import WEIGHTS
+from fullshard.engine.module import clean_name, join
+from fullshard.wrap.partition import Slot
+from fullshard.wrap.quantized import is_exact, quantise, whole_shape
+
+logger = logging.getLogger(__name__)
+
+_HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_STAGING_NBYTES = 16 * MIB
+_RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""Names in old checkpoints, and what they are called today."""
+
+_MAX_HEADER_NBYTES = 100 * MIB
+"""A header is some hundred bytes per tensor; more than this is not one."""
+
+
+def from_pretrained(
+    auto_class: Any,
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    quantization_config: Any = None,
+    config: Any = None,
+    **options: Any,
+) -> nn.Module:
+    """A Transformers model whose weights are read when it is sharded, by each rank only its own.
+
+    Until then its parameters are on the meta device: it can be wrapped by PEFT and its embeddings resized, but not
+    run.
+
+    Args:
+        auto_class: `AutoModelForCausalLM`, another auto class, or a model class.
+        name_or_path: a directory with safetensors files and a config.json, or a hub name.
+        dtype: of the parameters. Default: as the configuration says.
+        quantization_config: bitsandbytes' `BitsAndBytesConfig`: weights are quantised as they are read.
+        config: instead of the one in the directory.
+        options: passed on to the model's configuration (`attn_implementation`, say) and to the hub (`revision`).
+
+    Raises:
+        CheckpointError: no safetensors files; later, when the model is sharded: weights that do not fit.
+        ConfigError: a quantisation that is not bitsandbytes'.
+        MissingExtraError: without the `hf` extra.
+    """
+    transformers = _transformers()
+    hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
+    directory = _directory(name_or_path, hub)
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(directory)
+    if dtype is None or dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    parsed: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    make = getattr(auto_class, "from_config", None) or auto_class._from_config
+    with meta_parameters():
+        model: nn.Module = make(config, dtype=parsed, **options)
+        if quantization_config is not None:
+            _replace_linear_layers(model, quantization_config)
+    model.eval()  # as Transformers' own from_pretrained leaves it
+    generation = directory / "generation_config.json"
+    if generation.is_file() and hasattr(model, "generation_config"):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    model.__dict__[WEIGHTS] = PretrainedWeights(directory, model, parsed)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file: its dtype, shape and first byte."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+class PretrainedWeights:
+    """The weights of a directory, for one model. A `WeightSource` of the engine.
+
+    Args:
+        directory: holds safetensors files.
+        base: the Transformers model, which may be wrapped later; names are relative to it.
+        dtype: of weights before they are quantised.
+    """
+
+    def __init__(self, directory: Path, base: nn.Module, dtype: torch.dtype) -> None:
+        self.directory, self._base, self._dtype = directory, base, dtype
+        self._stored = dict(_stored_tensors(directory))
+        self._by_name: dict[str, _Stored] = {}
+        self._names: dict[tuple[int, str], str] = {}
+        self._adapters: dict[int, tuple[str, Any]] = {}
+
+    def start(self, model: nn.Module) -> None:
+        """Match the model's names with those in the files.
+
+        Raises:
+            CheckpointError: shapes that differ, or names that only Transformers can convert; all are listed.
+        """
+        self._adapters = dict(_adapter_modules(model))
+        places = [p for p in _places(self._base) if id(p.module) not in self._adapters]
+        known = {place.name for place in places}
+        self._by_name = {self._model_name(key, known): stored for key, stored in self._stored.items()}
+        found = [place for place in places if place.name in self._by_name]
+        self._names = {(id(place.module), place.attribute): place.name for place in found}
+        problems = [problem for place in found if (problem := self._shape_problem(place))]
+        present = {id(place.tensor) for place in found}  # tied ones are there under one of their names
+        absent = sorted({p.name for p in places if id(p.tensor) not in present and not is_exact(p.tensor)})
+        if absent and _needs_conversion(self._base):
+            problems += [f"{name} is not in {self.directory} under this name" for name in absent]
+        if problems:
+            raise CheckpointError(
+                f"{self.directory} does not fit {type(self._base).__name__}:\n" + "\n".join(problems),
+                hint="load it with Transformers' own from_pretrained, which can convert it",
+            )
+        unexpected = sorted(self._by_name.keys() - known)
+        for names, what in ((absent, "not in %s, newly initialised: %s"), (unexpected, "in %s, not used: %s")):
+            if names:
+                logger.warning(f"%s: {what}", type(self._base).__name__, self.directory, ", ".join(names))
+
+    def _shape_problem(self, place: _Place) -> str | None:
+        stored = self._by_name[place.name]
+        outlined = whole_shape(place.module) if place.attribute == "weight" else None
+        shape = tuple(place.tensor.shape) if outlined is None else outlined
+        if shape == stored.shape or _is_resized(place.module, shape, stored.shape):
+            return None
+        return f"{place.name} has shape {shape} in the model and {stored.shape} in {stored.path.name}"
+
+    def make_whole(self, module: nn.Module, device: torch.device) -> None:
+        """Read the module's persistent buffers, and quantise its weight if it is to be."""
+        for attribute, buffer in list(module._buffers.items()):
+            name = self._names.get((id(module), attribute))
+            if name is not None and buffer is not None:
+                whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+                self._read(name, Interval(0, whole.numel()), whole.view(-1))
+                module._buffers[attribute] = whole
+        shape, name = whole_shape(module), self._names.get((id(module), "weight"))
+        if shape is not None and name is not None:
+            values = torch.empty(shape, dtype=self._dtype, device=device)
+            self._read(name, Interval(0, values.numel()), values.view(-1))
+            quantise(module, values)
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether the files have this parameter as it is."""
+        return slot.parameter.is_meta and self._name(slot) is not None
+
+    def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
+        """Fill `out` with elements `interval` of the parameter."""
+        name = self._name(slot)
+        assert name is not None  # noqa: S101 -- the caller asked `holds`
+        stored = self._by_name[name]
+        kept = interval.intersect(Interval(0, stored.numel))
+        self._read(name, kept, out[: kept.numel])
+        if interval.numel > kept.numel:  # rows that were added to an embedding
+            added = _new_rows(self._base, name, stored, math.prod(slot.parameter.shape))
+            start = max(interval.start, stored.numel) - stored.numel
+            out[kept.numel :].copy_(added[start : start + interval.numel - kept.numel])
+
+    def initialize(self, module: nn.Module) -> bool:
+        """Initialise the parts of a LoRA adapter as PEFT does; False for any other module."""
+        found = self._adapters.get(id(module))
+        if found is None:
+            return False
+        kind, scheme = found
+        with torch.no_grad():
+            for name, parameter in module.named_parameters(recurse=False):
+                if name == "bias" or (scheme is not False and kind in ("lora_B", "lora_embedding_A")):
+                    parameter.zero_()
+                elif kind.startswith("lora_embedding"):
+                    nn.init.normal_(parameter)
+                elif scheme == "gaussian":
+                    nn.init.normal_(parameter, std=1 / parameter.shape[0])
+                else:
+                    nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+        return True
+
+    def _name(self, slot: Slot) -> str | None:
+        names = (self._names.get((id(module), attribute)) for module, attribute in slot.owners)
+        return next((name for name in names if name is not None), None)
+
+    def _model_name(self, key: str, known: Set[str]) -> str:
+        """What the model calls a tensor of the files: with the prefix of its base model or without, renamed."""
+        for old, new in _RENAMED.items():
+            key = key.replace(old, new)
+        prefix = getattr(self._base, "base_model_prefix", "")
+        for name in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
+            if name in known:
+                return name
+        return key
+
+    @torch.no_grad()
+    def _read(self, name: str, interval: Interval, out: torch.Tensor) -> None:
+        """Elements of a stored tensor into `out`, cast on the way, through a small buffer."""
+        stored = self._by_name[name]
+        itemsize = stored.dtype.itemsize
+        per_round = _STAGING_NBYTES // itemsize
+        with stored.path.open("rb", buffering=0) as file:
+            for start in range(interval.start, interval.stop, per_round):
+                count = min(per_round, interval.stop - start)
+                buffer = np.empty(count * itemsize, dtype=np.uint8)
+                _read_exactly(file.fileno(), buffer, stored.start + start * itemsize, stored.path)
+                values = torch.from_numpy(buffer).view(stored.dtype)
+                out[start - interval.start : start - interval.start + count].copy_(values)
+
+
+def _read_exactly(descriptor: int, buffer: Bytes, position: int, path: Path) -> None:
+    view, done = memoryview(buffer.data), 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], position + done)
+        if count == 0:
+            raise CheckpointError(f"{path} ended at byte {position + done} while it was read")
+        done += count
+
+
+def _stored_tensors(directory: Path) -> Iterator[tuple[str, _Stored]]:
+    """Every tensor of the directory by name.
+
+    Raises:
+        CheckpointError: no safetensors files, an index that points elsewhere, or a file that is cut or malformed.
+    """
+    index = directory / INDEX_NAME
+    if index.is_file():
+        weight_map = _json_object(index.read_bytes(), index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index} has no weight_map")
+        for name in sorted(set(weight_map.values())):
+            if Path(name).name != name:
+                raise CheckpointError(f"{index} points to {name!r}, outside its directory")
+            tensors = dict(_file_tensors(directory / name))
+            for key in (key for key, file in weight_map.items() if file == name):
+                if key not in tensors:
+                    raise CheckpointError(f"{directory / name} does not hold {key!r}, which {index.name} promises")
+                yield key, tensors[key]
+        return
+    if not (directory / SINGLE_NAME).is_file():
+        raise CheckpointError(
+            f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}",
+            hint="weights are read from safetensors files only; save_pretrained writes them",
+        )
+    yield from _file_tensors(directory / SINGLE_NAME)
+
+
+def _file_tensors(path: Path) -> Iterator[tuple[str, _Stored]]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            nbytes = int.from_bytes(file.read(8), "little")
+            if not 0 < nbytes <= min(size - 8, _MAX_HEADER_NBYTES):
+                raise CheckpointError(f"{path} claims a header of {nbytes} bytes in a file of {size}")
+            header = _json_object(file.read(nbytes), path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    for name, record in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = torch_dtype(record["dtype"]), tuple(int(n) for n in record["shape"])
+            start, stop = (8 + nbytes + int(offset) for offset in record["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{path}: the header's record of {name!r} is malformed") from None
+        if min(shape, default=0) < 0 or stop > size or start < 8 + nbytes:
+            raise CheckpointError(f"{path}: {name!r} lies at bytes {start} to {stop} of {size}")
+        if stop - start != math.prod(shape) * dtype.itemsize:
+            raise CheckpointError(f"{path}: {name!r} of shape {shape} and {dtype} in {stop - start} bytes")
+        yield name, _Stored(path, dtype, shape, start)
+
+
+def _json_object(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not the JSON it should be")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter or persistent buffer is in a model, under the name it has in files."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    tensor: torch.Tensor
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for attribute, tensor in {**module._parameters, **buffers}.items():
+            if tensor is not None:
+                yield _Place(join(_without_wrappers(path), attribute), module, attribute, tensor)
+
+
+def _without_wrappers(path: str) -> str:
+    """A path as it was before PEFT put its layers around the model's, and checkpointing its own."""
+    return ".".join(part for part in clean_name(path).split(".") if part not in ("base_layer", "original_module"))
+
+
+def _is_resized(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
+    """Whether only the number of rows differs, as after `resize_token_embeddings`."""
+    is_table = isinstance(module, nn.Embedding | nn.Linear) and len(shape) == len(stored) and len(shape) in (1, 2)
+    return is_table and shape[1:] == stored[1:] and shape[0] > stored[0]
+
+
+def _new_rows(model: nn.Module, name: str, stored: _Stored, numel: int) -> torch.Tensor:
+    """Values for the rows a resized table has gained, the same on every rank and at every world size."""
+    generator = torch.Generator().manual_seed(sum(name.encode()) + stored.numel)
+    std = getattr(getattr(model, "config", None), "initializer_range", 0.02)
+    return torch.randn(numel - stored.numel, generator=generator) * std
+
+
+def _adapter_modules(model: nn.Module) -> Iterator[tuple[int, tuple[str, Any]]]:
+    """Modules that hold parts of LoRA adapters: which part, and how it is to be initialised.
+
+    Raises:
+        ConfigError: an initialisation that needs the whole base weight.
+    """
+    for module in model.modules():
+        if not (hasattr(module, "adapter_layer_names") and hasattr(module, "lora_A")):
+            continue
+        for kind in module.adapter_layer_names:  # type: ignore[union-attr]
+            for adapter, part in _parts(getattr(module, kind, None)):
+                scheme = _scheme(model, adapter)
+                if kind == "lora_magnitude_vector" or (scheme not in (True, False) and scheme != "gaussian"):
+                    what = "DoRA" if kind == "lora_magnitude_vector" else f"init_lora_weights={scheme!r}"
+                    raise ConfigError(
+                        f"{what} computes the adapter from whole base weights, which no rank holds here",
+                        hint="load the base with Transformers' own from_pretrained before adding the adapter",
+                    )
+                yield id(part), (kind, scheme)
+
+
+def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, nn.ModuleDict):
+        for adapter, part in holder.items():
+            if next(part.parameters(), None) is not None:
+                yield adapter, part
+    elif isinstance(holder, nn.ParameterDict) and len(holder):
+        yield next(iter(holder)), holder
+
+
+def _scheme(model: nn.Module, adapter: str) -> Any:
+    for module in model.modules():
+        configs = module.__dict__.get("peft_config")
+        if isinstance(configs, Mapping) and adapter in configs:
+            return getattr(configs[adapter], "init_lora_weights", True)
+    return True
+
+
+def _needs_conversion(model: nn.Module) -> bool:
+    """Whether Transformers stores some of the model's tensors in another form than it computes with."""
+    try:
+        mapping: Any = importlib.import_module("transformers.conversion_mapping")
+        found = mapping.get_model_conversion_mapping(model)
+    except (ImportError, AttributeError, TypeError):
+        return False
+    return any(type(item).__name__ == "WeightConverter" for item in found)
+
+
+def _replace_linear_layers(model: nn.Module, quantization_config: Any) -> None:
+    quantizers: Any = importlib.import_module("transformers.quantizers.auto")
+    quantizer = quantizers.AutoHfQuantizer.from_config(quantization_config)
+    if "bnb" not in type(quantizer).__module__:
+        raise ConfigError(
+            f"quantization_config is a {type(quantization_config).__name__}", hint="use BitsAndBytesConfig"
+        )
+    quantizer.preprocess_model(model, device_map=None)
+    model.hf_quantizer = quantizer
+    model.is_quantized, model.quantization_method = True, quantization_config.quant_method  # type: ignore[assignment]
+    is_4bit = bool(getattr(quantization_config, "load_in_4bit", False))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = is_4bit, not is_4bit  # type: ignore[assignment]
+
+
+def _directory(name_or_path: str | Path, hub: Mapping[str, Any]) -> Path:
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or str(name_or_path).startswith("."):
+        raise CheckpointError(f"there is no directory {name_or_path}", hint="give a directory or a hub name")
+    hub_module: Any = importlib.import_module("huggingface_hub")
+    patterns = ["*.safetensors", "*.json"]
+    return Path(hub_module.snapshot_download(str(name_or_path), allow_patterns=patterns, **hub))
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise MissingExtraError("transformers", extra="hf", purpose="loading a pretrained model") from None
