@@ -62,8 +62,8 @@ def test_every_argument_of_accelerate_is_taken_or_refused_with_a_reason() -> Non
     ("arguments", "error", "message"),
     [
         ({"mixed_precison": "bf16"}, TypeError, "unexpected keyword argument 'mixed_precison'"),
-        ({"mixed_precision": "fp8"}, ConfigError, "'mode'"),
-        ({"gradient_accumulation_steps": 0}, ConfigError, "must be at least 1"),
+        ({"mixed_precision": "fp8"}, ConfigError, "fp8 is not supported"),
+        ({"gradient_accumulation_steps": 0}, ConfigError, "greater than or equal to 1"),
         ({"rng_types": ["numpy"]}, ConfigError, "unknown rng_types"),
         ({"log_with": "wandb"}, ConfigError, "log_with is not supported"),
         ({"fsdp_plugin": {"strateg": 1}}, ConfigError, "unknown setting 'strateg'"),
@@ -120,7 +120,7 @@ def test_what_accelerate_launch_exports_is_used(monkeypatch: pytest.MonkeyPatch)
 def test_a_plugins_precision_wins_and_says_so() -> None:
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="bf16")
     assert Accelerator(fsdp_plugin=plugin).mixed_precision == "bf16"
-    with pytest.warns(UserWarning, match="gives way to the plugin's policy"):
+    with pytest.warns(UserWarning, match="gives way to the plugin's mixed_precision_policy"):
         assert Accelerator(fsdp_plugin=plugin, mixed_precision="fp16").mixed_precision == "bf16"
 
 
@@ -236,8 +236,10 @@ def test_a_model_that_was_compiled_as_a_whole_is_refused() -> None:
 
 
 def test_recomputing_a_model_that_is_one_unit_is_refused() -> None:
-    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="NO_WRAP", activation_checkpointing=True)
-    with pytest.raises(ConfigError, match="is one unit"):
+    with pytest.raises(ConfigError, match="makes the model one unit"):
+        FullyShardedDataParallelPlugin(auto_wrap_policy="NO_WRAP", activation_checkpointing=True)
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda module: False, activation_checkpointing=True)
+    with pytest.warns(UserWarning, match="only the root"), pytest.raises(ConfigError, match="is one unit"):
         Accelerator(fsdp_plugin=plugin).prepare(model_and_optimizer()[0])
 
 

@@ -127,7 +127,6 @@ def test_mixed_precision_of_fsdp2_and_modes() -> None:
         ),
         ({"transformer_cls_names_to_wrap": ["A"]}, ByClass(("A",))),
         ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 5}, BySize(5)),
-        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, BySize(100_000_000)),
         ({"min_num_params": 5}, BySize(5)),
         ({"auto_wrap_policy": "NO_WRAP"}, NoWrap()),
         ({"auto_wrap_policy": wrap.ModuleWrapPolicy({nn.Linear})}, ByClass((nn.Linear,))),
@@ -166,8 +165,8 @@ def test_torchs_general_policies_select_the_same_modules() -> None:
         {"sharding_strategy": "FUL_SHARD"},
         {"sharding_strategy": 1, "reshard_after_forward": "NO_SHARD"},
         {"backward_prefetch": "BACKWARD"},
-        {"auto_wrap_policy": "SIZED_BASED_WRAP"},
-        {"auto_wrap_policy": "NO_WRAP", "min_num_params": 5},
+        {"auto_wrap_policy": "SIZES_BASED_WRAP"},
+        {"transformer_cls_names_to_wrap": ["A"], "min_num_params": 5},
         {"auto_wrap_policy": "NO_WRAP", "transformer_cls_names_to_wrap": ["A"]},
         {"state_dict_type": "LOCAL_STATE_DICT"},
         {"state_dict_type": "SHARDED"},
@@ -175,7 +174,7 @@ def test_torchs_general_policies_select_the_same_modules() -> None:
         {"activation_checkpointing_offload": True},
         {"cpu_ram_efficient_loading": True, "sync_module_states": False},
         {"mixed_precision_policy": "fp8"},
-        {"forward_prefetch": "yes"},
+        {"forward_prefetch": "maybe"},
     ],
 )
 def test_values_that_cannot_be_honoured_are_refused_at_once(fields: dict[str, Any]) -> None:
@@ -189,14 +188,26 @@ def test_values_that_cannot_be_honoured_are_refused_at_once(fields: dict[str, An
         ({"use_orig_params": True}, "original parameters are always kept"),
         ({"limit_all_gathers": True}, "bounds the units in flight"),
         ({"fsdp_version": 2}, "one engine"),
-        ({"state_dict_type": "FULL_STATE_DICT"}, "one sharded format"),
-        ({"state_dict_config": object()}, "one sharded format"),
+        ({"state_dict_config": object()}, "decide what they write"),
+        ({"auto_wrap_policy": "NO_WRAP", "min_num_params": 5}, "goes with SIZE_BASED_WRAP"),
     ],
 )
 def test_fields_without_effect_say_so_once(fields: dict[str, Any], reason: str) -> None:
     with pytest.warns(UserWarning, match=f"no effect.*{reason}"):
         Plugin(**fields)
     Plugin(**fields)  # a second warning would be an error here
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "units of 100,000,000 parameters"),
+        ({"auto_wrap_policy": "SIZED_BASED_WRAP", "min_num_params": 1e8}, "translated to SIZE_BASED_WRAP"),
+    ],
+)
+def test_what_is_not_as_written_says_so(fields: dict[str, Any], note: str) -> None:
+    with pytest.warns(UserWarning, match=note):
+        assert Plugin(**fields).wrap_policy() == BySize(100_000_000)
 
 
 def test_ignored_modules_by_expression() -> None:
@@ -242,7 +253,9 @@ def test_the_environment_of_accelerate_launch() -> None:
     assert plugin.wrap_policy() == ByClass(("A", "B"))
     version_2 = Plugin.from_environment(exported | {"FSDP_VERSION": "2"})
     assert version_2.sharding_config().resolved_strategy().name == "FULL_SHARD"
-    with pytest.raises(ConfigError, match="unknown environment variable FSDP_OFFLOAD_PARAM='true'"):
+    with pytest.raises(
+        ConfigError, match=r"\$FSDP_OFFLOAD_PARAM: unknown variable(.|\n)*did you mean FSDP_OFFLOAD_PARAMS"
+    ):
         Plugin.from_environment({"FSDP_OFFLOAD_PARAM": "true"})
-    with pytest.raises(ConfigError, match="FSDP_OFFLOAD_PARAMS: cannot read 'maybe'"):
+    with pytest.raises(ConfigError, match=r"\$FSDP_OFFLOAD_PARAMS: .*expected true or false, got 'maybe'"):
         Plugin.from_environment({"FSDP_OFFLOAD_PARAMS": "maybe"})

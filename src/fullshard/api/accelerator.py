@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from fullshard import checkpoint
 from fullshard.api import collectives, saving
+from fullshard.api.configure import run_config
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.gathering import Gathering
 from fullshard.api.optimizer import AcceleratedOptimizer
@@ -77,19 +78,21 @@ class Accelerator(Gathering):
     Args:
         device_placement: put batches on the device.
         split_batches: a loader's batch size is that of all ranks together.
-        mixed_precision: `no`, `bf16` or `fp16`.
-        gradient_accumulation_steps: micro-batches per optimizer step.
+        mixed_precision: `no`, `fp32`, `bf16` or `fp16`. Default: the launcher's.
+        gradient_accumulation_steps: micro-batches per optimizer step; 1 leaves them to the launcher's configuration.
         cpu: compute on the CPU although there is an accelerator.
         dataloader_config: `DataLoaderConfiguration`; replaces `split_batches`.
-        fsdp_plugin: `FullyShardedDataParallelPlugin`, a `ShardingConfig` or a dict for one. Default: what
-            `accelerate launch` put into the environment, else FULL_SHARD with units found automatically.
+        fsdp_plugin: `FullyShardedDataParallelPlugin`, a `ShardingConfig` or a dict for one. What it leaves out is taken
+            from the launcher: `fullshard launch`, or `accelerate launch` with its variables. Without one: FULL_SHARD
+            with units found automatically.
         rng_types: generators made equal over the ranks at the start of every epoch: `torch`, `cuda`; samplers
             (`generator`) always are.
         project_dir, project_config: where `save_state` writes.
         gradient_accumulation_plugin: `GradientAccumulationPlugin`; replaces `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: schedulers step with the optimizer; False: at every call.
         kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, Accelerate's or fullshard's.
-        dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not.
+        dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not. Default: the
+            launcher's.
         refused: Accelerate's other arguments; anything but None is an error that gives the reason.
 
     Raises:
@@ -116,20 +119,29 @@ class Accelerator(Gathering):
     ) -> None:
         _refuse(refused)
         handlers = Handlers.of(kwargs_handlers)
-        mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-        dynamo_backend = dynamo_backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND")
-        cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
-        self.fsdp_plugin = fsdp_plugin
-        self.setup = Setup.of(fsdp_plugin, mixed_precision, handlers.autocast, dynamo_backend)
+        self._config = run_config(
+            fsdp_plugin,
+            {
+                "mixed_precision": mixed_precision,
+                "dynamo_backend": dynamo_backend,
+                "use_cpu": cpu or None,
+                "gradient_accumulation_steps": None
+                if gradient_accumulation_steps == 1
+                else gradient_accumulation_steps,
+            },
+        )
+        self.fsdp_plugin = FullyShardedDataParallelPlugin() if fsdp_plugin is None else fsdp_plugin
+        if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin):
+            self.fsdp_plugin.fill(self._config)
+        self.setup = Setup.of(self._config, self.fsdp_plugin, handlers.autocast)
         accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(
-            int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", gradient_accumulation_steps))
-            if gradient_accumulation_steps == 1
-            else gradient_accumulation_steps
+            self._config.training.gradient_accumulation_steps
         )
         if accumulation.num_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {accumulation.num_steps}")
+        timeout_seconds = handlers.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
         super().__init__(
-            ProcessState.start(cpu=cpu, timeout_seconds=handlers.timeout_seconds or DEFAULT_TIMEOUT_SECONDS),
+            ProcessState.start(device=self._config.launch.device, timeout_seconds=timeout_seconds),
             GradientState(accumulation.num_steps, accumulation.sync_with_dataloader),
         )
         self.device_placement = device_placement
@@ -430,6 +442,7 @@ class Accelerator(Gathering):
             self.process.environment,
             total_limit=config.total_limit if config.automatic_checkpoint_naming else None,
             overwrite=overwrite,
+            whole_weights=self._state_dict_type() == "FULL_STATE_DICT",
         )
         config.iteration += 1
         return str(path)
@@ -507,6 +520,11 @@ class Accelerator(Gathering):
     def _say(self, message: str) -> None:
         if self.is_main_process:
             print(f"fullshard: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- start-up lines, once
+
+    def _state_dict_type(self) -> str:
+        """What `save_state` writes: SHARDED_STATE_DICT, or FULL_STATE_DICT for the whole weights besides."""
+        chosen: str | None = getattr(self.fsdp_plugin, "state_dict_type", None)  # a script may change it at any time
+        return chosen or self._config.checkpoint.state_dict_type
 
     def _synchronize_rng(self) -> None:
         if "torch" in self.rng_types:

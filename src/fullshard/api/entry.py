@@ -21,7 +21,7 @@ def accelerate(
     dataloader: DataLoader[Any] | None = None,
     config: ShardingConfig | Mapping[str, Any] | None = None,
     *,
-    mixed_precision: str = "no",
+    mixed_precision: str | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None, ShardedDataLoader | None]:
     """Shard a model, make an optimizer fit it, and divide a data loader over the ranks.
 
@@ -33,7 +33,7 @@ def accelerate(
         optimizer: made from the model before or after this call; re-pointed in place.
         dataloader: every rank takes its share of each step; batches arrive on the rank's device.
         config: `ShardingConfig` or a dict of its settings.
-        mixed_precision: `no` or `bf16`.
+        mixed_precision: `no` or `bf16`. Default: the launcher's, else `no`.
 
     Returns:
         Model, optimizer and loader; None for what was not given.
@@ -41,9 +41,9 @@ def accelerate(
     Raises:
         ConfigError: a setting that is wrong; `fp16`, whose loss scaling needs an Accelerator.
     """
-    if mixed_precision == "fp16":
-        raise ConfigError("fp16 scales the loss, which a plain loop does not", hint="use Accelerator, or bf16")
     accelerator = Accelerator(fsdp_plugin=ShardingConfig.of(config), mixed_precision=mixed_precision)
+    if accelerator.mixed_precision == "fp16":
+        raise ConfigError("fp16 scales the loss, which a plain loop does not", hint="use Accelerator, or bf16")
     model = accelerator.prepare_model(model)
     if optimizer is not None:
         accelerator.prepare_optimizer(optimizer)

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallelPlugin`: Accelerate's field names and spellings, turned into one `ShardingConfig`.
+"""`FullyShardedDataParallelPlugin`: Accelerate's field names and spellings, read like the keys of a file.
 
 Every field is used, refused with the reason, or named once in a warning that says why it has no effect here.
 """
@@ -18,36 +18,51 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.config.schema import PrecisionConfig, ShardingConfig
+from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
+from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed
+from fullshard.config.load import load_environment
+from fullshard.config.origin import Entry, Origin
+from fullshard.config.resolve import resolve
+from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
+from fullshard.launch.environment import read_rank_environment
 from fullshard.wrap.policies import (
-    Auto,
     ByClass,
     ByPredicate,
     BySize,
-    NoWrap,
     WrapPolicy,
     numel,
     parse_policy,
     unit_modules,
 )
 
-_DEFAULT_MIN_NUM_PARAMS = 100_000_000
-_BACKWARD_PREFETCH = {"1": "BACKWARD_PRE", "2": "BACKWARD_POST", "3": "NO_PREFETCH"}
-_STATE_DICT_TYPES = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARDED_STATE_DICT"}
-_NO_EFFECT = {
-    "fsdp_version": "there is one engine here, with the interface of both versions",
-    "use_orig_params": "the original parameters are always kept",
-    "limit_all_gathers": "the engine bounds the units in flight itself",
-    "state_dict_config": "save_state writes one sharded format; get_state_dict gives full tensors on the main process",
-    "optim_state_dict_config": "save_state writes one sharded format for optimizers too",
-}
+_SAVED = "save_state and save_model decide what they write"
+PLUGIN = Dialect(
+    "FullyShardedDataParallelPlugin",
+    (
+        *renamed(
+            {
+                "fsdp_offload_params": "fsdp_cpu_offload",
+                "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_cls_names_to_wrap",
+            }
+        ),
+        Key("state_dict_config", Status.NO_EFFECT, because=_SAVED),
+        Key("optim_state_dict_config", Status.NO_EFFECT, because=_SAVED),
+    ),
+    prefix="fsdp_",
+    finish=finish_fsdp,
+)
+"""The plugin's fields are the keys of `fsdp_config`; those that hold objects are read below."""
+
+_OBJECTS = ("mixed_precision_policy", "param_init_fn")
 _ALREADY_SAID: set[str] = set()
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How models are sharded, in Accelerate's words. None leaves a field at the default that is given below.
+    """How models are sharded, in Accelerate's words.
+
+    None leaves a field to the launcher's configuration, and without one to the default that is given below.
 
     Attributes:
         fsdp_version: no effect.
@@ -60,7 +75,8 @@ class FullyShardedDataParallelPlugin:
             `fullshard.wrap.policies` takes. Default: the model's own layers, else its repeated block.
         cpu_offload: bool, or torch's `CPUOffload` or `CPUOffloadPolicy`.
         ignored_modules: modules, or a regular expression for whole module names.
-        state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT, a number or torch's enum. `save_state` always shards.
+        state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT, a number or torch's enum. With the latter `save_state`
+            writes the whole weights besides.
         state_dict_config, optim_state_dict_config: no effect.
         limit_all_gathers, use_orig_params: no effect.
         param_init_fn: initialises one module that is on the meta device.
@@ -100,24 +116,14 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        for name, reason in _NO_EFFECT.items():
-            if getattr(self, name) is not None:
-                _say_once(f"{name} has no effect: {reason}")
-        if self.activation_checkpointing_offload:
-            raise ConfigError("activation_checkpointing_offload is not supported", hint="leave it out")
-        self.set_state_dict_type()
-        self.set_mixed_precision(self.mixed_precision_policy, override=True)
-        self.sharding_config()
-        self.wrap_policy()
-        if self.cpu_ram_efficient_loading:
-            if self.sync_module_states is False:
-                raise ConfigError(
-                    "cpu_ram_efficient_loading=True with sync_module_states=False would train on empty weights",
-                    hint="leave sync_module_states out",
-                )
+        if self.cpu_ram_efficient_loading and self.sync_module_states is None:
             self.sync_module_states = True
-            # This pair is how Transformers asks whether it may leave the other ranks' weights empty.
-            os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+        self.set_mixed_precision(self.mixed_precision_policy, override=True)
+        resolved = resolve([self.reading()])
+        say_once(resolved.notes)
+        self.wrap_policy()
+        if resolved.config.sharding.cpu_ram_efficient_loading:
+            tell_transformers()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> FullyShardedDataParallelPlugin:
@@ -126,43 +132,66 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ConfigError: a variable with an unknown name or a value that cannot be honoured.
         """
-        environ = os.environ if environ is None else environ
+        plugin, resolved = cls(), resolve([load_environment(environ)])
+        say_once(resolved.notes)
+        plugin.fill(resolved.config)
+        return plugin
+
+    def reading(self) -> Reading:
+        """What the fields set; those that are None set nothing."""
         fields = {}
-        for name in sorted(environ):
-            if not name.startswith("FSDP_"):
-                continue
-            if name not in _ENVIRONMENT:
-                known = ", ".join(sorted(_ENVIRONMENT))
-                raise ConfigError(f"unknown environment variable {name}={environ[name]!r}", hint=f"known are {known}")
-            field, parse = _ENVIRONMENT[name]
-            try:
-                fields[field] = parse(environ[name])
-            except ValueError:
-                raise ConfigError(f"environment variable {name}: cannot read {environ[name]!r}") from None
-        # The launcher exports every setting, most at its own default, so those that the chosen version and wrap policy
-        # do not read are no wish of the user's.
-        unread = [
-            "use_orig_params",
-            "sharding_strategy" if fields.pop("fsdp_version", "1") == "2" else "reshard_after_forward",
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and field.name not in _OBJECTS:
+                fields[field.name] = value.name if isinstance(value, Enum) else value
+        fields["cpu_offload"] = _wants_offload(self.cpu_offload)
+        if not isinstance(self.ignored_modules, str):
+            fields.pop("ignored_modules", None)
+        if self._has_policy_object():
+            # Class names beside it are no contradiction: a script may have set the policy after the names.
+            for name in ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"):
+                fields.pop(name, None)
+        origin = Origin.argument(type(self).__name__)
+        reading = PLUGIN.read(Entry(name, value, origin) for name, value in fields.items() if value is not None)
+        if self._has_policy_object():
+            unit_settings = {"wrap": "auto", "wrap_classes": (), "wrap_min_numel": None}
+            reading.settings += [
+                Setting(f"sharding.{name}", value, origin, "auto_wrap_policy") for name, value in unit_settings.items()
+            ]
+        reading.settings += [
+            Setting(f"precision.{name}", value, origin, "mixed_precision_policy")
+            for name, value in (self.mixed_precision_policy or {}).items()
         ]
-        if str(fields.get("auto_wrap_policy", "")).upper() != "SIZE_BASED_WRAP":
-            unread.append("min_num_params")
-        return cls(**{field: value for field, value in fields.items() if field not in unread})
+        return reading
+
+    def fill(self, config: RunConfig) -> None:
+        """Give the fields that are None the values of a configuration, so that scripts can read them."""
+        sharding = config.sharding
+        kinds = {"class": "TRANSFORMER_BASED_WRAP", "auto": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP"}
+        strategy = sharding.resolved_strategy()
+        effective: dict[str, Any] = {
+            "sharding_strategy": strategy.name,
+            "reshard_after_forward": strategy.reshard_after_forward,
+            "backward_prefetch": sharding.backward_prefetch,
+            "forward_prefetch": sharding.forward_prefetch,
+            "cpu_offload": sharding.cpu_offload,
+            "sync_module_states": sharding.sync_module_states,
+            "cpu_ram_efficient_loading": sharding.cpu_ram_efficient_loading,
+            "activation_checkpointing": sharding.activation_checkpointing,
+            "ignored_modules": sharding.ignored_modules,
+            "state_dict_type": config.checkpoint.state_dict_type,
+        }
+        if (self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params) == (None, None, None):
+            effective["auto_wrap_policy"] = kinds.get(sharding.wrap, "NO_WRAP")
+            effective["transformer_cls_names_to_wrap"] = list(sharding.wrap_classes) or None
+            effective["min_num_params"] = sharding.wrap_min_numel
+        for name, value in effective.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     def sharding_config(self) -> ShardingConfig:
-        """The settings, without the wrap policy (see `wrap_policy`)."""
-        strategy, reshard = self._strategy()
-        settings: dict[str, Any] = {
-            "strategy": strategy,
-            "reshard_after_forward": reshard,
-            "backward_prefetch": _enum_name(self.backward_prefetch, _BACKWARD_PREFETCH),
-            "ignored_modules": self.ignored_modules if isinstance(self.ignored_modules, str) else None,
-            "cpu_offload": _wants_offload(self.cpu_offload),
-            "sync_module_states": self.sync_module_states,
-            "forward_prefetch": self.forward_prefetch,
-            "activation_checkpointing": self.activation_checkpointing,
-        }
-        return ShardingConfig(**{name: value for name, value in settings.items() if value is not None})
+        """The settings; a wrap policy that is an object is not among them (see `wrap_policy`)."""
+        return resolve([self.reading()]).config.sharding
 
     def precision_config(self, mode: str | None) -> PrecisionConfig:
         """The dtypes: the plugin's policy if it has one, within the Accelerator's `mixed_precision` mode."""
@@ -171,29 +200,14 @@ class FullyShardedDataParallelPlugin:
 
     def wrap_policy(self) -> WrapPolicy:
         """The policy that selects units."""
+        if self._has_policy_object():
+            return _from_torch_policy(self.auto_wrap_policy) or parse_policy(self.auto_wrap_policy)
+        return configured_policy(self.sharding_config())
+
+    def _has_policy_object(self) -> bool:
+        """Whether the wrap policy is anything but one of the dialect's names; other names are of classes."""
         policy = self.auto_wrap_policy
-        named = policy.strip().upper() if isinstance(policy, str) else None
-        if named not in (None, "SIZE_BASED_WRAP") and self.min_num_params:
-            raise ConfigError(f"min_num_params goes with size_based_wrap, got auto_wrap_policy = {policy!r}")
-        classes = self.transformer_cls_names_to_wrap
-        if classes and named in ("SIZE_BASED_WRAP", "NO_WRAP"):
-            raise ConfigError(f"transformer_cls_names_to_wrap goes with transformer_based_wrap, got {policy!r}")
-        by_class = ByClass(tuple(classes.split(",") if isinstance(classes, str) else classes)) if classes else None
-        match named:
-            case "TRANSFORMER_BASED_WRAP":
-                return by_class or Auto()
-            case "SIZE_BASED_WRAP":
-                return BySize(self.min_num_params or _DEFAULT_MIN_NUM_PARAMS)
-            case "NO_WRAP":
-                return NoWrap()
-        if isinstance(policy, str) and policy.upper().endswith("_WRAP"):
-            raise ConfigError(
-                f"unknown auto_wrap_policy {policy!r}",
-                hint="use transformer_based_wrap, size_based_wrap or no_wrap",
-            )
-        if policy is None:
-            return by_class or (BySize(self.min_num_params) if self.min_num_params else Auto())
-        return _from_torch_policy(policy) or parse_policy(policy)
+        return policy is not None and not (isinstance(policy, str) and policy.strip().upper().endswith("WRAP"))
 
     def ignored_module_list(self, model: nn.Module) -> list[nn.Module]:
         """The modules of `model` whose parameters stay unsharded."""
@@ -232,37 +246,40 @@ class FullyShardedDataParallelPlugin:
         self.mixed_precision_policy = settings
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Check the type of state dict. Checkpoints have one format whatever it is, which a warning says for others.
+        """Set and check the type of state dict.
 
         Raises:
             ConfigError: LOCAL_STATE_DICT, which no other world size could load, or an unknown type.
         """
-        name = _enum_name(self.state_dict_type if state_dict_type is None else state_dict_type, _STATE_DICT_TYPES)
-        if name is None:
-            return
-        if name not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-            raise ConfigError(
-                f"state_dict_type {name} is not supported", hint="use SHARDED_STATE_DICT; it loads at any world size"
-            )
-        if name == "FULL_STATE_DICT":
-            _say_once(
-                "state_dict_type FULL_STATE_DICT has no effect on save_state, which writes one sharded format; "
-                "get_state_dict and save_model give whole tensors"
-            )
-        self.state_dict_type = name
+        if state_dict_type is not None:
+            self.state_dict_type = state_dict_type
+        if self.state_dict_type is not None:
+            self.state_dict_type = resolve([self.reading()]).config.checkpoint.state_dict_type
 
-    def _strategy(self) -> tuple[str | int | None, bool | None]:
-        strategy = getattr(self.sharding_strategy, "name", self.sharding_strategy)
-        reshard = getattr(self.reshard_after_forward, "name", self.reshard_after_forward)
-        if isinstance(reshard, str) and reshard.strip().lower() in ("true", "false"):
-            reshard = reshard.strip().lower() == "true"
-        if reshard is None or isinstance(reshard, bool):
-            return strategy, reshard
-        # Version 1 of the plugin took the strategy under this name.
-        chosen = ShardingConfig.of({"strategy": reshard}).strategy
-        if strategy is not None and ShardingConfig.of({"strategy": strategy}).strategy != chosen:
-            raise ConfigError(f"sharding_strategy = {strategy!r} and reshard_after_forward = {reshard!r} contradict")
-        return chosen, None
+
+def configured_policy(config: ShardingConfig) -> WrapPolicy:
+    """The wrap policy in the settings."""
+    match config.wrap:
+        case "class":
+            return ByClass(config.wrap_classes)
+        case "size":
+            return BySize(config.wrap_min_numel or 1)
+        case kind:
+            return parse_policy(kind)
+
+
+def say_once(notes: Iterable[Note]) -> None:
+    """Warn of what became of a script's or the environment's settings: once, and on the main rank only."""
+    for note in notes:
+        message = str(note)
+        if message not in _ALREADY_SAID and read_rank_environment().is_main:
+            _ALREADY_SAID.add(message)
+            warnings.warn(message, stacklevel=5)
+
+
+def tell_transformers() -> None:
+    """By this pair of variables Transformers asks whether it may leave the other ranks' weights empty."""
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 
 
 def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
@@ -284,30 +301,15 @@ def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
     return found
 
 
-def _say_once(message: str) -> None:
-    if message not in _ALREADY_SAID:
-        _ALREADY_SAID.add(message)
-        warnings.warn(message, stacklevel=4)
-
-
-def _enum_name(value: Any, numbers: Mapping[str, str]) -> str | None:
-    """The name for an enum member, a number or a name in any case; None stays None."""
-    if value is None:
-        return None
-    text = str(value.name if isinstance(value, Enum) else value).strip().upper()
-    return numbers.get(text, text)
-
-
-def _wants_offload(value: Any) -> bool:
-    if value is None or isinstance(value, bool):
-        return bool(value)
+def _wants_offload(value: Any) -> Any:
+    """A truth value for one of torch's policies; anything else as it is."""
     if hasattr(value, "offload_params"):  # torch's CPUOffload of FSDP1
         return bool(value.offload_params)
     if hasattr(value, "pin_memory"):  # CPUOffloadPolicy
         return True
     if type(value).__name__ == "OffloadPolicy":
         return False
-    raise ConfigError(f"cpu_offload = {value!r} is not understood", hint="use True, False or CPUOffloadPolicy()")
+    return value
 
 
 def _precision_settings(policy: Any) -> dict[str, Any] | None:
@@ -338,7 +340,7 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
         case "transformer_auto_wrap_policy" if "transformer_layer_cls" in keywords:
             return ByClass(tuple(sorted(keywords["transformer_layer_cls"], key=str)))
         case "size_based_auto_wrap_policy":
-            return BySize(keywords.get("min_num_params", _DEFAULT_MIN_NUM_PARAMS))
+            return BySize(keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS))
         case "always_wrap_policy":
             return ByPredicate(_always)
         case "ModuleWrapPolicy":
@@ -353,29 +355,3 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
 
 def _always(module: nn.Module) -> bool:
     return True
-
-
-def _truth(text: str) -> bool:
-    if text.strip().lower() not in ("true", "false", "1", "0", "yes", "no"):
-        raise ValueError(text)
-    return text.strip().lower() in ("true", "1", "yes")
-
-
-_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "FSDP_VERSION": ("fsdp_version", str),
-    "FSDP_SHARDING_STRATEGY": ("sharding_strategy", str),
-    "FSDP_RESHARD_AFTER_FORWARD": ("reshard_after_forward", str),
-    "FSDP_OFFLOAD_PARAMS": ("cpu_offload", _truth),
-    "FSDP_AUTO_WRAP_POLICY": ("auto_wrap_policy", str),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("transformer_cls_names_to_wrap", str),
-    "FSDP_MIN_NUM_PARAMS": ("min_num_params", lambda text: int(float(text))),
-    "FSDP_BACKWARD_PREFETCH": ("backward_prefetch", str),
-    "FSDP_FORWARD_PREFETCH": ("forward_prefetch", _truth),
-    "FSDP_STATE_DICT_TYPE": ("state_dict_type", str),
-    "FSDP_USE_ORIG_PARAMS": ("use_orig_params", _truth),
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": ("cpu_ram_efficient_loading", _truth),
-    "FSDP_SYNC_MODULE_STATES": ("sync_module_states", _truth),
-    "FSDP_ACTIVATION_CHECKPOINTING": ("activation_checkpointing", _truth),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("activation_checkpointing_offload", _truth),
-    "FSDP_IGNORED_MODULES": ("ignored_modules", str),
-}

@@ -29,6 +29,7 @@ from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.launch.environment import RankEnvironment, run_on_main
 
 _PART = "part_"
+_WHOLE = "model"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 
@@ -128,9 +129,24 @@ def number_of(path: Path) -> int:
 
 
 def save(
-    path: Path, state: TrainingState, environment: RankEnvironment, *, total_limit: int | None, overwrite: bool
+    path: Path,
+    state: TrainingState,
+    environment: RankEnvironment,
+    *,
+    total_limit: int | None,
+    overwrite: bool,
+    whole_weights: bool = False,
 ) -> None:
-    """Save everything. A collective."""
+    """Save everything. A collective.
+
+    Args:
+        path: the checkpoint's directory.
+        state: what to save.
+        environment: this process's place in the job.
+        total_limit: checkpoints to keep; None: all.
+        overwrite: whether a checkpoint there is replaced.
+        whole_weights: also write each model whole, into a directory `model` in the checkpoint, for other programs.
+    """
     parts = state.parts()
     schedulers = {"scheduler": state.schedulers[0] if len(state.schedulers) == 1 else None}
     objects = [*(state.schedulers if len(state.schedulers) != 1 else ()), *state.objects]
@@ -140,6 +156,9 @@ def save(
             path, model=model, optimizer=optimizer, **schedulers, scaler=state.scaler, extra=state.counters(),
             objects=objects, total_limit=total_limit, overwrite=overwrite,
         )  # fmt: skip
+        if whole_weights:
+            # Into the complete checkpoint: what resumes a run must not wait for what only other programs read.
+            save_model(model, path / _WHOLE, "10GB", environment)
         return
     temp = path.with_name(f".tmp-{path.name}-{broadcast_object(uuid.uuid4().hex[:16])}")
     for number, (model, optimizer) in enumerate(parts):
@@ -148,6 +167,8 @@ def save(
             {**schedulers, "scaler": state.scaler, "extra": state.counters(), "objects": objects} if number == 0 else {}
         )
         checkpoint.save_checkpoint(temp / f"{_PART}{number}", model=model, optimizer=optimizer, **whole)
+        if whole_weights:
+            save_model(model, temp / f"{_PART}{number}" / _WHOLE, "10GB", environment)
     run_on_main(environment, lambda: _commit(temp, path, total_limit))
 
 
@@ -241,5 +262,5 @@ def _foreign_entries(path: Path) -> list[str]:
         return []
     names = {entry.name for entry in path.iterdir()}
     if (path / MANIFEST_NAME).is_file():
-        return sorted(names - {MANIFEST_NAME, *read_manifest(path).files})
+        return sorted(names - {MANIFEST_NAME, _WHOLE, *read_manifest(path).files})
     return sorted(name for name in names if not (path / name / MANIFEST_NAME).is_file())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, TypeVar
@@ -14,22 +12,14 @@ import torch
 from torch import nn
 
 from fullshard.api.options import AutocastKwargs
-from fullshard.api.plugin import FullyShardedDataParallelPlugin, modules_matching
+from fullshard.api.plugin import FullyShardedDataParallelPlugin, configured_policy, modules_matching
 from fullshard.api.state import ProcessState
-from fullshard.config.schema import PrecisionConfig, ShardingConfig
+from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count
 from fullshard.engine import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, describe, shard_model
 from fullshard.engine.precision import cast_floating
-from fullshard.wrap.policies import (
-    ByClass,
-    BySize,
-    WrapPolicy,
-    checkpoint_modules,
-    compile_modules,
-    parse_policy,
-    unit_modules,
-)
+from fullshard.wrap.policies import WrapPolicy, checkpoint_modules, compile_modules, unit_modules
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _OUTER = "_fullshard_forward_under_autocast"
@@ -42,77 +32,49 @@ class Setup:
     Attributes:
         sharding: the settings.
         precision: the dtypes.
-        wrap_policy: selects units; None: the one in `sharding`.
-        ignored: modules of a model that stay unsharded.
-        param_init_fn: initialises one module that is on the meta device.
+        plugin: what the settings cannot hold: modules, functions, a wrap policy that is an object.
         autocast: how the forward runs under autocast in the modes bf16 and fp16.
-        compile_options: arguments for `torch.compile`, if units are compiled.
     """
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    wrap_policy: WrapPolicy | None = None
-    ignored: Callable[[nn.Module], list[nn.Module]] | None = None
-    param_init_fn: Callable[[nn.Module], Any] | None = None
+    plugin: FullyShardedDataParallelPlugin | None = None
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
-    compile_options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plugin: Any, mixed_precision: str | None, autocast: AutocastKwargs, backend: str | None) -> Setup:
-        """The setup that an Accelerator's arguments describe.
+    def of(cls, config: RunConfig, plugin: Any, autocast: AutocastKwargs) -> Setup:
+        """The setup of a run.
 
         Args:
-            plugin: a plugin, a `ShardingConfig`, a dict for one, or None: what `accelerate launch` put into the
-                environment, else the defaults.
-            mixed_precision: a mode, or None.
+            config: every setting.
+            plugin: a plugin; anything else holds nothing but settings, which are in `config` already.
             autocast: how autocast runs.
-            backend: of `torch.compile`; None or `no` does not compile.
-
-        Raises:
-            ConfigError: a setting that is wrong, or another library's plugin.
         """
-        if plugin is None and any(name.startswith("FSDP_") for name in os.environ):
-            plugin = FullyShardedDataParallelPlugin.from_environment()
-        if plugin is None or isinstance(plugin, ShardingConfig | Mapping):
-            setup = cls(ShardingConfig.of(plugin), PrecisionConfig.of({"mode": mixed_precision}), autocast=autocast)
-        elif isinstance(plugin, FullyShardedDataParallelPlugin):
-            setup = cls(
-                plugin.sharding_config(),
-                _precision_of(plugin, mixed_precision),
-                wrap_policy=plugin.wrap_policy(),
-                ignored=plugin.ignored_module_list,
-                param_init_fn=plugin.param_init_fn,
-                autocast=autocast,
-            )
-        else:
-            raise ConfigError(
-                f"fsdp_plugin is a {type(plugin).__module__}.{type(plugin).__name__}",
-                hint="use fullshard.FullyShardedDataParallelPlugin, which has the same fields",
-            )
-        if backend is None or backend.lower() == "no":
-            return setup
-        compiled = setup.sharding.model_copy(update={"compile": True})
-        return dataclasses.replace(setup, sharding=compiled, compile_options={"backend": backend.lower()})
+        if not isinstance(plugin, FullyShardedDataParallelPlugin):
+            plugin = None
+        return cls(config.sharding, config.precision, plugin, autocast)
 
+    def wrap_policy(self) -> WrapPolicy:
+        """Selects units. The plugin is asked now, because scripts change its policy after they made the Accelerator."""
+        return configured_policy(self.sharding) if self.plugin is None else self.plugin.wrap_policy()
 
-def _precision_of(plugin: FullyShardedDataParallelPlugin, mixed_precision: str | None) -> PrecisionConfig:
-    precision = plugin.precision_config(mixed_precision)
-    if mixed_precision is not None and precision.mode != PrecisionConfig.of({"mode": mixed_precision}).mode:
-        warnings.warn(
-            f"mixed_precision = {mixed_precision!r} gives way to the plugin's policy, {precision.mode!r}", stacklevel=4
-        )
-    return precision
+    def ignored_modules(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of `model` that stay unsharded."""
+        if self.plugin is not None and self.plugin.ignored_modules is not None:
+            return self.plugin.ignored_module_list(model)
+        expression = self.sharding.ignored_modules
+        return [] if expression is None else modules_matching(model, expression)
 
-
-def configured_policy(config: ShardingConfig) -> WrapPolicy:
-    """The wrap policy in the settings."""
-    match config.wrap:
-        case "class":
-            return ByClass(config.wrap_classes)
-        case "size":
-            return BySize(config.wrap_min_numel or 1)
-        case kind:
-            return parse_policy(kind)
+    def compile_options(self) -> dict[str, Any]:
+        """Arguments for `torch.compile`."""
+        config = self.sharding
+        options = {
+            "backend": config.compile_backend,
+            "fullgraph": config.compile_fullgraph,
+            "dynamic": config.compile_dynamic,
+        }
+        # Backends other than inductor refuse a mode; the default one needs none.
+        return options if config.compile_mode == "default" else {**options, "mode": config.compile_mode}
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
@@ -135,15 +97,12 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
     if next(model.parameters(), None) is None:
         return model.to(process.device)
     config, precision = setup.sharding, setup.precision
-    ignored = setup.ignored(model) if setup.ignored else []
-    if config.ignored_modules is not None and not ignored:
-        ignored = modules_matching(model, config.ignored_modules)
+    ignored = setup.ignored_modules(model)
     outside = {id(inner) for module in ignored for inner in module.modules()}
-    policy = configured_policy(config) if setup.wrap_policy is None else setup.wrap_policy
     with warnings.catch_warnings():
         if not process.environment.is_main:
             warnings.simplefilter("ignore")  # every rank comes to the same conclusion; once is enough
-        units = unit_modules(model, policy)
+        units = unit_modules(model, setup.wrap_policy())
     units = [module for module in units if id(module) not in outside]
     if precision.upcasts_main_weights:
         _upcast(model, say)
@@ -155,7 +114,7 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
             )
         checkpoint_modules(model, units, reentrant=config.activation_checkpointing_reentrant)
     if config.compile:
-        compile_modules(units or [model], **setup.compile_options)
+        compile_modules(units or [model], **setup.compile_options())
     if precision.mode in ("bf16", "fp16"):
         _run_under_autocast(model, setup, process.device)
     shard_model(
@@ -174,7 +133,7 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
         forward_prefetch=config.forward_prefetch,
         backward_prefetch=config.backward_prefetch,
         sync_module_states=config.sync_module_states,
-        param_init_fn=setup.param_init_fn,
+        param_init_fn=setup.plugin.param_init_fn if setup.plugin is not None else None,
         device=process.device,
     )
     for module in ignored:

@@ -82,16 +82,21 @@ class ProcessState:
     device: torch.device
 
     @classmethod
-    def start(cls, *, cpu: bool = False, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> ProcessState:
-        """Join the job: take a device and, if a launcher started this process, the process group."""
+    def start(cls, *, device: str = "auto", timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> ProcessState:
+        """Join the job: take a device and, if a launcher started this process, the process group.
+
+        Args:
+            device: `auto`, `cpu` or `cuda`.
+            timeout_seconds: how long a collective waits for the other ranks.
+        """
         environment = read_rank_environment()
         if not environment.launched and dist.is_initialized():
             # The script made its own process group without setting the variables (mp.spawn with an init_method).
             rank, size = dist.get_rank(), dist.get_world_size()
             environment = RankEnvironment(rank, size, rank, size, launched=True)
-        device = rank_device(environment, "cpu" if cpu else "auto")
-        init_process_group_from_environment(device, timeout_seconds=timeout_seconds)
-        return cls(environment, device)
+        place = rank_device(environment, device)
+        init_process_group_from_environment(place, timeout_seconds=timeout_seconds)
+        return cls(environment, place)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

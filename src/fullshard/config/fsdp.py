@@ -6,6 +6,8 @@ both may be written, in either version, as long as they do not contradict each o
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from fullshard.config import values
@@ -131,6 +133,20 @@ FSDP_KEYS = (
 )
 
 
+def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
+    """The same rows for a dialect that has other names for some; Accelerate's become further spellings of those."""
+    return tuple(
+        dataclasses.replace(
+            key,
+            name=names[key.name],
+            spellings=tuple(other for other in (key.name, *key.spellings) if other != names[key.name]),
+        )
+        if key.name in names
+        else key
+        for key in FSDP_KEYS
+    )
+
+
 def finish_fsdp(reading: Reading) -> None:
     """The rules about several keys of `fsdp_config`: how units are chosen, and the two ways to name a strategy."""
     _finish_wrap(reading)
@@ -141,6 +157,10 @@ def _finish_wrap(reading: Reading) -> None:
     wrap, size = reading.setting("sharding.wrap"), reading.setting("sharding.wrap_min_numel")
     classes = reading.setting("sharding.wrap_classes")
     named = classes is not None and bool(classes.value)
+    written = reading.entries.get("fsdp_auto_wrap_policy")
+    if written is not None and str(written.value).strip().upper() == "SIZED_BASED_WRAP":
+        text = "= SIZED_BASED_WRAP is translated to SIZE_BASED_WRAP, which is its name"
+        reading.notes.append(Note(written.origin, written.key, Status.TRANSLATED, text))
     if named and classes is not None and wrap is not None and wrap.value in ("size", "none"):
         reading.problems.append(
             Problem(

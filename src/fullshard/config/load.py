@@ -55,15 +55,16 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
     like them (`FSDP_...`: a problem too; `ACCELERATE_...`: a note).
     """
     environ = os.environ if environ is None else environ
-    entries, problems, notes = [], [], []
+    entries, problems, notes, nobodys = [], [], [], set()
     for name in sorted(environ):
         value = environ[name].strip()
         if not name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")) or not value:
             continue
         origin = Origin.variable(name)
         if name in VARIABLES:
-            if value.lower() not in _EXPORTED.get(name, ()):
-                entries.append(Entry(VARIABLES[name], value, origin))
+            entries.append(Entry(VARIABLES[name], value, origin))
+            if value.lower() in _EXPORTED.get(name, ()):
+                nobodys.add(origin)
         elif name in _SWITCHES:
             continue
         elif name.startswith(_REFUSED):
@@ -76,6 +77,7 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
             else:
                 notes.append(Note(origin, name, Status.NO_EFFECT, "has no effect here: nothing reads it"))
     reading = FLAT.read(_wished(entries))
+    reading.notes = [note for note in reading.notes if note.origin not in nobodys]
     reading.add(Reading(notes=notes, problems=problems))
     return reading
 
@@ -95,8 +97,8 @@ def _entries(mapping: Mapping[str, Any], what: str) -> tuple[Entry, ...]:
     return tuple(
         Entry(
             str(key),
-            _entries(value, f"{what}[{key!r}]") if isinstance(value, Mapping) else value,
-            Origin.argument(f"{what}[{key!r}]"),
+            _entries(value, f"{what}.{key}") if isinstance(value, Mapping) else value,
+            Origin.argument(what),
         )
         for key, value in mapping.items()
     )

@@ -220,7 +220,7 @@ class ShardingConfig(_Settings):
     def _derive_wrap(cls, values: object) -> object:
         if isinstance(values, Mapping) and values.get("wrap", "auto") == "auto":
             kind = "class" if values.get("wrap_classes") else "size" if values.get("wrap_min_numel") else "auto"
-            return {**values, "wrap": kind}
+            return values if kind == "auto" else {**values, "wrap": kind}
         return values
 
     @model_validator(mode="after")

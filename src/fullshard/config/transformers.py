@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
 from fullshard.config.dialect import Dialect, Note, Problem, Reading, Setting, Status
-from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp
+from fullshard.config.fsdp import finish_fsdp, renamed
 from fullshard.config.origin import Origin
 from fullshard.config.xla import XLA_KEYS
 
-_OWN_NAMES = {"fsdp_offload_params": "fsdp_cpu_offload"}
-"""Keys that Transformers calls otherwise than Accelerate."""
-
 TRANSFORMERS = Dialect(
     "a Transformers fsdp_config",
-    (
-        *(
-            dataclasses.replace(key, name=_OWN_NAMES[key.name], spellings=(key.name,))
-            if key.name in _OWN_NAMES
-            else key
-            for key in FSDP_KEYS
-        ),
-        *XLA_KEYS,
-    ),
+    (*renamed({"fsdp_offload_params": "fsdp_cpu_offload"}), *XLA_KEYS),
     prefix="fsdp_",
     finish=finish_fsdp,
 )

@@ -1,0 +1,71 @@
+"""What a script says and what its launcher says, as one `RunConfig`: the script wins, setting by setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fullshard.api.plugin import FullyShardedDataParallelPlugin, say_once, tell_transformers
+from fullshard.config.accelerate import FLAT
+from fullshard.config.dialect import Note, Reading, Setting, Status, shown
+from fullshard.config.handover import handed_over
+from fullshard.config.load import load_arguments, load_environment
+from fullshard.config.origin import Origin, Precedence
+from fullshard.config.resolve import resolve
+from fullshard.config.schema import SECTIONS, RunConfig, ShardingConfig
+from fullshard.core.errors import ConfigError
+
+
+def run_config(plugin: Any, arguments: Mapping[str, Any]) -> RunConfig:
+    """The configuration of this run.
+
+    Args:
+        plugin: a plugin, a `ShardingConfig`, a dict for one, or None.
+        arguments: of the Accelerator, by the names that Accelerate's launcher has for them; None: not given.
+
+    Raises:
+        ConfigError: a setting that is wrong, or another library's plugin.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    accelerator, plugins = load_arguments(given, FLAT, "Accelerator"), _reading(plugin)
+    resolved = resolve([launched(), accelerator, plugins])
+    say_once([*resolved.notes, *_given_way(accelerator, plugins)])
+    if resolved.config.sharding.cpu_ram_efficient_loading:
+        tell_transformers()
+    return resolved.config
+
+
+def launched() -> Reading:
+    """What the launcher handed over; without one what the environment says, as `accelerate launch` leaves it."""
+    config = handed_over()
+    if config is None:
+        return load_environment()
+    origin = Origin(Precedence.ENVIRONMENT, "fullshard launch")
+    return Reading(settings=[s for group in SECTIONS for s in _settings(group, getattr(config, group), origin)])
+
+
+def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:
+    """The plugin is more particular than the Accelerator's own arguments, so it wins where both speak."""
+    for setting in accelerator.settings:
+        other = plugins.setting(setting.path)
+        if other is not None and other.value != setting.value:
+            text = f"= {shown(setting.value)} gives way to the plugin's {other.key} = {shown(other.value)}"
+            yield Note(setting.origin, setting.key, Status.NO_EFFECT, text)
+
+
+def _reading(plugin: Any) -> Reading:
+    if isinstance(plugin, FullyShardedDataParallelPlugin):
+        return plugin.reading()
+    if plugin is None or isinstance(plugin, ShardingConfig | Mapping):
+        config = ShardingConfig.of(plugin)
+        origin = Origin.argument("fsdp_plugin")
+        return Reading(settings=_settings("sharding", config, origin, only=config.model_fields_set))
+    raise ConfigError(
+        f"fsdp_plugin is a {type(plugin).__module__}.{type(plugin).__name__}",
+        hint="use fullshard.FullyShardedDataParallelPlugin, which has the same fields",
+    )
+
+
+def _settings(group: str, config: Any, origin: Origin, only: set[str] | None = None) -> list[Setting]:
+    names = type(config).model_fields if only is None else [n for n in type(config).model_fields if n in only]
+    return [Setting(f"{group}.{name}", getattr(config, name), origin, name) for name in names]
