@@ -1,4 +1,7 @@
-"""`python -m benchmarks.table RECORD`: the tables of a record, in Markdown that also reads well on a terminal."""
+"""`python -m benchmarks.table RECORD...`: tables of records, in Markdown that also reads well on a terminal.
+
+One record: each row with all engines. Several: one line per row, fullshard against torch FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ MIB = 2**20
 # Engines add the same numbers in different orders; bf16 rounds each of them to 8 bits, and steps amplify it.
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-3}
 HEADINGS = ("engine", "step s (range)", "/ FSDP2", "peak MiB", "/ FSDP2", "last loss", "losses = FSDP2")
+SUMMARY_HEADINGS = ("row", "step s", "/ FSDP2", "peak MiB", "/ FSDP2", "losses = FSDP2", "repeats")
+OURS = "fullshard"
 NONE = "-"
 # Share of the machine's CPU time that others may use during an engine's runs before the table says so.
 QUIET = 0.05
@@ -84,6 +89,26 @@ def render(record: Record) -> str:
         _row_block(runs, num_cpus) for _, runs in sorted(by_row.items(), key=lambda item: list(ROWS).index(item[0]))
     ]
     return "\n".join([*blocks, _conditions(record)])
+
+
+def render_summary(records: Sequence[Record]) -> str:
+    """One line per row of the records that both engines finished; of a row in several records the last one counts."""
+    lines: dict[str, tuple[str, ...]] = {}
+    for record in records:
+        for name in {run.job.row.name for run in record.runs}:
+            by_engine = defaultdict(list)
+            for run in record.runs:
+                if run.job.row.name == name:
+                    by_engine[run.job.engine].append(run)
+            summaries = {engine: summarize(runs, record.machine.num_cpus) for engine, runs in by_engine.items()}
+            if all(engine in summaries and summaries[engine].step_seconds for engine in (OURS, REFERENCE)):
+                row = by_engine[OURS][0].job.row
+                _, seconds, time_ratio, peak, peak_ratio, _, same = _cells(OURS, summaries, row.dtype)
+                title = f"{row.model.upper()} {row.dtype}, {row.sequences}x{row.tokens} tokens"
+                repeats = str(len(summaries[OURS].step_seconds))
+                lines[name] = (title, seconds.split(" ")[0], time_ratio, peak, peak_ratio, same, repeats)
+    ordered = [lines[name] for name in ROWS if name in lines]
+    return "\n".join(_align([SUMMARY_HEADINGS, *ordered]))
 
 
 def _row_block(by_engine: Mapping[str, Sequence[Run]], num_cpus: int) -> str:
@@ -184,10 +209,11 @@ def _conditions(record: Record) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the tables of the record named on the command line."""
+    """Prints the tables of the records named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
-    parser.add_argument("record", type=Path, help="a file such as benchmarks/results/cpu-2ranks.json")
-    print(render(load(parser.parse_args(arguments).record)))
+    parser.add_argument("records", type=Path, nargs="+", help="files such as benchmarks/results/cpu-2ranks.json")
+    records = [load(path) for path in parser.parse_args(arguments).records]
+    print(render(records[0]) if len(records) == 1 else render_summary(records))
     return 0
 
 
