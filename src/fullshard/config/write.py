@@ -1,0 +1,131 @@
+"""A `RunConfig` as fullshard's own YAML with every setting explained, and the JSON schema of it for editors."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.core.errors import ConfigError
+from fullshard.core.strategy import STRATEGIES
+
+WIDTH = 110
+"""Characters of a comment line."""
+
+
+def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool = False) -> str:
+    """The configuration as commented YAML, which `load_file` reads back as the same.
+
+    Args:
+        config: what to write.
+        comments: put each setting's description above it.
+        only_changed: leave out settings that have their default; else they are there as comments.
+    """
+    lines = []
+    if comments:
+        lines += [
+            "# A configuration of fullshard. Use it: fullshard launch --config_file THIS_FILE script.py",
+            "# What each value comes to, and why: fullshard config explain THIS_FILE",
+        ]
+        if not only_changed:
+            lines.append("# A setting behind a `#` has its default; take the `#` away to change it.")
+    for group in SECTIONS:
+        body = [line for field in _fields(config, group) for line in _lines(*field, comments, only_changed)]
+        if not body:
+            continue
+        lines += [
+            "",
+            *(_comment(RunConfig.model_fields[group].description, "") if comments else ()),
+            f"{group}:",
+            *body,
+        ]
+    if not any(line and not line.startswith("#") for line in lines):
+        lines += ["", "launch: # every setting has its default"]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _fields(config: RunConfig, group: str) -> Iterator[tuple[str, FieldInfo, Any]]:
+    section: Any = getattr(config, group)
+    for name, field in type(section).model_fields.items():
+        yield name, field, getattr(section, name)
+
+
+def _lines(name: str, field: FieldInfo, value: Any, comments: bool, only_changed: bool) -> list[str]:
+    is_default = value == field.default
+    if is_default and only_changed:
+        return []
+    setting = f"{name}: {scalar(value)}"
+    return [
+        *(_comment(field.description, "  ") if comments else ()),
+        f"  # {setting}" if is_default else f"  {setting}",
+    ]
+
+
+def _comment(text: str | None, indent: str) -> list[str]:
+    # Two `#` keep an explanation apart from a setting that is commented out.
+    prefix = f"{indent}## "
+    words = " ".join((text or "").split()).replace("None:", "null:")  # as YAML calls it
+    return textwrap.wrap(words, WIDTH, initial_indent=prefix, subsequent_indent=prefix)
+
+
+def scalar(value: Any) -> str:
+    """A value as YAML on one line; texts that a reader could take for something else are quoted."""
+    from ruamel.yaml import YAML
+
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(scalar(item) for item in value)}]"
+    yaml = YAML(typ="safe", pure=True)
+    yaml.width = 2**31  # one line, however long
+    if isinstance(value, str) and (not (value.isascii() and value.isidentifier()) or value.lower() in _YAML_WORDS):
+        yaml.default_style = '"'  # type: ignore[assignment]
+    text = StringIO()
+    yaml.dump(value, text)
+    return text.getvalue().removesuffix("...\n").strip() if value is not None else "null"
+
+
+_YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
+"""Words that YAML 1.1, which most editors and tools read, does not take for texts."""
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of fullshard's YAML: what it describes is accepted; a few looser spellings are accepted too."""
+    schema: dict[str, Any] = RunConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "fullshard configuration"
+    sharding = schema["$defs"]["ShardingConfig"]["properties"]
+    names = [*STRATEGIES, *(row.code for row in STRATEGIES.values())]
+    sharding["strategy"] = {**sharding["strategy"], "enum": names}
+    del sharding["strategy"]["type"]
+    sharding["wrap_classes"] = {
+        **{key: value for key, value in sharding["wrap_classes"].items() if key not in ("type", "items")},
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    for group in SECTIONS:  # a section whose lines are all comments is null
+        model: Any = RunConfig.model_fields[group].annotation
+        schema["properties"][group] = {
+            "description": RunConfig.model_fields[group].description,
+            "anyOf": [{"$ref": f"#/$defs/{model.__name__}"}, {"type": "null"}],
+        }
+    return schema
+
+
+def save_text(text: str, path: Path, *, overwrite: bool) -> None:
+    """Write a new file.
+
+    Raises:
+        ConfigError: it exists and may not be overwritten, or cannot be written.
+    """
+    try:
+        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already", hint="name another file, or pass --overwrite") from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", hint="name a file in a folder that exists"
+        ) from None
