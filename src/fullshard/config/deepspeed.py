@@ -279,7 +279,7 @@ _DTYPES = Dialect(
     "data_types",
     (*_no_effect("gradients are accumulated in the main weights' dtype, float32", "grad_accum_dtype"),),
 )
-_REPORTING = "metrics are the script's, or observe's"
+_REPORTING = "the script writes its metrics"
 
 DEEPSPEED = Dialect(
     "a DeepSpeed configuration",

@@ -178,14 +178,14 @@ class Reading:
     def find_contradictions(self) -> None:
         """Two keys that set the same thing to different values are a problem: neither is silently the stronger."""
         first: dict[str, Setting] = {}
+        known = {origin for problem in self.problems for origin in problem.origins if len(problem.origins) > 1}
         for setting in self.settings:
             other = first.setdefault(setting.path, setting)
             if other.value != setting.value and setting.origin.precedence == other.origin.precedence:
                 theirs, ours = shown(other.value), shown(setting.value)
                 message = f"{other.key} means {setting.path} = {theirs}, {setting.key} means {ours}"
-                problem = Problem((other.origin, setting.origin), message, "keep one of the two")
-                if problem not in self.problems:  # a section has found it already
-                    self.problems.append(problem)
+                if not known & {other.origin, setting.origin}:  # else a rule has found it already
+                    self.problems.append(Problem((other.origin, setting.origin), message, "keep one of the two"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,8 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
         found = key.settings(entry.value)
     except (ConfigError, ValueError) as error:
         message = plain_message(error)
-        hint = getattr(error, "hint", None) or f"see {key.target or key.name} in `fullshard config explain`"
+        advice = f"see {key.target} in `fullshard config explain`" if key.target else f"leave it out: {key.because}"
+        hint = getattr(error, "hint", None) or advice
         reading.problems.append(Problem((entry.origin,), f"{entry.key}: {message}", hint))
         return reading
     if found is None or isinstance(found, str) or (key.status is Status.NO_EFFECT and key.read is None):

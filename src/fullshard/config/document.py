@@ -61,7 +61,7 @@ def parse_document(text: str, name: str) -> tuple[Entry, ...]:
         raise ConfigError(f"{name}:1:1: the file is empty", hint="`fullshard config default` writes one to start from")
     if not isinstance(content, Mapping):
         raise ConfigError(
-            f"{name}:1:1: expected `key: value` lines, got a {type(content).__name__}",
+            f"{name}:1:1: expected `key: value` lines, got a {'list' if isinstance(content, list) else 'single value'}",
             hint="`fullshard config default` writes an example",
         )
     return _entries(content, name)

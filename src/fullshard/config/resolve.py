@@ -51,7 +51,8 @@ def resolve(readings: Iterable[Reading]) -> Resolved:
     readings = list(readings)
     problems = [problem for reading in readings for problem in reading.problems]
     settings = _merge(setting for reading in readings for setting in reading.settings)
-    problems += _faults_of_groups(settings)
+    mentioned = {origin for problem in problems for origin in problem.origins}
+    problems += [fault for fault in _faults_of_groups(settings) if not mentioned & set(fault.origins)]
     refuse(problems)
     try:
         groups: dict[str, Any] = {group: _group(settings, group) for group in SECTIONS}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -122,7 +122,17 @@ class _Settings(BaseModel):
             return Fault(names, plain_message(cause), getattr(cause, "hint", None))
         first = str(item["loc"][0])
         message = f"setting {where!r}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
-        return Fault((first,), message)
+        return Fault((first,), message, cls._advice(first, item["input"]))
+
+    @classmethod
+    def _advice(cls, name: str, value: object) -> str:
+        """The choice that a wrong one resembles, else what the setting is."""
+        field = cls.model_fields[name]
+        choices = [str(choice) for choice in get_args(field.annotation) if get_origin(field.annotation) is Literal]
+        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        return (
+            f"did you mean {close[0]}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
+        )
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
