@@ -30,6 +30,7 @@ from fullshard.config.load import (
 from fullshard.config.native import NATIVE
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
+from fullshard.config.tables import TABLES, fill_tables
 from fullshard.config.transformers import TRANSFORMERS
 from fullshard.config.xla import XLA_SETTINGS
 from fullshard.core.errors import ConfigError
@@ -465,3 +466,14 @@ def test_native_and_ties(tmp_path: Path) -> None:
     assert read(tmp_path, '{"fp16": {"enabled": true}}', "a.json").config.precision.mode == "fp16", "DeepSpeed's"
     assert read(tmp_path, "fp16: true\n").config.precision.mode == "fp16", "Accelerate's"
     assert read(tmp_path, "activation_checkpointing: true\n").config.sharding.activation_checkpointing, "Transformers'"
+
+
+# -- documentation ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_about_configuration_has_todays_tables() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert fill_tables(page) == page, "run `python -m fullshard.config.tables docs/configuration.md`"
+    assert all(f"<!-- table {name} -->" in page for name in TABLES)
+    rows = [key for dialect in TABLES.values() for key in every_key(dialect) if key.section is None]
+    assert all(f"{key.name}`" in page for key in rows)

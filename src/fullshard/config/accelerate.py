@@ -111,7 +111,7 @@ _ONLY_OF_OTHERS = "it belongs to context or sequence parallelism"
 
 PARALLELISM_KEYS = (
     Key("parallelism_config_dp_shard_size", Status.TRANSLATED, "sharding.shard_size", read=_shard_size),
-    Key("parallelism_config_dp_replicate_size", target="sharding.strategy", read=_size),
+    Key("parallelism_config_dp_replicate_size", Status.TRANSLATED, "sharding.strategy", read=_size),
     Key("parallelism_config_tp_size", Status.REFUSED, because="only data parallelism", read=_of_one("tensor")),
     Key("parallelism_config_cp_size", Status.REFUSED, because="only data parallelism", read=_of_one("context")),
     Key("parallelism_config_sp_size", Status.REFUSED, because="only data parallelism", read=_of_one("sequence")),
@@ -129,7 +129,7 @@ PARALLELISM_KEYS = (
 _TPU = "TPUs are not supported yet"
 
 CLUSTER_KEYS = (
-    Key("compute_environment", read=_environment),
+    Key("compute_environment", because="LOCAL_MACHINE, whatever the cluster", read=_environment),
     Key(
         "distributed_type",
         Status.TRANSLATED,

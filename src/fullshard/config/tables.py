@@ -1,0 +1,79 @@
+"""The tables of dialects as Markdown, for the documentation.
+
+    python -m fullshard.config.tables docs/configuration.md
+
+writes them anew between the page's marks, `<!-- table NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fullshard.config.accelerate import ACCELERATE, DYNAMO_KEYS, PARALLELISM_KEYS
+from fullshard.config.deepspeed import DEEPSPEED, DEEPSPEED_SHORT
+from fullshard.config.dialect import Dialect, Key, Status
+from fullshard.config.fsdp import FSDP
+from fullshard.config.xla import XLA_KEYS, XLA_SETTINGS
+
+TABLES = {
+    "accelerate": ACCELERATE,
+    "fsdp_config": FSDP,
+    "dynamo_config": Dialect("", DYNAMO_KEYS),
+    "parallelism_config": Dialect("", PARALLELISM_KEYS),
+    "xla": Dialect("", XLA_KEYS),
+    "xla_fsdp_settings": XLA_SETTINGS,
+    "deepspeed": DEEPSPEED,
+    "deepspeed_config": DEEPSPEED_SHORT,
+}
+"""The tables of the page, by the name in their marks."""
+
+
+def markdown_table(dialect: Dialect) -> str:
+    """One row per key: its spellings, what becomes of it, and into what or why.
+
+    Sections without a table of their own are written out.
+    """
+    rows = [f"| {name} | {_status(key)} | {_meaning(key)} |" for name, key in _rows(dialect, "")]
+    return "\n".join(["| key | here | setting, or reason |", "|---|---|---|", *rows])
+
+
+def _rows(dialect: Dialect, section: str) -> Iterator[tuple[str, Key]]:
+    for key in dialect.keys:
+        if key.section is not None and key.name not in TABLES:
+            yield from _rows(key.section, f"{section}{key.name}.")
+        else:
+            yield ", also ".join(f"`{section}{name}`" for name in (key.name, *key.spellings)), key
+
+
+def fill_tables(page: str) -> str:
+    """The page with every marked table made anew.
+
+    Raises:
+        KeyError: a mark names no table.
+    """
+    return re.sub(
+        r"(<!-- table (\w+) -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{markdown_table(TABLES[found[2]])}\n{found[3]}",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def _status(key: Key) -> str:
+    return "section, see below" if key.section is not None else key.status.value
+
+
+def _meaning(key: Key) -> str:
+    target = f"`{key.target}`" if key.target else ""
+    return (
+        " - ".join(part for part in (target, key.because) if part and key.status is not Status.REFUSED) or key.because
+    )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(fill_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
