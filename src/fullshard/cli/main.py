@@ -7,6 +7,8 @@ import sys
 import typer
 
 from fullshard import __version__
+from fullshard.cli.config import app as config
+from fullshard.cli.plan import plan
 from fullshard.cli.train import train
 from fullshard.core.errors import FullshardError
 
@@ -23,6 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", help=train.__doc__)(train)
+app.command("plan", help=plan.__doc__)(plan)
+app.add_typer(config, name="config")
 
 
 def _print_version(wanted: bool) -> None:

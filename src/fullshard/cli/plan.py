@@ -1,0 +1,175 @@
+"""`fullshard plan`: does it fit, how fast is it, and what is best. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fullshard.cli.options import options_from
+from fullshard.core.errors import ConfigError
+from fullshard.plan.job import Job
+
+if TYPE_CHECKING:
+    from fullshard.plan.evaluate import Plan
+    from fullshard.plan.hardware import Cluster
+
+DOES_NOT_FIT = 1
+"""Exit code of a plan that does not fit."""
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A known name (Llama-2-7B), a config.json or its directory, or a number (7B)",
+        show_default=False,
+    ),
+]
+Devices = Annotated[
+    str | None,
+    typer.Option("--devices", "-d", help="How many of what: 8xH100, 1024xA100-80, 2xCPU", show_default=False),
+]
+Config = Annotated[
+    Path | None, typer.Option(help="Plan this file as it is (any dialect `fullshard launch` reads); flags win")
+]
+Shape = Annotated[int | None, typer.Option(min=1, help="With a number of parameters: its shape")]
+
+
+@options_from(Job)
+def plan(
+    *,
+    context: typer.Context,
+    model: Model = None,
+    devices: Devices = None,
+    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts the devices are in. Default: full ones")] = None,
+    config: Config = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this .png, .svg or .pdf")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the configuration that `fullshard launch` runs")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file")] = False,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Measure this machine into FILE.json, which --devices 2xFILE.json then names")
+    ] = None,
+    layers: Shape = None,
+    hidden: Shape = None,
+    heads: Shape = None,
+    kv_heads: Shape = None,
+    vocab: Shape = None,
+    settings: dict[str, Any],
+) -> None:
+    """Predict memory, traffic and time of a training run, say whether it fits, and what would make it fit.
+
+    Exit code 0 if it fits, 1 if it does not, 2 for a mistake in the question.
+    """
+    from fullshard.plan.evaluate import changes_that_fit, evaluate, pareto, search
+    from fullshard.plan.library import load_model
+
+    if calibrate is not None:
+        _calibrate(calibrate)
+        if model is None:
+            return
+    if model is None:
+        raise ConfigError("no --model", hint="name one, for example --model Llama-3.1-8B, or give a config.json")
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
+    described, notes = load_model(model, shape)
+    given = {name: value for name, value in settings.items() if _is_given(context, name)}
+    job, cluster, more = _question(given, devices, hosts, config, calibrate)
+    notes += more
+    if auto:
+        found = search(described, job, cluster, strategies=[job.strategy] if "strategy" in given else ())
+        front, chosen = pareto(found), found[0]
+    else:
+        front, chosen = [], evaluate(described, job, cluster)
+    changes = [] if chosen.fits else changes_that_fit(chosen)
+    if plot is not None:
+        from fullshard.plan.pictures import draw
+
+        draw(chosen, plot)
+    if write is not None:
+        _write(chosen, write, overwrite=overwrite)
+    _print(chosen, changes, notes, front, as_json=as_json)
+    if not chosen.fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _question(
+    given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None, calibration: Path | None
+) -> tuple[Job, Cluster, list[str]]:
+    """The job and the cluster, from flags and, below them, a configuration file."""
+    from fullshard.plan.hardware import parse_cluster
+
+    notes: list[str] = []
+    processes = None
+    job = Job.of(given)
+    if config is not None:
+        from fullshard.config.load import load_file
+        from fullshard.config.resolve import resolve
+
+        resolved = resolve([load_file(config)])
+        job = Job.from_run(resolved.config, **given)
+        processes, hosts = resolved.config.launch.num_processes, hosts or resolved.config.launch.num_machines
+        notes += [f"{config}: {note}" for note in resolved.notes]
+    if devices is None and calibration is not None:
+        devices = f"{processes or 2}x{calibration}"
+    if devices is None:
+        raise ConfigError("no --devices", hint="say how many of what, for example --devices 8xH100")
+    if processes is not None and not devices.strip()[:1].isdigit():
+        devices = f"{processes}x{devices}"  # the file says how many, the flag of what kind
+    cluster = parse_cluster(devices, hosts)
+    if processes is not None and processes != cluster.count:
+        raise ConfigError(
+            f"{config} starts {processes} processes, --devices {devices} are {cluster.count}",
+            hint=f"write --devices {cluster.device.name}, or change the file",
+        )
+    return job, cluster, notes
+
+
+def _print(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], *, as_json: bool) -> None:
+    from fullshard.plan.report import as_dict, as_tables, front_table
+
+    if as_json:
+        values = as_dict(plan, changes, notes)
+        if front:
+            values["pareto"] = [as_dict(other) for other in front]
+        typer.echo(json.dumps(values, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(soft_wrap=False)
+    console.print(as_tables(plan, changes, notes))
+    if front:
+        console.print(front_table(front, "no other is both faster and smaller"))
+
+
+def _write(plan: Plan, path: Path, *, overwrite: bool) -> None:
+    from fullshard.config.write import write_native
+    from fullshard.plan.report import as_run_config
+
+    if not plan.fits:
+        raise ConfigError(f"{path} is not written: the plan {plan.verdict}", hint="change it, or use --auto")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{path} is there already", hint="add --overwrite, or name another file")
+    path.write_text(write_native(as_run_config(plan)), encoding="utf-8")
+    typer.echo(f"wrote {path}: run it with fullshard launch --config {path} SCRIPT", err=True)
+
+
+def _calibrate(path: Path) -> None:
+    if path.suffix != ".json":
+        raise ConfigError(f"{path}: a calibration is a .json file")
+    from fullshard.api.calibration import calibrate
+
+    device = calibrate(path)
+    typer.echo(
+        f"wrote {path}: {device.flops / 1e9:,.0f} GFLOP/s in bfloat16, {device.flops_fp32 / 1e9:,.0f} in float32, "
+        f"memory {device.memory_bandwidth / 1e9:.1f} GB/s, between two processes {device.link / 1e9:.2f} GB/s",
+        err=True,
+    )

@@ -1,0 +1,295 @@
+"""A plan: everything predicted for one model, one job and one cluster, and what to change where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.core.errors import ConfigError
+from fullshard.core.sizes import format_nbytes
+from fullshard.core.strategy import Axis
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.job import Job
+from fullshard.plan.layout import lay_out
+from fullshard.plan.memory import Memory, Setting, memory_of
+from fullshard.plan.methods import apply_method
+from fullshard.plan.schedule import predict_step
+from fullshard.plan.shapes import ModelShape
+from fullshard.plan.time import StepTime, time_of
+from fullshard.plan.traffic import Traffic, traffic_of
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank will need and how fast it will be.
+
+    Attributes:
+        model: as given, before the training method changed it.
+        job, cluster: what was planned.
+        memory, traffic, time: the predictions.
+        parameters, trainable: how many, adapters included.
+        units, buckets: how many.
+        padding: share of the buckets that is padding.
+    """
+
+    model: ModelShape
+    job: Job
+    cluster: Cluster
+    memory: Memory
+    traffic: Traffic
+    time: StepTime
+    parameters: int
+    trainable: int
+    units: int
+    buckets: int
+    padding: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds it."""
+        return self.memory.needed <= self.cluster.device.memory
+
+    @property
+    def spare(self) -> int:
+        """Bytes left over; negative: missing."""
+        return self.cluster.device.memory - self.memory.needed
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        device, memory = self.cluster.device, self.memory
+        needs = f"needs {format_nbytes(memory.needed)} of {format_nbytes(device.memory)} per {device.name}"
+        if self.fits:
+            return f"fits: {needs}, {format_nbytes(self.spare)} to spare; fullest in {memory.peak_phase}"
+        return f"does not fit: {needs}, {format_nbytes(-self.spare)} too much; fullest in {memory.peak_phase}"
+
+
+def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
+    """Predict everything.
+
+    Raises:
+        ConfigError: a shard size that does not go with the number of devices, or a LoRA target that does not exist.
+    """
+    trained = apply_method(model, job)
+    layout = lay_out(
+        trained,
+        strategy=job.row,
+        world_size=cluster.count,
+        shard_size=resolved_shard_size(job, cluster),
+        dtypes=job.dtypes,
+    )
+    events = predict_step(layout, job.schedule)
+    is_cpu = cluster.device.framework == 0
+    setting = Setting(
+        trained, layout, job, framework=cluster.device.framework, peers_at_once=is_cpu, foreach=not is_cpu
+    )
+    full_numel = sum(bucket.layout.full_numel for bucket in layout.buckets)
+    return Plan(
+        model,
+        job,
+        cluster,
+        memory_of(events, setting, ranks_per_host=cluster.per_host),
+        traffic_of(events, layout),
+        time_of(events, setting, cluster),
+        parameters=trained.numel,
+        trainable=trained.trainable_numel,
+        units=len(layout.units),
+        buckets=len(layout.buckets),
+        padding=1 - sum(bucket.layout.numel for bucket in layout.buckets) / full_numel,
+    )
+
+
+def resolved_shard_size(job: Job, cluster: Cluster) -> int | None:
+    """Ranks per shard group; for a hybrid strategy without a size those of one host, as the launcher has it."""
+    is_hybrid = len(job.row.placements) == len(Axis)
+    return cluster.per_host if is_hybrid and job.shard_size is None else job.shard_size
+
+
+def notes_of(plan: Plan) -> list[str]:
+    """What the reader has to know besides the numbers."""
+    notes = []
+    if plan.job.offload and plan.cluster.device.name != "CPU":
+        notes.append("this engine refuses offload on accelerators for now; the plan says what it would need")
+    if plan.job.checkpointing == "selective":
+        notes.append("this engine checkpoints whole units; selective is torchtitan's and is planned for comparison")
+    if not plan.model.blocks:
+        notes.append("what the layers compute is unknown, so activations are not in these numbers")
+    if plan.job.method == "qlora" and "CPU" not in plan.cluster.device.name and plan.job.precision == "fp32":
+        notes.append("4-bit layers compute in float32 here; bf16 is usual")
+    return notes
+
+
+# -- what to change -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change that makes a plan fit.
+
+    Attributes:
+        words: what to do.
+        plan: the plan after it.
+        cost: how much longer a token takes, as a factor; below 1 it is faster.
+    """
+
+    words: str
+    plan: Plan
+    cost: float
+
+
+def changes_that_fit(plan: Plan, *, most: int = 5) -> list[Change]:
+    """The cheapest changes that make `plan` fit: one, or two together where one is not enough.
+
+    What is trained stays the same unless nothing else helps; then adapters are proposed.
+    """
+    singles = list(_changes(plan.job))
+    found = [change for words, values in singles if (change := _try(plan, words, values)) is not None]
+    if not found:
+        pairs = (
+            (f"{first}, and {second}", {**one, **two})
+            for index, (first, one) in enumerate(singles)
+            for second, two in singles[index + 1 :]
+            if not one.keys() & two.keys()
+        )
+        found = [change for words, values in pairs if (change := _try(plan, words, values)) is not None]
+    if not found:
+        found = [c for words, values in _other_methods(plan.job) if (c := _try(plan, words, values)) is not None]
+    if not found or len(found) < most:
+        found += _with_more_devices(plan)
+    return sorted(found, key=lambda change: change.cost)[:most]
+
+
+def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
+    size = job.micro_batch // 2
+    while size >= 1:
+        steps = job.accumulation * job.micro_batch // size
+        yield (
+            f"a micro-batch of {size}, accumulated {steps} times",
+            {"micro_batch": size, "accumulation": steps},
+        )
+        size //= 2
+    if job.checkpointing != "full":
+        yield "full activation checkpointing", {"checkpointing": "full"}
+    if job.loss == "eager":
+        yield "a fused loss (Liger), which never holds whole logits", {"loss": "fused"}
+    if job.strategy != "FULL_SHARD":
+        yield "FULL_SHARD", {"strategy": "FULL_SHARD", "shard_size": None}
+    if job.optimizer in ("adamw", "adamw-fused"):
+        yield "8-bit AdamW", {"optimizer": "adamw-8bit"}
+    if job.attention == "eager":
+        yield "attention that keeps no scores (sdpa)", {"attention": "sdpa"}
+
+
+def _other_methods(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
+    for method in ("lora", "qlora"):
+        if job.method == "full" or (job.method, method) == ("lora", "qlora"):
+            values = {"method": method, "checkpointing": "full", "strategy": "FULL_SHARD", "shard_size": None}
+            yield f"{method} instead of {job.method} training, with full activation checkpointing", values
+
+
+def _try(plan: Plan, words: str, values: dict[str, Any]) -> Change | None:
+    try:
+        after = evaluate(plan.model, Job.of({**plan.job.model_dump(), **values}), plan.cluster)
+    except ConfigError:
+        return None  # the change contradicts another setting
+    if not after.fits:
+        return None
+    return Change(words, after, plan.time.tokens_per_second / after.time.tokens_per_second)
+
+
+def _with_more_devices(plan: Plan) -> list[Change]:
+    """The smallest multiple of the devices that is enough; the cost is of a token's device time."""
+    cluster = plan.cluster
+    for times in (2, 4, 8, 16, 32, 64):
+        more = Cluster(cluster.device, cluster.count * times, _hosts(cluster, times))
+        try:
+            after = evaluate(plan.model, plan.job, more)
+        except ConfigError:
+            continue
+        if after.fits:
+            before, now = (p.time.tokens_per_second / p.cluster.count for p in (plan, after))
+            return [Change(f"{more.count} devices in {more.hosts} hosts", after, before / now)]
+    return []
+
+
+def _hosts(cluster: Cluster, times: int) -> int:
+    count = cluster.count * times
+    return max(cluster.hosts, -(-count // cluster.device.per_host))
+
+
+# -- the best of all ----------------------------------------------------------------------------------------------
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def search(model: ModelShape, job: Job, cluster: Cluster, *, strategies: Sequence[str] = ()) -> list[Plan]:
+    """Every combination of strategy, shard size, micro-batch, checkpointing and offload that fits, fastest first.
+
+    Only what this engine runs: no selective checkpointing, and no offload on accelerators (`notes_of` says so too). The
+    sequences of an optimizer step stay those of `job`, as far as micro-batches divide them.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    plans = list(_candidates(model, job, cluster, strategies, offload=job.offload and cluster.device.name == "CPU"))
+    if not plans:
+        closest = evaluate(
+            model,
+            job.model_copy(update={"strategy": "FULL_SHARD", "shard_size": None, "checkpointing": "full"})
+            .model_copy(update={"micro_batch": 1}),
+            cluster,
+        )  # fmt: skip
+        changes = changes_that_fit(closest)
+        raise ConfigError(
+            f"nothing fits: {model.name} on {cluster} {closest.verdict.removeprefix('does not fit: ')}",
+            hint=" or ".join(change.words for change in changes) or "use more or larger devices",
+        )
+    return sorted(plans, key=lambda plan: (-plan.time.tokens_per_second, plan.memory.needed))
+
+
+def _candidates(
+    model: ModelShape, job: Job, cluster: Cluster, strategies: Sequence[str], *, offload: bool
+) -> Iterator[Plan]:
+    sequences = job.micro_batch * job.accumulation
+    for strategy, shard_size in _meshes(cluster, strategies):
+        for checkpointing in ("none", "full"):
+            for micro_batch in _MICRO_BATCHES:
+                if micro_batch > sequences and sequences > 1:
+                    break
+                values = {
+                    "strategy": strategy,
+                    "shard_size": shard_size,
+                    "checkpointing": checkpointing,
+                    "micro_batch": micro_batch,
+                    "accumulation": max(1, sequences // micro_batch),
+                    "offload": offload,
+                    "reentrant": job.reentrant and checkpointing == "full",
+                }
+                try:
+                    plan = evaluate(model, Job.of({**job.model_dump(), **values}), cluster)
+                except ConfigError:
+                    break
+                if not plan.fits:
+                    break  # a larger micro-batch needs more
+                yield plan
+
+
+def _meshes(cluster: Cluster, strategies: Sequence[str]) -> Iterator[tuple[str, int | None]]:
+    wanted = strategies or ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+    sizes = [size for size in (2**power for power in range(1, 13)) if size < cluster.count and not cluster.count % size]
+    useful = [size for size in sizes if size % cluster.per_host == 0 or cluster.per_host % size == 0]
+    for strategy in wanted:
+        if strategy.startswith("HYBRID"):
+            yield from ((strategy, size) for size in useful)
+        elif cluster.count > 1 or strategy == "FULL_SHARD":
+            yield strategy, None
+
+
+def pareto(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that no other beats in speed and memory both, fastest first."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (-p.time.tokens_per_second, p.memory.needed)):
+        if not front or plan.memory.needed < front[-1].memory.needed:
+            front.append(plan)
+    return front

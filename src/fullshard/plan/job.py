@@ -1,0 +1,134 @@
+"""What is to be planned besides the model and the hardware: each choice once, for the command line and for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fullshard.config.schema import RunConfig, suggestion
+from fullshard.core.errors import ConfigError
+from fullshard.core.strategy import Strategy, parse_strategy
+from fullshard.plan.layout import Dtypes
+from fullshard.plan.schedule import ScheduleOptions
+
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "sgd", "sgd-momentum", "none"]
+Method = Literal["full", "lora", "qlora"]
+Checkpointing = Literal["none", "selective", "full"]
+Attention = Literal["flash", "sdpa", "eager"]
+Loss = Literal["eager", "fused"]
+Precision = Literal["no", "fp32", "bf16", "fp16"]
+BaseDtype = Literal["float32", "bfloat16", "float16"]
+
+COMPUTE = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Compute dtype of each precision."""
+
+
+class Job(BaseModel):
+    """A training run to plan. Build it with `Job.of`, which turns what pydantic finds into a `ConfigError`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    strategy: str = Field("FULL_SHARD", description="A row of the strategy table, by name or number")
+    shard_size: int | None = Field(None, ge=1, description="Ranks per shard group, for the hybrid strategies")
+    precision: Precision = Field("bf16", description="bf16, fp16, fp32, or no: compute as stored")
+    reduce_dtype: BaseDtype | None = Field(None, description="Gradients are summed in this. Default: float32 or wider")
+    optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, sgd, sgd-momentum or none")
+    method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
+    lora_rank: int = Field(8, ge=1, description="Rank of the adapters")
+    lora_targets: str = Field("all-linear", description="Linear layers that get one: all-linear, or q_proj,v_proj,...")
+    base_dtype: BaseDtype = Field("bfloat16", description="In which the frozen base of lora and qlora is stored")
+    offload: bool = Field(False, description="Sharded parameters, gradients and optimizer state in host memory")
+    checkpointing: Checkpointing = Field("none", description="Activation checkpointing: none, selective or full")
+    reentrant: bool = Field(False, description="Its older implementation; the same memory and events")
+    compile: bool = Field(False, description="Each unit's forward is compiled")
+    micro_batch: int = Field(1, ge=1, description="Sequences per rank and forward pass")
+    seq_len: int = Field(2048, ge=1, description="Tokens per sequence")
+    accumulation: int = Field(1, ge=1, description="Micro-batches per optimizer step")
+    sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch (else: no_sync)")
+    attention: Attention = Field("flash", description="flash or sdpa, which keep no scores, or eager, which does")
+    loss: Loss = Field("eager", description="eager keeps whole logits; fused computes the loss in chunks (Liger)")
+    forward_prefetch: bool = Field(True, description="Gather the next unit while one runs forward")
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = Field(
+        "BACKWARD_PRE", description="BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"
+    )
+
+    @field_validator("strategy", mode="before")
+    @classmethod
+    def _known_strategy(cls, value: Any) -> str:
+        return parse_strategy(value).name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.reentrant and self.checkpointing != "full":
+            raise ConfigError("reentrant is an implementation of checkpointing = full, which is not set")
+        if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
+            raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
+        return self
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """A job from its settings.
+
+        Raises:
+            ConfigError: an unknown setting, with the one it resembles; or a wrong value.
+        """
+        for name in values:
+            if name not in cls.model_fields:
+                raise ConfigError(f"unknown setting {name!r} of a plan", hint=suggestion(name, cls.model_fields))
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            lines = []
+            for item in error.errors():
+                where = ".".join(str(part) for part in item["loc"])
+                lines.append(f"{where}: {item['msg']}, got {item['input']!r}" if where else str(item["msg"]))
+            raise ConfigError("; ".join(lines).replace("Value error, ", "")) from None
+
+    @classmethod
+    def from_run(cls, config: RunConfig, **values: Any) -> Self:
+        """The job that a run's configuration describes; `values` are what it does not say (batch, sequence, ...)."""
+        sharding, precision = config.sharding, config.precision
+        said = {
+            "strategy": sharding.resolved_strategy().name,
+            "shard_size": sharding.shard_size,
+            "precision": precision.mode,
+            "reduce_dtype": precision.reduce_dtype,
+            "offload": sharding.cpu_offload,
+            "checkpointing": "full" if sharding.activation_checkpointing else "none",
+            "reentrant": sharding.activation_checkpointing_reentrant,
+            "compile": sharding.compile,
+            "accumulation": config.training.gradient_accumulation_steps,
+            "forward_prefetch": sharding.forward_prefetch,
+            "backward_prefetch": sharding.backward_prefetch,
+        }
+        return cls.of({**said, **values})
+
+    @property
+    def row(self) -> Strategy:
+        """The strategy's row."""
+        return parse_strategy(self.strategy)
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """Dtypes by role."""
+        return Dtypes(COMPUTE[self.precision], self.reduce_dtype)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype activations are in."""
+        stored = "float32" if self.method == "full" else self.base_dtype
+        return COMPUTE[self.precision] or stored
+
+    @property
+    def schedule(self) -> ScheduleOptions:
+        """What decides the order of work."""
+        return ScheduleOptions(
+            self.accumulation, self.forward_prefetch, self.backward_prefetch, self.sync_each_micro_batch
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.micro_batch * self.seq_len

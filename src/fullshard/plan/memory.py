@@ -1,0 +1,422 @@
+"""Bytes of one rank through one step, by category: the predicted events replayed against a ledger.
+
+What each event changes is what the engine does (`engine/bucket`, `engine/gradient`):
+
+    unshard issued      `full` of the unit is allocated                                   + gathered
+    resharded           and freed                                                         - gathered
+    forward end         what autograd saved stays                                         + activations (root: + logits)
+    backward begin      recomputed activations, the reduce input, one parameter's grad    + activations, reduce buffers
+    reduce issued       under way; the one before it has shrunk to this rank's interval   + gradients, - reduce buffers
+    reduce done         intervals are added to the main gradient                          gradients
+    optimizer step      its temporaries                                                   + optimizer temporaries
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fullshard.core.events import Event, EventKind
+from fullshard.plan.activations import LayerActivations, layer_activations, logits_nbytes
+from fullshard.plan.job import Job
+from fullshard.plan.layout import BucketPlan, ModelLayout, UnitLayout
+from fullshard.plan.shapes import ModelShape, itemsize
+
+CATEGORIES = (
+    "sharded parameters",
+    "main weights",
+    "quantisation scales",
+    "optimizer state",
+    "gradients",
+    "gathered units",
+    "reduce buffers",
+    "activations",
+    "logits",
+    "optimizer temporaries",
+    "framework",
+)
+"""In the order of tables and pictures: what stays first."""
+
+PERSISTENT = CATEGORIES[:4]
+
+STATE_NBYTES = {
+    "adamw": 8.0,
+    "adamw-fused": 8.0,
+    # One byte per state and element, and a float32 scale per block of 256 (bitsandbytes' blockwise 8-bit optimizers).
+    "adamw-8bit": 2.0 + 2 * 4 / 256,
+    "sgd": 0.0,
+    "sgd-momentum": 4.0,
+    "none": 0.0,
+}
+"""Bytes of optimizer state per trained parameter, in float32 main weights."""
+
+
+FRAGMENTATION = 0.1
+"""Part of what comes and goes that PyTorch's caching allocator holds besides: blocks that nothing else fits into.
+
+Answer.AI published what was allocated and what was reserved for two runs (Llama-2-7B LoRA, 2 x 3090): 8.28 and
+10.24 GiB, 9.16 and 10.22 GiB, that is 24 % and 12 % of everything. That engine uses two memory pools, this one uses
+one.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The ledger right after an event.
+
+    Attributes:
+        event: what happened.
+        nbytes: by category; categories without bytes are left out.
+    """
+
+    event: Event
+    nbytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All categories."""
+        return sum(self.nbytes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One rank's device memory.
+
+    Attributes:
+        phases: the fullest moment of each phase (load, forward, backward, optimizer, save), by category.
+        timeline: every moment of the step.
+        host_load, host_steady: bytes of host memory per host while loading and while training.
+        checkpoint: bytes on disk of one checkpoint of the whole job.
+    """
+
+    phases: dict[str, dict[str, int]]
+    timeline: list[Moment]
+    host_load: int
+    host_steady: int
+    checkpoint: int
+
+    @property
+    def persistent(self) -> int:
+        """Bytes that stay between steps: the framework left out."""
+        return sum(self.phases["load"].get(name, 0) for name in PERSISTENT)
+
+    @property
+    def peak(self) -> int:
+        """The fullest moment of all."""
+        return max(sum(nbytes.values()) for nbytes in self.phases.values())
+
+    @property
+    def needed(self) -> int:
+        """The peak with what the allocator cannot use."""
+        lasting = self.persistent + self.phases["load"].get("framework", 0)
+        return round(self.peak + FRAGMENTATION * max(0, self.peak - lasting))
+
+    @property
+    def peak_of_step(self) -> int:
+        """The fullest moment of a step, loading and saving left out."""
+        return max(moment.total for moment in self.timeline)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase it is in."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the ledger depends on besides the events.
+
+    Attributes:
+        model: the shapes, as they are trained.
+        layout: the same, laid out.
+        job: the run.
+        framework: bytes the framework holds on the device from the start.
+        peers_at_once: whether the interval of every other rank is received into a buffer of its own before they are
+            summed, which the engine does over Gloo.
+        foreach: whether the optimizer works on all parameters at once, as torch does on accelerators.
+    """
+
+    model: ModelShape
+    layout: ModelLayout
+    job: Job
+    framework: int = 0
+    peers_at_once: bool = False
+    foreach: bool = True
+
+
+def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int) -> Memory:
+    """Replay one step."""
+    ledger = _Ledger(setting)
+    load = _load_peak(setting, ledger.nbytes)
+    phases = {"load": load}
+    timeline = []
+    phase = "forward"
+    for event in events:
+        if event.kind is EventKind.FORWARD_BEGIN and event.unit == setting.layout.root.name:
+            phase = "forward"
+        for nbytes in ledger.apply(event):
+            if sum(nbytes.values()) > sum(phases.get(phase, {"": -1}).values()):
+                phases[phase] = dict(nbytes)
+            timeline.append(Moment(event, nbytes))
+        if event.kind is EventKind.FORWARD_END and event.unit == setting.layout.root.name:
+            phase = "backward"
+        elif event.kind is EventKind.REDUCE_DONE:
+            phase = "optimizer"  # or the next micro-batch's forward
+    phases["save"] = _save_peak(setting, ledger.rest)
+    host_load, host_steady = _host(setting, ranks_per_host)
+    order = ("load", "forward", "backward", "optimizer", "save")
+    return Memory(
+        {name: phases[name] for name in order if name in phases}, timeline, host_load, host_steady, _checkpoint(setting)
+    )
+
+
+def state_numel(setting: Setting) -> float:
+    """Trained elements a rank owns, on average over the ranks of a shard group (padding has no state)."""
+    return sum(bucket.layout.numel for bucket in setting.layout.buckets if bucket.trainable) / setting.layout.shard_size
+
+
+def persistent_of(setting: Setting) -> dict[str, int]:
+    """Bytes of one rank between steps: on the device, or on the host with offload."""
+    scales = sum(p.nbytes for p in setting.model.parameters if p.role == "scale") // setting.layout.shard_size
+    frozen = sum(bucket.main_nbytes for bucket in setting.layout.buckets if not bucket.trainable)
+    return {
+        "sharded parameters": frozen - scales,
+        "main weights": sum(bucket.main_nbytes for bucket in setting.layout.buckets if bucket.trainable),
+        "quantisation scales": scales,
+        "optimizer state": round(STATE_NBYTES[setting.job.optimizer] * state_numel(setting)),
+    }
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """One bucket on its way from the reduce input to the main gradient."""
+
+    bucket: BucketPlan
+    extra: int
+    is_shrunk: bool = False
+
+
+@dataclass(slots=True)
+class _Ledger:
+    setting: Setting
+    now: Counter[str] = field(default_factory=Counter)
+    rest: dict[str, int] = field(default_factory=dict)
+    launched: list[_Gradient] = field(default_factory=list)
+    backward_of: str | None = None
+    collecting: set[str] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
+    has_main_gradient: bool = False
+    micro_batch: int = 0
+
+    def __post_init__(self) -> None:
+        persistent = persistent_of(self.setting)
+        self.now["framework"] = self.setting.framework
+        if not self.setting.job.offload:
+            self.now.update(persistent)
+        self.rest = self.nbytes
+        self.units = {unit.name: unit for unit in self.setting.layout.units}
+        self.root = self.setting.layout.root
+        known: dict[object, LayerActivations] = {}
+        self.layers: dict[str, LayerActivations] = {}
+        for unit in self.setting.layout.units:
+            if unit.block is not None:
+                if unit.block not in known:
+                    known[unit.block] = layer_activations(unit.block, self.setting.job)
+                self.layers[unit.name] = known[unit.block]
+        self.logits = logits_nbytes(self.setting.model, self.setting.job)
+
+    units: dict[str, UnitLayout] = field(init=False)
+    root: UnitLayout = field(init=False)
+    layers: dict[str, LayerActivations] = field(init=False)
+    logits: tuple[int, int] = field(init=False)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        return {name: self.now[name] for name in CATEGORIES if self.now[name]}
+
+    def apply(self, event: Event) -> list[dict[str, int]]:
+        """Change the ledger; the moments to look at, the fullest first where something is there only for a moment."""
+        unit = self.units[event.unit]
+        match event.kind:
+            case EventKind.UNSHARD_ISSUED:
+                if unit is self.root and self.micro_batch == 0:
+                    self._release_gradients()
+                self.now["gathered units"] += unit.gathered_nbytes
+            case EventKind.RESHARDED:
+                self.now["gathered units"] -= unit.gathered_nbytes
+            case EventKind.FORWARD_END:
+                return self._end_forward(unit)
+            case EventKind.BACKWARD_BEGIN:
+                return self._begin_backward(unit)
+            case EventKind.BACKWARD_END:
+                self._leave_backward()
+            case EventKind.REDUCE_ISSUED:
+                return self._launch(unit, event.nbytes)
+            case EventKind.REDUCE_DONE:
+                self._finish()
+            case EventKind.OPTIMIZER_STEP:
+                self._leave_backward()
+                return self._optimizer_step()
+        return [self.nbytes]
+
+    # -- forward and backward -----------------------------------------------------------------------------------
+
+    def _end_forward(self, unit: UnitLayout) -> list[dict[str, int]]:
+        if unit is self.root:
+            self.now["logits"] += self.logits[0]
+        elif unit.name in self.layers:
+            layer = self.layers[unit.name]
+            self.now["activations"] += layer.kept
+            return self._for_a_moment({"activations": layer.working})
+        return [self.nbytes]
+
+    def _begin_backward(self, unit: UnitLayout) -> list[dict[str, int]]:
+        self._leave_backward()
+        if unit is self.root:
+            self.now["logits"] = self.logits[1]
+            moments = [self.nbytes]
+            # The head's gradient comes now, the embedding's last, and one buffer holds both until then.
+            if any(p.trainable and p.role in ("head", "other") for p in self.setting.model.root.parameters):
+                moments += self._collect(unit)
+            return moments
+        self.now["logits"] = 0
+        self.backward_of = unit.name
+        layer = self.layers.get(unit.name)
+        working = 0
+        if layer is not None:
+            self.now["activations"] += layer.recomputed
+            working = layer.working
+        return [*self._for_a_moment({"activations": working}), *self._collect(unit, working)]
+
+    def _collect(self, unit: UnitLayout, working: int = 0) -> list[dict[str, int]]:
+        """The reduce inputs are made when the first gradient arrives, and that gradient is still there."""
+        if not unit.trainable:
+            return [self.nbytes]
+        if unit.name not in self.collecting:
+            self.collecting.add(unit.name)
+            self.now["reduce buffers"] += sum(bucket.reduce_nbytes for bucket in unit.trainable)
+        largest = max(bucket.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
+        return self._for_a_moment({"reduce buffers": largest, "activations": working})
+
+    def _leave_backward(self) -> None:
+        """What was kept for the unit whose backward was under way is freed."""
+        if self.backward_of is not None:
+            layer = self.layers.get(self.backward_of)
+            if layer is not None:
+                self.now["activations"] -= layer.kept + layer.recomputed
+            self.backward_of = None
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def _launch(self, unit: UnitLayout, nbytes: int) -> list[dict[str, int]]:
+        moments = []
+        if unit is self.root:
+            self._leave_backward()
+        if unit.name not in self.collecting:
+            moments = self._collect(unit)
+        waiting = [g for g in self.launched if not g.is_shrunk]
+        done = {id(g.bucket) for g in self.launched}
+        bucket = next(b for b in unit.trainable if b.reduce_nbytes == nbytes and id(b) not in done)
+        shard_size = self.setting.layout.shard_size
+        extra = bucket.reduced_nbytes * (shard_size - 1) if self.setting.peers_at_once else 0
+        self.now["reduce buffers"] += extra
+        self.launched.append(_Gradient(bucket, extra))
+        moments.append(self.nbytes)
+        for gradient in waiting:
+            moments += self._shrink(gradient)
+        return moments
+
+    def _shrink(self, gradient: _Gradient) -> list[dict[str, int]]:
+        """The reduction is over: this rank's interval is copied out and the rest freed."""
+        bucket = gradient.bucket
+        self.now["reduce buffers"] -= gradient.extra  # the sum stays in the buffer that this rank contributed
+        self.now["gradients"] += bucket.reduced_nbytes
+        # With one rank the buffer is the result, so nothing is ever there twice.
+        moments = [self.nbytes] if self.setting.layout.shard_size > 1 else []
+        self.now["reduce buffers"] -= bucket.reduce_nbytes
+        gradient.is_shrunk = True
+        return moments
+
+    def _finish(self) -> None:
+        """At the first of the reductions that are done everything is known to be."""
+        self._leave_backward()
+        for gradient in self.launched:
+            if not gradient.is_shrunk:
+                self._shrink(gradient)
+            bucket = gradient.bucket
+            if self.has_main_gradient:
+                self.now["gradients"] -= bucket.reduced_nbytes
+            else:
+                width = itemsize(bucket.main_gradient_dtype)
+                self.now["gradients"] += bucket.layout.shard_numel * (width - itemsize(bucket.reduce_dtype))
+                if bucket.main_gradient_dtype != bucket.dtype:  # `.grad` is a copy in the stored dtype
+                    self.now["gradients"] += bucket.main_nbytes
+        if self.launched:
+            self.launched = []
+            self.collecting.clear()
+            self.has_main_gradient = True
+            self.micro_batch += 1
+
+    def _release_gradients(self) -> None:
+        self.now["gradients"] = 0
+        self.has_main_gradient = False
+
+    def _optimizer_step(self) -> list[dict[str, int]]:
+        self.micro_batch = 0
+        optimizer = self.setting.job.optimizer
+        if optimizer not in ("adamw", "sgd-momentum", "sgd") or self.setting.job.offload:
+            temporaries = 0
+        elif self.setting.foreach:
+            # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
+            temporaries = self.now["main weights"] if optimizer == "adamw" else 0
+        else:
+            # One parameter at a time: the square root of its second moment, and that with the step's scale.
+            slices = [_largest_slice(b) * itemsize(b.dtype) for b in self.setting.layout.buckets if b.trainable]
+            temporaries = 2 * max(slices, default=0) if optimizer == "adamw" else 0
+        return self._for_a_moment({"optimizer temporaries": temporaries})
+
+    def _for_a_moment(self, extra: dict[str, int]) -> list[dict[str, int]]:
+        self.now.update(extra)
+        fullest = self.nbytes
+        self.now.subtract(extra)
+        return [fullest, self.nbytes]
+
+
+def _largest_slice(bucket: BucketPlan) -> int:
+    return max(bucket.layout.interval(index, 0).numel for index in range(len(bucket.layout.specs)))
+
+
+# -- around the step ----------------------------------------------------------------------------------------------
+
+
+def _load_peak(setting: Setting, at_rest: dict[str, int]) -> dict[str, int]:
+    """Units are made real one after the other; the root comes last, when all others are sharded already."""
+    nbytes = dict(at_rest)  # the optimizer's state comes with its first step, but a resumed run has it
+    whole = max(sum(b.layout.full_numel * itemsize(b.dtype) for b in unit.buckets) for unit in setting.layout.units)
+    if setting.layout.shard_size > 1:
+        nbytes["gathered units"] = whole
+    return nbytes
+
+
+def _save_peak(setting: Setting, at_rest: dict[str, int]) -> dict[str, int]:
+    """Shards are written from where they lie; a whole state dict gathers one parameter at a time."""
+    largest = max(b.largest_numel * itemsize(b.dtype) for b in setting.layout.buckets)
+    return {**at_rest, "gathered units": largest}
+
+
+def _host(setting: Setting, ranks_per_host: int) -> tuple[int, int]:
+    """Loading: every process reads the whole model once, in its stored dtype. Training: what is offloaded."""
+    whole = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in setting.layout.buckets)
+    persistent = persistent_of(setting)
+    offloaded = 0
+    if setting.job.offload:
+        gradients = sum(b.layout.shard_numel * 4 for b in setting.layout.buckets if b.trainable)
+        offloaded = (sum(persistent.values()) + gradients) * ranks_per_host
+    return whole * ranks_per_host + offloaded, offloaded
+
+
+def _checkpoint(setting: Setting) -> int:
+    """Every parameter in its stored dtype and the optimizer's state, once."""
+    stored = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in setting.layout.buckets)
+    return stored + round(STATE_NBYTES[setting.job.optimizer] * state_numel(setting) * setting.layout.shard_size)

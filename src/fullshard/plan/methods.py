@@ -1,0 +1,57 @@
+"""What a training method makes of a model's parameters: dtypes, what is frozen, adapters, quantised bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from fullshard.core.errors import ConfigError
+from fullshard.plan.job import Job
+from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
+
+NF4_BLOCK, NESTED_BLOCK = 64, 256
+"""Elements that share a scale, and scales that share a scale of their own (QLoRA, arXiv 2305.14314, section 3)."""
+
+
+def apply_method(model: ModelShape, job: Job) -> ModelShape:
+    """`model` as it is trained by `job`.
+
+    Full training has float32 main weights. LoRA freezes the base in its own dtype and adds two float32 matrices to
+    every target, where PEFT puts them; QLoRA also packs each linear layer's weight into 4 bits, its double-quantised
+    scales beside it.
+
+    Raises:
+        ConfigError: a LoRA target that no layer has.
+    """
+    if job.method == "full":
+        return model.map(lambda unit, p: [p] if p.exact else [dataclasses.replace(p, dtype="float32")])
+    names = {p.name.split(".")[-2] for unit in model.units[:-1] for p in unit.parameters if p.role == "matrix"}
+    wanted = names if job.lora_targets == "all-linear" else {t.strip() for t in job.lora_targets.split(",")}
+    if unknown := sorted(wanted - names):
+        raise ConfigError(
+            f"lora_targets: {model.name} has no linear layer called {', '.join(unknown)}",
+            hint=f"it has {', '.join(sorted(names))}; or write all-linear",
+        )
+
+    def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
+        frozen = dataclasses.replace(parameter, dtype=job.base_dtype, trainable=False)
+        is_matrix = parameter.role == "matrix" and unit is not model.root
+        yield from _packed(frozen) if is_matrix and job.method == "qlora" else [frozen]
+        if is_matrix and parameter.name.split(".")[-2] in wanted:
+            stem = parameter.name.removesuffix(".weight")
+            rows, columns = parameter.shape
+            yield ParameterShape(f"{stem}.lora_A.default.weight", (job.lora_rank, columns), role="adapter")
+            yield ParameterShape(f"{stem}.lora_B.default.weight", (rows, job.lora_rank), role="adapter")
+
+    return model.map(change)
+
+
+def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:
+    """4-bit weight: two elements per byte, one byte of scale per block, four bytes per block of scales."""
+    scales = math.ceil(weight.numel / NF4_BLOCK)
+    packed = dataclasses.replace(weight, shape=(math.ceil(weight.numel / 2), 1), dtype="uint8", exact=True)
+    yield packed
+    yield dataclasses.replace(packed, name=f"{weight.name}.absmax", shape=(scales,), role="scale")
+    nested = (math.ceil(scales / NESTED_BLOCK),)
+    yield dataclasses.replace(packed, name=f"{weight.name}.nested_absmax", shape=nested, dtype="float32", role="scale")

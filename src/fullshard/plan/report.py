@@ -1,0 +1,187 @@
+"""A plan for people (tables), for programs (JSON) and as a configuration that can be launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.config.schema import (
+    CheckpointConfig,
+    LaunchConfig,
+    PrecisionConfig,
+    RunConfig,
+    ShardingConfig,
+    TrainingConfig,
+)
+from fullshard.core.errors import ConfigError
+from fullshard.core.sizes import GIB, format_count, format_nbytes
+from fullshard.plan.evaluate import Change, Plan, notes_of
+from fullshard.plan.memory import CATEGORIES
+
+
+def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
+    """The whole plan."""
+    parts: list[RenderableType] = [Text(_headline(plan)), _memory_table(plan), _rest_table(plan)]
+    parts.append(Text(plan.verdict, style="bold green" if plan.fits else "bold red"))
+    if changes:
+        table = Table("what would make it fit", "needs, GiB", "time per token", title=None)
+        for change in changes:
+            table.add_row(change.words, f"{change.plan.memory.needed / GIB:.1f}", f"x {change.cost:.2f}")
+        parts.append(table)
+    parts += [Text(f"note: {note}") for note in (*notes, *notes_of(plan))]
+    return Group(*parts)
+
+
+def _headline(plan: Plan) -> str:
+    job = plan.job
+    trained = "" if plan.trainable == plan.parameters else f", {format_count(plan.trainable)} of them trained"
+    return (
+        f"{plan.model.name}: {format_count(plan.parameters)} parameters{trained}, {plan.units} units, "
+        f"{plan.buckets} buckets, padding {plan.padding:.3%}\n"
+        f"{plan.cluster}; {job.strategy}, {job.precision}, {job.optimizer}, {job.method}; micro-batch "
+        f"{job.micro_batch} x {job.seq_len} tokens, {job.accumulation} per step; checkpointing {job.checkpointing}"
+    )
+
+
+def _memory_table(plan: Plan) -> Table:
+    phases = plan.memory.phases
+    table = Table("GiB per rank, at the fullest moment of", *phases)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for category in CATEGORIES:
+        if any(nbytes.get(category) for nbytes in phases.values()):
+            cells = (nbytes.get(category, 0) for nbytes in phases.values())
+            table.add_row(category, *(f"{cell / GIB:.2f}" if cell else "" for cell in cells))
+    table.add_section()
+    table.add_row("all", *(f"{sum(nbytes.values()) / GIB:.2f}" for nbytes in phases.values()))
+    return table
+
+
+def _rest_table(plan: Plan) -> Table:
+    time, traffic, memory = plan.time, plan.traffic, plan.memory
+    table = Table("per optimizer step", "", show_header=False)
+    table.add_row("time", f"{time.total:.3f} s: compute {time.compute:.3f}, exposed communication {time.exposed:.3f}, "
+                  f"copies {time.copies:.3f}, optimizer {time.optimizer:.3f}")  # fmt: skip
+    table.add_row("all communication", f"{time.communication:.3f} s, most of it beside computing")
+    rank = time.tokens_per_second / plan.cluster.count
+    table.add_row("speed", f"{time.tokens_per_second:,.0f} tokens/s, {rank:,.0f} per device; MFU {time.mfu:.1%}")
+    table.add_row(
+        "each rank sends",
+        f"{format_nbytes(traffic.gather_nbytes)} to unshard ({traffic.gathers} collectives), "
+        f"{format_nbytes(traffic.reduce_nbytes)} to reduce ({traffic.reductions}), "
+        f"{format_nbytes(traffic.replicate_nbytes)} between replicas",
+    )
+    table.add_row(
+        "host memory, each host",
+        f"{format_nbytes(memory.host_load)} while loading, {format_nbytes(memory.host_steady)} in steady state",
+    )
+    table.add_row("disk, each checkpoint", format_nbytes(memory.checkpoint))
+    return table
+
+
+def front_table(plans: Sequence[Plan], title: str) -> Table:
+    """Plans side by side."""
+    names = (
+        "strategy",
+        "shard size",
+        "micro-batch",
+        "accumulation",
+        "checkpointing",
+        "offload",
+        "GiB",
+        "tokens/s",
+        "MFU",
+    )
+    table = Table(*names, title=title)
+    for plan in plans:
+        job = plan.job
+        table.add_row(
+            job.strategy,
+            "" if job.shard_size is None else str(job.shard_size),
+            str(job.micro_batch),
+            str(job.accumulation),
+            job.checkpointing,
+            "yes" if job.offload else "no",
+            f"{plan.memory.needed / GIB:.1f}",
+            f"{plan.time.tokens_per_second:,.0f}",
+            f"{plan.time.mfu:.1%}",
+        )
+    return table
+
+
+def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything as plain values. Bytes are bytes, times are seconds."""
+    time, traffic, memory = plan.time, plan.traffic, plan.memory
+    return {
+        "model": {"name": plan.model.name, "parameters": plan.parameters, "trainable": plan.trainable},
+        "devices": {"kind": plan.cluster.device.name, "count": plan.cluster.count, "hosts": plan.cluster.hosts},
+        "job": plan.job.model_dump(),
+        "fits": plan.fits,
+        "verdict": plan.verdict,
+        "memory": {
+            "needed": memory.needed,
+            "available": plan.cluster.device.memory,
+            "peak": memory.peak,
+            "persistent": memory.persistent,
+            "phases": memory.phases,
+            "host_load": memory.host_load,
+            "host_steady": memory.host_steady,
+            "checkpoint": memory.checkpoint,
+        },
+        "traffic": {
+            "gather": traffic.gather_nbytes,
+            "reduce": traffic.reduce_nbytes,
+            "replicate": traffic.replicate_nbytes,
+            "gathers": traffic.gathers,
+            "reductions": traffic.reductions,
+        },
+        "time": {
+            "step": time.total,
+            "compute": time.compute,
+            "exposed": time.exposed,
+            "copies": time.copies,
+            "optimizer": time.optimizer,
+            "communication": time.communication,
+            "tokens_per_second": time.tokens_per_second,
+            "mfu": time.mfu,
+        },
+        "changes": [{"change": c.words, "needed": c.plan.memory.needed, "time_factor": c.cost} for c in changes],
+        "notes": [*notes, *notes_of(plan)],
+    }
+
+
+def as_run_config(plan: Plan) -> RunConfig:
+    """The configuration that `fullshard launch` runs this plan with.
+
+    What it cannot say (batch size, sequence length, optimizer, LoRA) belongs to the script.
+
+    Raises:
+        ConfigError: the plan needs something this engine does not have.
+    """
+    job = plan.job
+    if job.checkpointing == "selective":
+        raise ConfigError("selective checkpointing cannot be launched", hint="plan with checkpointing none or full")
+    return RunConfig(
+        launch=LaunchConfig(
+            num_processes=plan.cluster.count,
+            num_machines=plan.cluster.hosts,
+            device="cpu" if plan.cluster.device.name == "CPU" else "auto",
+        ),
+        sharding=ShardingConfig(
+            strategy=job.strategy,
+            shard_size=job.shard_size,
+            activation_checkpointing=job.checkpointing == "full",
+            activation_checkpointing_reentrant=job.reentrant,
+            cpu_offload=job.offload,
+            compile=job.compile,
+            forward_prefetch=job.forward_prefetch,
+            backward_prefetch=job.backward_prefetch,
+        ),
+        precision=PrecisionConfig(mode=job.precision, reduce_dtype=job.reduce_dtype),
+        training=TrainingConfig(gradient_accumulation_steps=job.accumulation),
+        checkpoint=CheckpointConfig(),
+    )

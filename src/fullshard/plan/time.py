@@ -1,0 +1,259 @@
+"""How long a step takes: the predicted events on two clocks, one for computing and one per wire.
+
+Computing advances the first clock. A collective starts when it is issued or when the wire is free, whichever is later,
+and its unit's `unshard ready` (or the next reduction) waits for it; only that wait is *exposed*.
+
+    forward of a unit     2 FLOP per parameter and token, and 4 q per query-key pair for attention (half with a mask)
+    backward              twice the forward; three times with full recomputation, in part with selective
+    all-gather, reduce-scatter of n bytes over S ranks of one host         n (S - 1)/S / link
+    over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
+    all-reduce            twice a reduce-scatter
+    latency of a ring     (S - 1) steps of 3 microseconds
+    optimizer             bytes read and written / memory bandwidth
+
+Sources: Kaplan et al. (arXiv 2001.08361, table 1) and Chowdhery et al. (arXiv 2204.02311, appendix B) for FLOP counts
+and the definition of MFU, which counts no recomputation; nccl-tests' PERFORMANCE.md for collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fullshard.core.events import Event, EventKind
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.job import Job
+from fullshard.plan.layout import ModelLayout, UnitLayout
+from fullshard.plan.memory import Setting, persistent_of
+from fullshard.plan.shapes import Block, ModelShape, UnitShape, itemsize
+from fullshard.plan.traffic import host_link_nbytes
+
+STEP_LATENCY = 3e-6
+"""Seconds per step of a ring, assumed: a few microseconds on NVLink and InfiniBand alike. It matters for small units on
+many ranks: 3 milliseconds at 1,024."""
+
+CONTENTION = 0.1
+"""Part of the computing speed that a collective takes while it runs beside it: its kernels occupy some of the
+processors (PyTorch issue 179937 reports 30 to 40 % in single products; over a step it is a tenth)."""
+
+PCIE = 25e9
+"""Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step, and what follows from them.
+
+    Attributes:
+        compute: forward and backward.
+        exposed: waiting for communication.
+        copies: casting and copying parameters and gradients in device memory, and to and from the host.
+        optimizer: the update.
+        communication: all communication, hidden or not.
+        tokens: of all ranks.
+        model_flops: FLOP of the whole step over all ranks, without recomputation.
+        peak_flops: FLOP/s of all devices at their peak.
+    """
+
+    compute: float
+    exposed: float
+    copies: float
+    optimizer: float
+    communication: float
+    tokens: int
+    model_flops: float
+    peak_flops: float
+
+    @property
+    def total(self) -> float:
+        """Seconds."""
+        return self.compute + self.exposed + self.copies + self.optimizer
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.total
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilisation, 0 to 1."""
+        return self.model_flops / self.total / self.peak_flops
+
+
+def time_of(events: Sequence[Event], setting: Setting, cluster: Cluster) -> StepTime:
+    """Run the clocks over one step."""
+    clock = _Clock(setting, cluster)
+    for event in events:
+        clock.apply(event)
+    device, job = cluster.device, setting.job
+    flops = _step_flops(setting.model, job) * cluster.count
+    peak = _peak(cluster, job)
+    return StepTime(
+        clock.compute,
+        clock.exposed,
+        _copies(setting, cluster),
+        _optimizer(setting, device.memory_bandwidth * device.link_efficiency),
+        clock.communication,
+        job.tokens * job.accumulation * cluster.count,
+        flops,
+        peak * cluster.count,
+    )
+
+
+def forward_flops(unit: UnitShape, job: Job, *, vocab_tokens: int | None = None) -> float:
+    """FLOP of one unit's forward for one micro-batch."""
+    tokens = job.tokens if vocab_tokens is None else vocab_tokens
+    block = unit.block
+    flops = 0.0
+    for parameter in unit.parameters:
+        if parameter.role in ("embedding", "scale") or len(parameter.shape) < 2:
+            continue
+        share = 1.0
+        if block is not None and block.experts and ".experts." in parameter.name:
+            share = block.experts_per_token / block.experts
+        elements = parameter.numel * (2 if parameter.exact else 1)  # two 4-bit elements in a byte
+        flops += 2 * elements * share * tokens
+    return flops + (_attention_flops(block, job) if block is not None else 0.0)
+
+
+def _attention_flops(block: Block, job: Job) -> float:
+    """Scores and their product with the values: 4 per query, key and width; half of the keys are masked."""
+    width = block.heads * block.head_dim
+    return 4 * width * job.tokens * job.seq_len / 2 * (2 if block.cross_attention else 1)
+
+
+def _head_flops(model: ModelShape, job: Job) -> float:
+    """A tied head is an embedding by its role, but multiplies all the same."""
+    return 2.0 * model.vocab * model.hidden * job.tokens if model.tied else 0.0
+
+
+def _step_flops(model: ModelShape, job: Job) -> float:
+    """Of one rank: forward, and twice as much backward; a frozen layer needs only the gradient of its input."""
+    total = _head_flops(model, job) * 3
+    for unit in model.units:
+        total += forward_flops(unit, job) * (1 + _backward_factor(unit))
+    return total * job.accumulation
+
+
+def _backward_factor(unit: UnitShape) -> float:
+    """Gradients of inputs cost one forward; those of weights another, as far as they are trained."""
+    matrices = [p for p in unit.parameters if len(p.shape) >= 2]
+    total = sum(p.numel for p in matrices)
+    trained = sum(p.numel for p in matrices if p.trainable)
+    return 1 + (trained / total if total else 1)
+
+
+def _peak(cluster: Cluster, job: Job) -> float:
+    return cluster.device.flops_fp32 if itemsize(job.compute_dtype) == 4 else cluster.device.flops
+
+
+def _recomputed(job: Job) -> float:
+    """Forwards run again in backward: all of it, or all but what selective checkpointing keeps (half the products)."""
+    return {"none": 0.0, "selective": 0.4, "full": 1.0}[job.checkpointing]
+
+
+def _copies(setting: Setting, cluster: Cluster) -> float:
+    """Casting the own interval in, gradients into the reduce input, and what offload moves over PCIe."""
+    device, layout, job = cluster.device, setting.layout, setting.job
+    moved = 0
+    for bucket in layout.buckets:
+        if not bucket.shares_main:
+            moved += 2 * (bucket.main_nbytes + bucket.layout.shard_numel * itemsize(bucket.compute_dtype))
+        if bucket.trainable:
+            moved += bucket.layout.full_numel * itemsize(bucket.compute_dtype) + bucket.reduce_nbytes
+    seconds = moved * job.accumulation / (device.memory_bandwidth * device.link_efficiency)
+    if job.offload:
+        own = sum(b.layout.shard_numel * itemsize(b.compute_dtype) for b in layout.buckets)
+        gradients = sum(b.reduced_nbytes for b in layout.buckets if b.trainable)
+        seconds += (2 * own * job.accumulation + gradients) / PCIE
+    return seconds
+
+
+def _optimizer(setting: Setting, bandwidth: float) -> float:
+    """Reads weights, gradients and state, writes weights and state; on the host's memory with offload."""
+    persistent = persistent_of(setting)
+    weights, state = persistent["main weights"], persistent["optimizer state"]
+    if setting.job.offload:
+        bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
+    return (3 * weights + 2 * state) / bandwidth if setting.job.optimizer != "none" else 0.0
+
+
+@dataclass(slots=True)
+class _Clock:
+    setting: Setting
+    cluster: Cluster
+    now: float = 0.0
+    compute: float = 0.0
+    exposed: float = 0.0
+    communication: float = 0.0
+    wires: dict[str, float] = field(default_factory=dict)
+    gathered: dict[str, float] = field(default_factory=dict)
+    reduced: list[float] = field(default_factory=list)
+    layouts: dict[str, UnitLayout] = field(init=False)
+    shapes: dict[str, UnitShape] = field(init=False)
+    forwards: dict[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        model, job = self.setting.model, self.setting.job
+        self.layouts = {unit.name: unit for unit in self.setting.layout.units}
+        self.shapes = {unit.name: unit for unit in model.units}
+        speed = _peak(self.cluster, job) * self.cluster.device.efficiency
+        self.forwards = {unit.name: forward_flops(unit, job) / speed for unit in model.units}
+        self.forwards[model.root.name] += _head_flops(model, job) / speed
+
+    def apply(self, event: Event) -> None:
+        unit = self.layouts[event.unit]
+        match event.kind:
+            case EventKind.UNSHARD_ISSUED:
+                self.gathered[unit.name] = self._collective(self.setting.layout, event.nbytes)
+            case EventKind.UNSHARD_READY:
+                self._wait(self.gathered.pop(unit.name, 0.0))
+            case EventKind.FORWARD_END:
+                self._run(self.forwards[unit.name])
+            case EventKind.BACKWARD_BEGIN:
+                again = _recomputed(self.setting.job) if unit.block is not None else 0.0
+                self._run(self.forwards[unit.name] * (_backward_factor(self.shapes[unit.name]) + again))
+            case EventKind.REDUCE_ISSUED:
+                if self.reduced:  # one reduction is under way at a time
+                    self._wait(self.reduced.pop())
+                done = self._collective(self.setting.layout, event.nbytes)
+                self.reduced.append(max(done, self._all_reduce(self.setting.layout, event.nbytes)))
+            case EventKind.REDUCE_DONE:
+                if self.reduced:
+                    self._wait(self.reduced.pop())
+
+    def _run(self, seconds: float) -> None:
+        """Compute; slower by the part of it in which a wire is busy."""
+        busy = min(max([*self.wires.values(), self.now]) - self.now, seconds)
+        slowed = seconds + busy * CONTENTION
+        self.now += slowed
+        self.compute += slowed
+
+    def _wait(self, until: float) -> None:
+        waited = max(0.0, until - self.now)
+        self.now += waited
+        self.exposed += waited
+
+    def _collective(self, layout: ModelLayout, nbytes: int) -> float:
+        """When an all-gather or reduce-scatter of `nbytes`, issued now, is done."""
+        return self._send(nbytes, layout.shard_size, stride=1, times=1)
+
+    def _all_reduce(self, layout: ModelLayout, nbytes: int) -> float:
+        """The same for this rank's interval along the replicate axis."""
+        return self._send(nbytes // layout.shard_size, layout.replicate_size, stride=layout.shard_size, times=2)
+
+    def _send(self, nbytes: int, ranks: int, *, stride: int, times: int) -> float:
+        """Over `ranks` ranks that are `stride` apart, so that some of them share a host or none does."""
+        if ranks == 1 or nbytes == 0:
+            return self.now
+        device = self.cluster.device
+        neighbours = max(1, min(ranks, self.cluster.per_host // stride))
+        inside = times * nbytes * (neighbours - 1) / neighbours / (device.link * device.link_efficiency)
+        across = host_link_nbytes(times * nbytes, ranks, neighbours) / (device.network * device.link_efficiency)
+        latency = times * (ranks - 1) * STEP_LATENCY
+        wire = "network" if across > inside else "link"
+        start = max(self.now, self.wires.get(wire, 0.0))
+        seconds = max(inside, across) + latency
+        self.communication += seconds
+        self.wires[wire] = start + seconds
+        return start + seconds
