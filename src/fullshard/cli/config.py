@@ -1,0 +1,186 @@
+"""Write, check, explain and convert configurations; without a subcommand, a questionnaire."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fullshard.core.errors import ConfigError
+
+app = typer.Typer(help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+_Output = Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.")]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")]
+
+
+class Form(StrEnum):
+    """What a configuration can be converted to."""
+
+    ACCELERATE = "accelerate"
+    FULLSHARD = "fullshard"
+
+
+@app.callback(invoke_without_command=True)
+def config(context: typer.Context) -> None:
+    """Write, check, explain and convert configurations; without a subcommand, a questionnaire."""
+    if context.invoked_subcommand is None:
+        from fullshard.cli.config_questions import run
+
+        sys.exit(run())
+
+
+@app.command("default")
+def default(output: _Output = None, overwrite: _Overwrite = False) -> None:
+    """Write a file with every setting, its description and its default."""
+    from fullshard.config.schema import RunConfig
+    from fullshard.config.write import write_native
+
+    _put(write_native(RunConfig()), output, overwrite)
+
+
+@app.command("check")
+def check(files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of any dialect.")]) -> None:
+    """Read files and say what becomes of each key; exit code 2 if one of them would be refused."""
+    bad = 0
+    for file in files:
+        try:
+            resolved = _resolve(file)
+        except ConfigError as error:
+            bad += 1
+            sys.stderr.write(f"{file}: refused\n{error}\n")
+            continue
+        print(f"{file}: fine, {len(resolved.settings)} settings")
+        for note in resolved.notes:
+            print(f"  {note}")
+    if bad:
+        raise typer.Exit(2)
+
+
+@app.command("convert")
+def convert(
+    file: Annotated[Path, typer.Argument(help="A file of any dialect.")],
+    to: Annotated[Form, typer.Option(help="Whose YAML to write.")],
+    output: _Output = None,
+    overwrite: _Overwrite = False,
+) -> None:
+    """Write a configuration in another dialect; what it cannot say there is listed on standard error."""
+    from fullshard.config.write import write_native
+    from fullshard.config.write_accelerate import write_accelerate
+
+    resolved = _resolve(file)
+    said = [str(note) for note in resolved.notes]
+    if to is Form.ACCELERATE:
+        text, remarks = write_accelerate(resolved.config)
+        said += [str(remark) for remark in remarks]
+    else:
+        text = write_native(resolved.config)
+    _put(text, output, overwrite)
+    for line in said:
+        sys.stderr.write(f"note: {line}\n")
+
+
+@app.command("schema")
+def schema(output: _Output = None, overwrite: _Overwrite = False) -> None:
+    """Write the JSON schema of fullshard's YAML, for completion and checks in editors."""
+    from fullshard.config.write import json_schema
+
+    _put(json.dumps(json_schema(), indent=2) + "\n", output, overwrite)
+
+
+@app.command("explain", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def explain(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print every setting: its value, where that comes from, and its default.
+
+    Takes a FILE of any dialect, and the flags of `fullshard launch`. Without a FILE none is read.
+    """
+    from fullshard.config.explain import explain as explained
+    from fullshard.config.load import load_environment
+    from fullshard.config.resolve import resolve
+
+    flags, file = _read_flags(context.args)
+    resolved = resolve([*([_load(file)] if file else []), load_environment(), flags])
+    rows = list(explained(resolved))
+    notes = [str(note) for note in resolved.notes]
+    if as_json:
+        print(json.dumps({"settings": [_as_data(row) for row in rows], "notes": notes}, indent=2))
+        return
+    print(f"file: {file}" if file else "file: none is named, and none is read")
+    _print_rows(rows)
+    for note in notes:
+        print(f"note: {note}")
+
+
+def _read_flags(arguments: list[str]) -> tuple[Any, Path | None]:
+    """What flags set, and the file that is named among them."""
+    from fullshard.config.dialect import Reading
+
+    files = [argument for argument in arguments if not argument.startswith("-")]
+    unknown = [argument for argument in arguments if argument.startswith("-")] + files[1:]
+    if unknown:
+        raise ConfigError(f"unknown argument {unknown[0]!r}", hint="see `fullshard config explain --help`")
+    return Reading(), Path(files[0]) if files else None
+
+
+def _as_data(row: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(row)
+
+
+def _print_rows(rows: list[Any]) -> None:
+    """A table on a terminal, aligned lines in a pipe."""
+    from fullshard.config.dialect import shown
+
+    cells = [
+        (
+            row.path,
+            shown(row.value),
+            f"{row.source} ({row.written_as})" if row.written_as else row.source,
+            shown(row.default) if row.is_set else "",
+        )
+        for row in rows
+    ]
+    if not sys.stdout.isatty():
+        widths = [max(len(row[column]) for row in cells) for column in range(3)]
+        for row in cells:
+            line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False))
+            print(f"{line}  {f'default {row[3]}' if row[3] else ''}".rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("setting", "value", "source", "default")
+    for explained, row in zip(rows, cells, strict=True):
+        table.add_row(*(Text(text) for text in row), style="bold" if explained.is_set else "dim")
+    Console().print(table)
+
+
+def _load(file: Path) -> Any:
+    from fullshard.config.load import load_file
+
+    return load_file(file)
+
+
+def _resolve(file: Path) -> Any:
+    from fullshard.config.resolve import resolve
+
+    return resolve([_load(file)])
+
+
+def _put(text: str, output: Path | None, overwrite: bool) -> None:
+    if output is None:
+        sys.stdout.write(text)
+        return
+    from fullshard.config.write import save_text
+
+    save_text(text, output, overwrite=overwrite)
+    sys.stderr.write(f"wrote {output}\n")

@@ -1,0 +1,53 @@
+"""Every setting of a resolved configuration: its value, where that comes from, and its default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.config.resolve import Resolved
+from fullshard.config.schema import SECTIONS, RunConfig
+
+DERIVED = "follows from other settings"
+"""Source of a value that is neither written anywhere nor the default: `wrap` where classes or a size are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One setting.
+
+    Attributes:
+        path: `group.name`.
+        value: what it comes to.
+        default: what it would be if nobody had said anything.
+        source: where the value was written, `default`, or `DERIVED`.
+        written_as: the key there, if it is another word than the setting's name; else None.
+        description: what the setting is.
+    """
+
+    path: str
+    value: Any
+    default: Any
+    source: str
+    written_as: str | None
+    description: str
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the value comes from anywhere but its default."""
+        return self.source != "default"
+
+
+def explain(resolved: Resolved) -> Iterator[Explained]:
+    """All settings, in the order of the schema."""
+    for group in SECTIONS:
+        model: Any = RunConfig.model_fields[group].annotation
+        for name, field in model.model_fields.items():
+            path = f"{group}.{name}"
+            value, setting = resolved.value(path), resolved.settings.get(path)
+            source = resolved.origin(path).text
+            if setting is None and value != field.default:
+                source = DERIVED
+            written_as = setting.key if setting is not None and setting.key not in (name, path) else None
+            yield Explained(path, value, field.default, source, written_as, " ".join(field.description.split()))
