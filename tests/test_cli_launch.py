@@ -15,7 +15,8 @@ import torch
 
 from fullshard.core.errors import ConfigError
 from fullshard.launch import RankEnvironment, rank_device, read_rank_environment
-from fullshard.launch.local import exit_code, launch_local, worker_variables
+from fullshard.launch.failures import exit_code
+from fullshard.launch.local import launch_local, worker_variables
 
 WORKER = """
 import os, sys, time

@@ -8,6 +8,7 @@ import typer
 
 from fullshard import __version__
 from fullshard.cli.config import app as config
+from fullshard.cli.launch import RawCommand, launch
 from fullshard.cli.plan import plan
 from fullshard.cli.train import train
 from fullshard.core.errors import FullshardError
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("launch", cls=RawCommand, help=launch.__doc__)(launch)
 app.command("train", help=train.__doc__)(train)
 app.command("plan", help=plan.__doc__)(plan)
 app.add_typer(config, name="config")

@@ -63,7 +63,7 @@ def _launch(arguments: TrainArguments, nproc: int) -> int:
 def _default_nproc(device: str) -> int:
     import torch
 
-    from fullshard.launch.local import usable_cpu_count
+    from fullshard.launch.processes import usable_cpu_count
 
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return max(1, torch.cuda.device_count())

@@ -15,6 +15,8 @@ from fullshard.engine.schedule import Schedule
 from fullshard.engine.unit import Unit
 
 _UNIT = "_fullshard_unit"
+_made: list[str] = []
+"""The class of the first module that became a unit in this process."""
 
 
 class FSDPModule:
@@ -91,6 +93,11 @@ def _unit(module: Any) -> Unit:
     return unit
 
 
+def anything_was_sharded() -> bool:
+    """Whether any module was ever a unit in this process; the launcher warns at the end if not."""
+    return bool(_made)
+
+
 def units_of(model: nn.Module) -> list[Unit]:
     """All units in `model`, inner units before the units around them."""
     found: dict[Unit, None] = {}
@@ -104,6 +111,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     """Attach the unit, and swap in a class of the same name that has `FSDPModule`'s methods."""
     cls = type(module)
+    _made[:] = _made or [cls.__name__]
     # The name stays: layer class names in configs and exported architectures are read from it.
     module.__class__ = type(cls.__name__, (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     module.__dict__[_UNIT] = unit

@@ -1,42 +1,97 @@
 """Start a job's processes on this host and see them end.
 
-The processes are torchelastic workers with a rendezvous on the loopback address, so each finds the same variables that
-torchrun would set.
+The processes are torchelastic workers, so each finds the same variables that torchrun would set.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.core.errors import ConfigError
-from fullshard.launch.worker import LAUNCHER_PID, USER_ERROR
+from fullshard.launch.bootstrap import LAUNCHER_PID
+from fullshard.launch.desk import Desk, Membership
+from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause
+from fullshard.launch.logs import RankLogs
+from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
+from fullshard.launch.processes import adopt_orphans, end_descendants, usable_cpu_count
+from fullshard.launch.rendezvous import LOOPBACK, OneHost, SeveralHosts
+from fullshard.launch.streams import StreamPlan
 
 SHUTDOWN_SECONDS = 3
 """How long a process may take to end after a signal before it is killed."""
 
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _CHATTY_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 """They report every ended process in their own words; `failure_report` says it once."""
 
 
-def launch_local(module: str, arguments: Sequence[str], *, nproc: int) -> int:
-    """Run `python -m module arguments...` in `nproc` processes until all end or one fails.
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of a job.
 
-    When one fails, or this process gets SIGINT, SIGTERM, SIGHUP or SIGQUIT, the others are ended within a few seconds.
-    The traceback of the rank that failed first is printed last, to standard error.
+    Attributes:
+        count: how many.
+        rank: of this one, if it is fixed beforehand.
+        address: of the host where they meet.
+        port: there; on one host the port of the workers' store. 0 takes a free one.
+        join_timeout: seconds to wait for the others.
+        same: what must be equal on all of them, by name.
+    """
+
+    count: int = 1
+    rank: int | None = None
+    address: str = LOOPBACK
+    port: int = 0
+    join_timeout: float = 600.0
+    same: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one host runs.
+
+    Attributes:
+        command: program and arguments of every worker.
+        nproc: workers on this host.
+        hosts: where the other workers are.
+        variables: environment of the workers, besides the inherited one.
+        streams: where their output goes.
+        run_id: name of the job.
+        role: name of the workers, which they find in ROLE_NAME.
+        max_restarts: how often all workers of the job are started again.
+        monitor_interval: seconds between two looks at the workers.
+    """
+
+    command: tuple[str, ...]
+    nproc: int
+    hosts: Hosts = field(default_factory=Hosts)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    streams: StreamPlan = field(default_factory=StreamPlan)
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    role: str = "default"
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+
+
+def launch_local(module: str, arguments: Sequence[str], *, nproc: int) -> int:
+    """Run `python -m module arguments...` in `nproc` processes on this host until all end or one fails.
 
     Args:
         module: what to run; it should call `fullshard.launch.worker.run_worker`.
@@ -44,41 +99,191 @@ def launch_local(module: str, arguments: Sequence[str], *, nproc: int) -> int:
         nproc: number of processes, the world size.
 
     Returns:
-        The exit code of the job: 0, the code of the rank that failed first, or 128 + the number of the signal that
-        ended that rank or this process.
+        The exit code; see `run_job`.
 
     Raises:
         ConfigError: `nproc` is less than 1.
     """
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
-    with tempfile.TemporaryDirectory(prefix="fullshard-launch-") as log_dir, _environ(worker_variables(nproc)):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-        )
-        for name in _CHATTY_LOGGERS:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    variables = worker_variables(nproc)
+    return run_job(Job(command=(sys.executable, "-m", module, *arguments), nproc=nproc, variables=variables))
+
+
+def run_job(job: Job) -> int:
+    """Run this host's part of a job until all ranks of all hosts end or one fails.
+
+    When one fails, or this process gets SIGINT, SIGTERM, SIGHUP or SIGQUIT, the others are ended within a few seconds,
+    and everything they have started too. The traceback of the rank that failed first, on whatever host, is printed
+    last, to standard error.
+
+    Returns:
+        The exit code of the job: 0, the code of the rank that failed first, 1 if that was on another host, or 128 + the
+        number of the signal that ended that rank or this process.
+
+    Raises:
+        ConfigError: the hosts cannot meet where they should, or do not fit together.
+        CommunicationError: the other hosts are not there.
+    """
+    for name in _CHATTY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="fullshard-launch-") as scratch, _signals_raise():
+        logs = RankLogs(job.streams, job.run_id, Path(scratch))
         try:
-            elastic_launch(config, sys.executable)("-m", module, *arguments)
-        except ChildFailedError as error:
-            _show_cursor()
-            rank, failure = root_cause(error.failures)
-            sys.stderr.write(failure_report(rank, failure, world_size=nproc))
-            return exit_code(failure.exitcode)
+            agent = Agent(job, logs)
+            return agent.outcome(agent.run())
         except SignalException as error:
             _show_cursor()
-            sys.stderr.write(f"{signal.Signals(error.sigval).name}: all {nproc} processes were ended\n")
+            say(f"{signal.Signals(error.sigval).name}: all {job.nproc} processes on this host were ended")
             return 128 + int(error.sigval)
-    return 0
+
+
+def say(line: str) -> None:
+    """Print one line for the user."""
+    sys.stderr.write(f"fullshard: {line}\n")
+    sys.stderr.flush()
+
+
+class Agent(LocalElasticAgent):
+    """torchelastic's agent, made to end everything in time, and to know what happens on the other hosts."""
+
+    def __init__(self, job: Job, logs: RankLogs) -> None:
+        self._job, self._logs = job, logs
+        self._groups: set[int] = set()
+        self._failures: Mapping[int, ProcessFailure] = {}
+        self._membership: Membership | None = None
+        self._handler = self._meet()
+        spec = WorkerSpec(
+            role=job.role,
+            local_world_size=job.nproc,
+            # torchelastic replaces ${local_rank} in arguments, and so `$$` too.
+            entrypoint=job.command[0],
+            args=tuple(argument.replace("$", "$$") for argument in job.command[1:]),
+            rdzv_handler=self._handler,
+            max_restarts=job.max_restarts,
+            monitor_interval=job.monitor_interval,
+        )
+        super().__init__(spec, logs, shutdown_timeout=SHUTDOWN_SECONDS)
+
+    def _meet(self) -> OneHost:
+        job, hosts = self._job, self._job.hosts
+        if hosts.count == 1:
+            return OneHost(job.run_id, hosts.port)
+        address, port = resolve(hosts.address, hosts.join_timeout), hosts.port or DEFAULT_PORT
+        listening = None if hosts.rank else listen(address, port, must=hosts.rank == 0)
+        desk = None if listening is None else Desk(listening, hosts.count)
+        if desk is not None:
+            desk.start()
+        same = {
+            "rdzv_id": job.run_id,
+            "num_machines": str(hosts.count),
+            "processes per host": str(job.nproc),
+            **hosts.same,
+        }
+        hello = {"host": socket.gethostname(), "machine_rank": hosts.rank, "same": same}
+        self._membership = Membership((address, port), hello, hosts.join_timeout, say)
+        return SeveralHosts(job.run_id, self._membership, desk)
+
+    def run(self, role: str = "default") -> RunResult:
+        """Run until the end of the job."""
+        try:
+            result: RunResult = super().run(role)
+            if self._membership is not None:
+                self._membership.failed = result.state is not WorkerState.SUCCEEDED
+            return result
+        finally:
+            self._handler.shutdown()
+
+    def outcome(self, result: RunResult) -> int:
+        """Report a failure, if there is one, and give the exit code of the job."""
+        self._keep_tracebacks(result.failures)
+        verdict = self._membership.verdict if self._membership is not None else None
+        if not result.failures and verdict is None:
+            return 0
+        _show_cursor()
+        if verdict is not None and not verdict.here:
+            sys.stderr.write(verdict.text)
+            say(f"{verdict.host} failed first, so the {self._job.nproc} processes on this host were ended")
+            return 1
+        rank, failure = root_cause(result.failures)
+        sys.stderr.write(self._report(rank, failure))
+        return exit_code(failure.exitcode)
+
+    def _report(self, rank: int, failure: ProcessFailure) -> str:
+        return failure_report(rank, failure, world_size=self._job.nproc * self._job.hosts.count)
+
+    def _keep_tracebacks(self, failures: Mapping[int, ProcessFailure]) -> None:
+        """Reports go with the logs: the terminal shows that of one rank only."""
+        for failure in failures.values():
+            log = Path(failure.error_file).with_name("stderr.log")
+            _, traceback = left_report(failure)
+            if traceback is not None and log.is_file():
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(traceback)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        address = self._membership.address if self._membership is not None else LOOPBACK
+        interface = interface_of(address)
+        own = {LAUNCHER_PID: str(os.getpid())}
+        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            # By the name of the host Gloo often finds an address that nothing can reach.
+            own["GLOO_SOCKET_IFNAME"] = interface
+        self._logs.variables = {**self._job.variables, **own}
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._groups |= set(pids.values())
+        context: Any = self._pcontext
+        close = context.close
+        # When a worker fails, torchelastic would give the others 30 seconds.
+        context.close = lambda death_sig=None, timeout=0: close(death_sig, SHUTDOWN_SECONDS)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        self._failures = result.failures
+        membership = self._membership
+        if membership is None:
+            return result
+        if result.is_failed():
+            rank, failure = root_cause(result.failures)
+            membership.report(order_of(failure), self._report(rank, failure))
+        elif membership.verdict is not None and result.state is WorkerState.HEALTHY:
+            return RunResult(state=WorkerState.UNHEALTHY)
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        number = self._job.max_restarts - self._remaining_restarts
+        with _deaf():
+            self._stop_workers(worker_group)
+        verdict = self._membership.verdict if self._membership is not None else None
+        if verdict is not None and not verdict.here:
+            sys.stderr.write(verdict.text)
+        elif self._failures:
+            sys.stderr.write(self._report(*root_cause(self._failures)))
+        say(f"starting all processes again ({number} of {self._job.max_restarts} restarts)")
+        # The last references: a store on a fixed port must be gone before the next one can listen there.
+        worker_group.store = self._store = None
+        super()._restart_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        if self._membership is not None:
+            self._membership.finish()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+        with _deaf():
+            super()._shutdown(death_sig, SHUTDOWN_SECONDS)
+            end_descendants(self._groups)
+            self._logs.drain()
+
+
+def worker_variables(nproc: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables the workers need that are not set yet.
+
+    Threads are shared out, because `nproc` processes with a thread per core each slow one another down.
+    """
+    environ = os.environ if environ is None else environ
+    wanted = {"OMP_NUM_THREADS": str(max(1, usable_cpu_count() // nproc))}
+    return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def _show_cursor() -> None:
@@ -88,88 +293,35 @@ def _show_cursor() -> None:
         sys.stdout.flush()
 
 
-def worker_variables(nproc: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables the workers need that are not set yet.
-
-    Threads are shared out, because `nproc` processes with a thread per core each slow one another down; and Gloo is
-    kept on the loopback interface, because the name of a laptop often resolves to an address nothing listens on.
-    """
-    environ = os.environ if environ is None else environ
-    wanted = {
-        "OMP_NUM_THREADS": str(max(1, usable_cpu_count() // nproc)),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        # Where LaunchConfig has no field for it yet, torch reads this variable or keeps its 30 seconds.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
-        LAUNCHER_PID: str(os.getpid()),
-    }
-    return {name: value for name, value in wanted.items() if name == LAUNCHER_PID or name not in environ}
-
-
-def usable_cpu_count() -> int:
-    """Processors this process may run on, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first, and how.
-
-    A process that ended without a report (a signal, or an exit from within a library) is seen later than the connection
-    errors that its end causes in the others: so it goes first. (SIGTERM is what the launcher itself sends to the rest.)
-    Among reports the time of the file decides, because the time written inside is in whole seconds.
-    """
-
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
-        _, failure = item
-        report = Path(failure.error_file)
-        if report.is_file():
-            return True, report.stat().st_mtime
-        return -failure.exitcode == signal.SIGTERM, failure.timestamp
-
-    return min(failures.items(), key=order)
-
-
-def failure_report(rank: int, failure: ProcessFailure, *, world_size: int) -> str:
-    """What is printed about the rank that failed first: its whole traceback where it left one.
-
-    Of a mistake in the settings or the data, which every rank finds alike, only the message is of use.
-    """
-    message, traceback = _left_report(failure)
-    if failure.exitcode == USER_ERROR and message is not None:
-        return f"{message}\n"
-    if failure.exitcode < 0:
-        how = f"was ended by {signal.Signals(-failure.exitcode).name}"
-    else:
-        how = f"failed with exit code {failure.exitcode}"
-    text = f"\nrank {rank} of {world_size} (process {failure.pid}) {how}\n"
-    if -failure.exitcode == signal.SIGKILL:
-        text += "hint: if nobody killed it, the system was out of memory; use more processes or a smaller batch\n"
-    return text if traceback is None else f"{text}{traceback.rstrip()}\n"
-
-
-def _left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:
-    """The message and the traceback that a process left behind, None where it ended without."""
-    try:
-        report: dict[str, Any] = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))
-        return str(report["message"]["message"]), str(report["message"]["extraInfo"]["py_callstack"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, None
-
-
-def exit_code(code: int) -> int:
-    """A child's exit code as a shell would report it: 128 + N for a process that signal N ended."""
-    return code if code >= 0 else 128 - code
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise SignalException(f"signal {number}", sigval=signal.Signals(number))
 
 
 @contextlib.contextmanager
-def _environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes started inside; torchelastic offers no other way to hand them on."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def _signals_raise() -> Iterator[None]:
+    """Signals end the job, also before workers run; those that whoever started this process ignores stay ignored."""
+    before = {name: signal.getsignal(signal.Signals[name]) for name in _SIGNALS}
+    heard = [name for name, handler in before.items() if handler is not signal.SIG_IGN]
+    for name in heard:
+        signal.signal(signal.Signals[name], _raise)
+    # torchelastic installs its own handlers, which do the same, for these.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in heard:
+            signal.signal(signal.Signals[name], before[name])
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """While processes are being ended, a second Ctrl-C must not leave half of them behind."""
+    numbers = [signal.Signals[name] for name in _SIGNALS]
+    handlers: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in numbers}
+    for number in handlers:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,191 @@
+"""`fullshard launch`: start the processes of a job on this host."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from fullshard.config.dialect import Reading, Setting, Status
+from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, parse
+from fullshard.config.handover import hand_over
+from fullshard.config.load import load_environment, load_file
+from fullshard.config.origin import Origin, Precedence
+from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.core.errors import ConfigError
+from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
+from fullshard.launch.processes import usable_cpu_count
+from fullshard.launch.slurm import read_allocation
+from fullshard.launch.streams import StreamPlan
+
+_PER_JOB = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_id")
+
+
+class RawCommand(TyperCommand):
+    """A command that takes its arguments as they are: flags come from the dialects, and the script has its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leave everything in `ctx.args`."""
+        ctx.args = list(args)
+        return []
+
+
+def launch(context: typer.Context) -> None:
+    """Start a script in several processes, on this host or on several. `fullshard launch --help` lists the flags."""
+    line = parse(context.args)
+    if line.option("help"):
+        sys.stdout.write(help_text())
+        return
+    script_exists(line)
+    if line.option("print") is not None:
+        from fullshard.launch.manifests import manifest
+
+        plan = make_plan(line, read_sources(line, {}), {}, elsewhere=True)
+        sys.stdout.write(manifest(str(line.option("print")), line, plan))
+        return
+    plan = make_plan(line, read_sources(line, os.environ), os.environ)
+    streams = _streams(line, plan)
+    if not plan.launch.machine_rank:  # one host says it for all
+        for note in plan.resolved.notes:
+            is_flag = note.origin.precedence is Precedence.FLAG
+            sys.stderr.write(f"fullshard: {f'{note.origin} {note.text}' if is_flag else note}\n")
+    if line.option("dry_run"):
+        from fullshard.launch.describe import describe
+
+        sys.stdout.write(describe(line, plan))
+        return
+    if not line.option("quiet"):
+        sys.stderr.write(f"fullshard: {plan.summary()}\n")
+    sys.stderr.flush()
+    sys.exit(_start(plan, streams))
+
+
+def read_sources(line: CommandLine, environ: Mapping[str, str]) -> list[Reading]:
+    """All sources. What the flags say about hosts replaces the Slurm allocation as a whole."""
+    flags = line.readings()
+    own = flags[-1]
+    if (alone := line.options.get("standalone")) is not None:
+        for path, value in (("launch.num_machines", 1), ("launch.main_process_port", 0)):
+            own.settings.append(Setting(path, value, alone.origin, "standalone"))
+    readings = [*_file(line), load_environment(environ), *flags]
+    if not any(own.setting(f"launch.{name}") for name in _PER_JOB):
+        readings.append(read_allocation(environ))
+    if (entry := line.options.get("nproc_per_node")) is not None:
+        own.settings += list(_totals(str(entry.value).strip().lower(), entry.origin, _hosts(readings)))
+    own.find_contradictions()
+    return readings
+
+
+def _file(line: CommandLine) -> Iterator[Reading]:
+    named = line.option("config_file")
+    if named is not None:
+        if str(named).strip().lower() != "none":
+            yield load_file(str(named))
+        return
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    for name in ("default_config.yaml", "default_config.json"):
+        path = home / "accelerate" / name
+        if path.is_file():
+            reading = load_file(path)
+            sys.stderr.write(
+                f"fullshard: using {path}, the default that `accelerate config` wrote; --config_file none does not\n"
+            )
+            yield reading
+            return
+
+
+def _hosts(readings: Sequence[Reading]) -> int:
+    found = [setting for reading in readings for setting in reading.settings if setting.path == "launch.num_machines"]
+    return int(max(found, key=lambda setting: setting.origin.precedence).value) if found else 1
+
+
+def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
+    """The count per host, as torchrun has it, as the total that the schema has."""
+    if text.isdigit() and int(text) > 0:
+        yield Setting("launch.num_processes", int(text) * hosts, origin, "nproc_per_node")
+    elif text == "cpu":
+        yield Setting("launch.device", "cpu", origin, "nproc_per_node")
+        yield Setting("launch.num_processes", usable_cpu_count() * hosts, origin, "nproc_per_node")
+    elif text == "gpu":
+        yield Setting("launch.device", "cuda", origin, "nproc_per_node")
+    elif text != "auto":
+        raise ConfigError(f"{origin}: expected a number, auto, gpu or cpu, got {text!r}", hint="for example 8")
+
+
+def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
+    directory = plan.launch.log_dir
+    return StreamPlan(None if directory is None else Path(directory), line.option("tee"), line.option("redirects"))
+
+
+def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
+    from fullshard.launch.local import Hosts, Job, run_job
+
+    launch = plan.launch
+    hosts = Hosts(
+        launch.num_machines,
+        launch.machine_rank,
+        launch.main_process_ip or "",
+        launch.main_process_port or 0,
+        plan.join_timeout,
+        shared_settings(plan.resolved.config),
+    )
+    with tempfile.TemporaryDirectory(prefix="fullshard-config-") as directory:
+        variables = hand_over(plan.resolved.config, Path(directory) / "config.json")
+        job = Job(
+            command=plan.command,
+            nproc=plan.per_host,
+            hosts=hosts,
+            variables={**plan.variables, **variables},
+            streams=streams,
+            role=launch.role,
+            max_restarts=launch.max_restarts,
+            monitor_interval=launch.monitor_interval,
+            **({"run_id": launch.rdzv_id or "fullshard"} if launch.rdzv_id or launch.num_machines > 1 else {}),
+        )
+        return run_job(job)
+
+
+def help_text() -> str:
+    """The page of `fullshard launch --help`."""
+    lines = [
+        "Usage: fullshard launch [FLAGS] SCRIPT.py [ARGUMENTS]",
+        "       fullshard launch [FLAGS] -m MODULE [ARGUMENTS]",
+        "       fullshard launch [FLAGS] --no_python PROGRAM [ARGUMENTS]",
+        "",
+        "Start a script in several processes, on this host or on several.",
+        "Flags are written with - or _ alike. A flag wins over the environment, and that over a file.",
+        "",
+    ]
+    for option in OPTIONS:
+        short = f"-{option.short}, " if option.short else ""
+        lines += _entry(f"{short}--{option.name} {option.metavar}", option.help)
+    for group in SECTIONS:
+        model: Any = RunConfig.model_fields[group].annotation
+        lines += ["", f"{group.capitalize()}:"]
+        for name, field in model.model_fields.items():
+            path = f"{group}.{name}"
+            flags = [key.name for key in FLAGS.keys if key.target == path]
+            flags.sort(key=lambda flag: flag != name)
+            lines += _entry(", ".join(f"--{flag}" for flag in flags), field.description or "")
+    others = [f"--{key.name}" for key in FLAGS.keys if not key.target and key.status is not Status.REFUSED]
+    lines += ["", "Accepted, and explained when used:", *textwrap.wrap(" ".join(others), 100, **_INDENT)]
+    return "\n".join(lines) + "\n"
+
+
+_INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
+
+
+def _entry(flag: str, text: str) -> list[str]:
+    text = " ".join(text.replace("`", "").split())
+    wrapped = textwrap.wrap(text, 76, break_on_hyphens=False) or [""]
+    head = f"  {flag.strip():<22}"
+    if len(head) > 24:
+        return [head, *(f"{'':24}{part}" for part in wrapped)]
+    return [f"{head}{wrapped[0]}", *(f"{'':24}{part}" for part in wrapped[1:])]

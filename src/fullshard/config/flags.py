@@ -1,0 +1,308 @@
+"""The flags of `fullshard launch`: Accelerate's, torchrun's, and every setting of the schema under its own name.
+
+What a flag sets is a row of a dialect, like the key of a file. What is here besides is how a command line is cut into
+flags and the program that is to run; flags after that are the program's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from fullshard.config import values
+from fullshard.config.accelerate import FLAT
+from fullshard.config.deepspeed import DEEPSPEED_SHORT
+from fullshard.config.dialect import Dialect, Key, Problem, Reading, Settings, Status, refuse
+from fullshard.config.load import load_file, load_fsdp_config, load_fsdp_words
+from fullshard.config.origin import Entry, Origin
+from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.core.errors import ConfigError
+
+Kind = Literal["script", "module", "program"]
+
+
+def _cpu(value: Any) -> Settings:
+    return {"launch.device": "cpu"} if values.boolean(value) else {}
+
+
+def _endpoint(value: Any) -> Settings:
+    """`host`, `host:port`, `[address]:port` or an address of version 6."""
+    text = values.text(value)
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]") or (host.count(":") and not host.endswith("]")):
+        host, port = text, ""
+    settings: dict[str, Any] = {"launch.main_process_ip": host.strip("[]")}
+    return settings | {"launch.main_process_port": values.integer(port)} if port else settings
+
+
+def _nnodes(value: Any) -> Settings:
+    low, _, high = values.text(value).partition(":")
+    if high and values.integer(low) != values.integer(high):
+        raise ConfigError(
+            f"{low} to {high} hosts: the model is divided over a number of ranks that is fixed",
+            hint="give one number; a checkpoint can be loaded on any other number of hosts",
+        )
+    return {"launch.num_machines": values.integer(low)}
+
+
+def _sharded(value: Any) -> Settings:
+    if not values.boolean(value):
+        raise ConfigError("the model is always sharded", hint="use --strategy NO_SHARD for whole copies")
+    return {}
+
+
+def _replicated(value: Any) -> Settings:
+    return {"sharding.strategy": "NO_SHARD"} if values.boolean(value) else {}
+
+
+def _start_method(value: Any) -> str:
+    return "every process is started anew, as with spawn"
+
+
+def _plain(*names: str, because: str) -> tuple[Key, ...]:
+    return tuple(Key(name, Status.REFUSED, because=because) for name in names)
+
+
+_NOT_TPU = "TPUs are not supported yet"
+
+_LAUNCHER_KEYS = (
+    Key("cpu", Status.TRANSLATED, "launch.device", read=_cpu),
+    Key("multi_gpu", Status.TRANSLATED, "sharding.strategy", because="whole copies of the model", read=_replicated),
+    Key("use_fsdp", read=_sharded),
+    Key("use_parallelism_config", Status.NO_EFFECT, because="the --parallelism_config_* flags are read as they are"),
+    Key("use_deepspeed", Status.NO_EFFECT, because="the flags and the file of DeepSpeed are translated anyway"),
+    Key("nnodes", Status.TRANSLATED, "launch.num_machines", read=_nnodes),
+    Key("node_rank", Status.TRANSLATED, "launch.machine_rank"),
+    Key("master_addr", Status.TRANSLATED, "launch.main_process_ip"),
+    Key("master_port", Status.TRANSLATED, "launch.main_process_port"),
+    Key("rdzv_endpoint", Status.TRANSLATED, "launch.main_process_ip", read=_endpoint),
+    Key("local_addr", Status.NO_EFFECT, because="the address that reaches the main process is taken"),
+    Key("start_method", Status.NO_EFFECT, read=_start_method),
+    *_plain("use_megatron_lm", because="models are divided by sharding alone"),
+    *_plain("tpu", "tpu_cluster", "no_tpu_cluster", "vm", "env", because=_NOT_TPU),
+    *_plain("mpirun_hostfile", "mpirun_ccl", because="processes are started by the launcher or by Slurm"),
+    *_plain("run_path", "virtual_local_rank", "logs_specs", "local_ranks_filter", because="torchrun has it, not this"),
+    *_plain("numa_binding", "signals_to_handle", "event_log_handler", because="torchrun has it, not this"),
+    *_plain("duplicate_stdout_filters", "duplicate_stderr_filters", because="torchrun has it, not this"),
+)
+
+_REFUSED_FAMILIES = {
+    "megatron_lm_": "models are divided by sharding alone",
+    "aws_": "jobs are started on machines of your own",
+    "fp8_": "8-bit floating point is not supported",
+}
+
+_NAMED_OTHERWISE = {"mode"}
+"""Fields whose own name would say too little as a flag: the mode of precision is --mixed_precision."""
+
+
+def _own_keys(taken: set[str]) -> tuple[Key, ...]:
+    rows: list[Key] = []
+    for group in SECTIONS:
+        model: Any = RunConfig.model_fields[group].annotation
+        names = [name for name in model.model_fields if name not in taken | _NAMED_OTHERWISE]
+        rows += [Key(name, target=f"{group}.{name}") for name in names]
+    return tuple(rows)
+
+
+_OTHERS = (*FLAT.keys, *(key for key in DEEPSPEED_SHORT.keys if FLAT.find(key.name) is None), *_LAUNCHER_KEYS)
+
+FLAGS = Dialect(
+    "fullshard launch",
+    (*_OTHERS, *_own_keys({spelling for key in _OTHERS for spelling in (key.name, *key.spellings)})),
+    finish=FLAT.finish,
+)
+"""Every flag that sets something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A flag that is about this command itself, not about the run.
+
+    Attributes:
+        name: without dashes.
+        short: one letter, or nothing.
+        metavar: name of its value; nothing for a switch.
+        help: one line.
+    """
+
+    name: str
+    short: str = ""
+    metavar: str = ""
+    help: str = ""
+
+
+OPTIONS = (
+    Option(
+        "config_file", metavar="FILE", help="Settings, in YAML or JSON of any dialect; `none` uses no default file."
+    ),
+    Option("module", "m", help="Run a module, as `python -m` does."),
+    Option("no_python", help="Run a program that is not Python's."),
+    Option("dry_run", help="Print what would run on each host, and end."),
+    Option("print", metavar="slurm|kubernetes", help="Print a batch script or a manifest that runs this, and end."),
+    Option("quiet", "q", help="Print no summary before the start."),
+    Option("fsdp", metavar="WORDS", help='Transformers\' words, such as "full_shard auto_wrap offload".'),
+    Option("fsdp_config", metavar="FILE", help="Transformers' fsdp_config: a file, or JSON."),
+    Option("nproc_per_node", metavar="N", help="Processes per host, as torchrun counts: a number, auto, gpu or cpu."),
+    Option("standalone", help="One host, with a free port."),
+    Option("tee", "t", metavar="STREAMS", help="Streams to show and to write into --log_dir, as torchrun has it."),
+    Option("redirects", "r", metavar="STREAMS", help="Streams to write into --log_dir only, as torchrun has it."),
+    Option("help", "h", help="Print this."),
+)
+
+_KINDS: dict[str, Kind] = {"module": "module", "no_python": "program"}
+_TRUTHS = {
+    *("cpu", "use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu"),
+    *("same_network", "enable_cpu_affinity", "fp16", "fsdp_use_orig_params", "fsdp_limit_all_gathers", "use_xpu"),
+    *("dynamo_use_regional_compilation", "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo", "tpu_cluster"),
+    *("no_tpu_cluster", "fsdp_activation_checkpointing_offload", "zero3_init_flag", "zero3_save_16bit_model"),
+    *("virtual_local_rank", "run_path"),
+}
+_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
+
+@dataclass(slots=True)
+class CommandLine:
+    """A command line, cut up.
+
+    Attributes:
+        kind: how the target is run.
+        target: script, module or program.
+        arguments: its own.
+        options: by name, what is about this command itself.
+        entries: the other flags.
+        given: the flags as they were written, each with its value.
+    """
+
+    kind: Kind = "script"
+    target: str | None = None
+    arguments: list[str] = field(default_factory=list)
+    options: dict[str, Entry] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    given: list[tuple[str, list[str]]] = field(default_factory=list)
+
+    def option(self, name: str) -> Any:
+        """The value of an option, None if it was not given."""
+        return self.options[name].value if name in self.options else None
+
+    def readings(self) -> list[Reading]:
+        """What the flags set, weakest first.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        readings = []
+        if (further := self.options.get("fsdp_config")) is not None:
+            readings.append(_read_fsdp_config(str(further.value), further.origin))
+        if (words := self.options.get("fsdp")) is not None:
+            readings.append(load_fsdp_words(words.value, words.origin))
+        reading = FLAGS.read(self.entries)
+        if (file := reading.entries.get("deepspeed_config_file")) is not None:
+            readings.append(load_file(str(file.value)))
+        return [*readings, reading]
+
+
+def _read_fsdp_config(value: str, origin: Origin) -> Reading:
+    try:
+        return load_fsdp_config(value, origin.text)
+    except ConfigError as error:
+        if " " in value.strip() and not value.lstrip().startswith("{"):
+            raise ConfigError(f"{origin}: {value!r} is not a file", hint="is a closing quote missing?") from None
+        raise error
+
+
+def parse(argv: Sequence[str]) -> CommandLine:
+    """Cut a command line into flags and the program with its arguments.
+
+    Raises:
+        ConfigError: an unknown flag (never taken for the program), or one without its value.
+    """
+    line = CommandLine()
+    problems: list[Problem] = []
+    rest = list(argv)
+    while rest:
+        written = rest.pop(0)
+        if written == "--" or not written.startswith("-") or written == "-":
+            rest = rest if written == "--" else [written, *rest]
+            break
+        try:
+            _take(line, written, rest)
+        except ConfigError as error:
+            text, _, _ = str(error).partition("\nhint: ")
+            problems.append(Problem((Origin.flag(written.partition("=")[0]),), text, error.hint))
+    refuse(problems)
+    if rest:
+        line.target, line.arguments = rest[0], rest[1:]
+    return line
+
+
+def _take(line: CommandLine, written: str, rest: list[str]) -> None:
+    spelled, equals, value = written.partition("=")
+    name = _names().get(spelled[1:]) if not spelled.startswith("--") else spelled[2:].replace("-", "_")
+    negated = False
+    if name is not None and _find(name) is None and name.startswith("no_") and _is_truth(name[3:]):
+        name, negated = name[3:], True
+    found = None if name is None else _find(name)
+    if name is None or found is None:
+        family = next((family for family in _REFUSED_FAMILIES if (name or "").startswith(family)), None)
+        if family is not None:
+            raise ConfigError(f"not supported: {_REFUSED_FAMILIES[family]}", hint="leave it out")
+        raise ConfigError("unknown flag", hint=_suggestion(spelled))
+    consumed: list[str] = []
+    if isinstance(found, Option) and not found.metavar:
+        if equals:
+            raise ConfigError(f"takes no value, got {value!r}", hint=f"write {spelled}")
+        content: Any = True
+    elif equals:
+        content = value
+    elif negated:
+        content = False
+    elif _is_truth(name):
+        content = True
+        if rest and rest[0].strip().lower() in _WORDS:
+            consumed = [rest.pop(0)]
+            content = consumed[0]
+    elif not rest or rest[0].startswith("--"):
+        raise ConfigError("needs a value", hint=f"write {spelled}=VALUE")
+    else:
+        consumed = [rest.pop(0)]
+        content = consumed[0]
+    entry = Entry(name, content, Origin.flag(spelled))
+    if not isinstance(found, Option):
+        line.entries.append(entry)
+    elif found.name in line.options and line.options[found.name].value != content:
+        raise ConfigError("given twice, with different values", hint="keep one")
+    else:
+        line.options[found.name] = entry
+        line.kind = _KINDS.get(found.name, line.kind)
+    line.given.append((name, [written, *consumed]))
+
+
+def _find(name: str) -> Option | Key | None:
+    return next((option for option in OPTIONS if option.name == name), None) or FLAGS.find(name)
+
+
+def _names() -> dict[str, str]:
+    return {option.short: option.name for option in OPTIONS if option.short}
+
+
+def _is_truth(name: str) -> bool:
+    key = FLAGS.find(name)
+    if key is None:
+        return False
+    if key.name in _TRUTHS:
+        return True
+    if key.read is not None or not key.target:  # with a reader the value is richer than yes or no
+        return False
+    kind = values.setting_type(key.target)
+    return kind is bool or bool in get_args(kind)
+
+
+def _suggestion(spelled: str) -> str:
+    known = [option.name for option in OPTIONS] + FLAGS.spellings()
+    close = difflib.get_close_matches(spelled.lstrip("-").replace("-", "_").lower(), known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean --{close[0]}?"
+    return "flags of the script come after the script; `fullshard launch --help` lists the others"

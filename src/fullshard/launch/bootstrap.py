@@ -1,0 +1,164 @@
+"""What each process of a job runs first: it starts the script as plain Python would, and reports how it failed.
+
+    python bootstrap.py script PATH ARGUMENTS...
+    python bootstrap.py module NAME ARGUMENTS...
+    python bootstrap.py program NAME ARGUMENTS...
+
+Started by its path and made of the standard library alone, so that nothing is imported before the script's first line
+that plain Python would not have imported.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import NoReturn
+
+LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
+"""Set by the launcher for its workers."""
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torchelastic looks for the failure of a worker."""
+
+EXIT_SECONDS = 10
+"""How long a failed process may spend in exit handlers; its threads may wait for ranks that are gone."""
+
+_PR_SET_PDEATHSIG = 1
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+
+
+def die_with_launcher() -> None:
+    """End this process as soon as its launcher ends, even if that was killed, and at once on an interrupt."""
+    launcher_pid = os.environ.get(LAUNCHER_PID)
+    if launcher_pid is None:
+        return
+    # The launcher handles Ctrl-C and passes it on; a KeyboardInterrupt on every rank would only be noise.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(launcher_pid):  # it ended before the request was made
+            os._exit(1)
+
+
+def write_report(message: str, callstack: str) -> bool:
+    """Leave the report of a failure where the launcher looks for it, in torchelastic's form; False if it cannot."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return False
+    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+    try:
+        part = Path(f"{path}.part")
+        part.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+        part.rename(path)
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Run what the command line names."""
+    kind, target, *arguments = sys.argv[1:]
+    die_with_launcher()
+    if kind == "program":
+        _become(target, arguments)
+    sys.argv[:] = [target, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(target).resolve().parent) if kind == "script" else str(Path.cwd())
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)  # or the lines of ranks that write into a pipe come late
+    try:
+        _run_module(target) if kind == "module" else _run_script(target)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            _say_if_nothing_was_sharded()
+        raise
+    except Exception as error:
+        _fail(error)
+    _say_if_nothing_was_sharded()
+
+
+def _become(program: str, arguments: list[str]) -> NoReturn:
+    # The request to die with the launcher outlives exec.
+    try:
+        os.execvp(program, [program, *arguments])
+    except OSError as error:
+        message = f"cannot run {program!r}: {error.strerror}"
+        write_report(message, message)
+        sys.exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
+
+
+def _fresh_main() -> types.ModuleType:
+    """A `__main__` of its own: the script must not see the names of this file."""
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    return module
+
+
+def _run_script(target: str) -> None:
+    path = Path(target).absolute()
+    if not path.is_file() or path.suffix in (".zip", ".pyz"):
+        runpy.run_path(target, run_name="__main__")
+        return
+    module = _fresh_main()
+    # Child processes of multiprocessing find the script again by __file__, and by there being no __spec__.
+    module.__file__ = str(path)
+    module.__loader__ = SourceFileLoader("__main__", str(path))
+    module.__dict__["__cached__"] = None
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+
+
+def _run_module(name: str) -> None:
+    _fresh_main()
+    # What `python -m` itself calls: it fills the `__main__` above, where `run_module` would make a temporary one.
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Report and end; the launcher prints the report of the rank that failed first, so none is printed here."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    # A report that is there already is that of torchelastic's `record` around the script's own main function.
+    reported = Path(os.environ.get(ERROR_FILE) or os.devnull).is_file()
+    if not reported:
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        if not write_report("".join(traceback.format_exception_only(error)).strip(), text):
+            sys.stderr.write(text)
+    ours = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.")
+    if not ours:  # a tracker or a debugger wants to know; torch's hook would only print the same again
+        sys.excepthook(type(error), error, frames)
+    end = threading.Timer(EXIT_SECONDS, os._exit, (1,))
+    end.daemon = True
+    end.start()
+    sys.exit(1)
+
+
+def _say_if_nothing_was_sharded() -> None:
+    if os.environ.get("RANK") != "0" or "FULLSHARD_CONFIG" not in os.environ:
+        return
+    engine = sys.modules.get("fullshard.engine.module")
+    if engine is not None and engine.anything_was_sharded():
+        return
+    count = os.environ.get("WORLD_SIZE", "1")
+    sys.stderr.write(
+        f"fullshard: no model was sharded on rank 0; the settings of sharding and precision had no effect, and unless "
+        f"the script divides the work itself, each of the {count} processes did all of it\n"
+        "hint: use fullshard's Accelerator, accelerate() or fully_shard in the script\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Which rank failed first, and what is printed about it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from fullshard.launch.worker import USER_ERROR
+
+
+def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, and how."""
+    return min(failures.items(), key=lambda item: order_of(item[1]))
+
+
+def order_of(failure: ProcessFailure) -> tuple[int, float]:
+    """Failures sorted by this are in the order in which they happened.
+
+    A process that ended without a report (a signal, or an exit from within a library) is seen later than the connection
+    errors that its end causes in the others: so it goes first. (SIGTERM is what the launcher itself sends to the rest.)
+    Among reports the time of the file decides, because the time written inside is in whole seconds.
+    """
+    report = Path(failure.error_file)
+    if report.is_file():
+        return 1, report.stat().st_mtime
+    return (2 if -failure.exitcode == signal.SIGTERM else 0), float(failure.timestamp)
+
+
+def failure_report(rank: int, failure: ProcessFailure, *, world_size: int) -> str:
+    """What is printed about the rank that failed first: its whole traceback where it left one.
+
+    Of a mistake in the settings or the data, which every rank finds alike, only the message is of use.
+    """
+    message, traceback = left_report(failure)
+    if failure.exitcode == USER_ERROR and message is not None:
+        return f"{message}\n"
+    if failure.exitcode < 0:
+        how = f"was ended by {signal.Signals(-failure.exitcode).name}"
+    else:
+        how = f"failed with exit code {failure.exitcode}"
+    text = f"\nrank {rank} of {world_size} (process {failure.pid}) {how}\n"
+    if -failure.exitcode == signal.SIGKILL:
+        text += "hint: if nobody killed it, the system was out of memory; use more processes or a smaller batch\n"
+    return text if traceback is None else f"{text}{traceback.rstrip()}\n"
+
+
+def left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:
+    """The message and the traceback that a process left behind, None where it ended without."""
+    try:
+        report: dict[str, Any] = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))
+        return str(report["message"]["message"]), str(report["message"]["extraInfo"]["py_callstack"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, None
+
+
+def exit_code(code: int) -> int:
+    """A child's exit code as a shell would report it: 128 + N for a process that signal N ended."""
+    return code if code >= 0 else 128 - code

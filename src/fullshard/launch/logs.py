@@ -1,0 +1,187 @@
+"""Where the output of each rank goes: to the terminal, to files, or to both.
+
+The first rank of a host writes straight to the terminal, so that its progress bars work. The lines of the others get
+`[rank N] ` in front; for that they pass through a pipe and a thread here. torchelastic's own way, a file that is read
+again while it grows, can lose the last line and tears lines that are written in pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import selectors
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from fullshard.launch.streams import STREAMS, StreamPlan
+
+_CHUNK_NBYTES = 65536
+_LONGEST_LINE_NBYTES = 65536
+"""A line is shown once it is complete, or so long."""
+
+
+class RankLogs(LogsSpecs):
+    """torchelastic's question where the streams of each worker go.
+
+    Args:
+        plan: what the user asked for.
+        run_id: name of the job, part of the directory's name.
+        scratch: where reports of failures go if the user asked for no files.
+
+    Attributes:
+        variables: further environment variables of every worker.
+    """
+
+    def __init__(self, plan: StreamPlan, run_id: str, scratch: Path) -> None:
+        super().__init__()
+        self._plan = plan
+        if plan.directory is not None:
+            plan.directory.mkdir(parents=True, exist_ok=True)
+            # A directory of its own: a second run, or another host on the same disk, must not write over the first.
+            self.directory = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=plan.directory))
+        else:
+            self.directory = scratch
+        self._pump = Pump()
+        self.variables: dict[str, str] = {}
+
+    @property
+    def root_log_dir(self) -> str:
+        """The directory of this run."""
+        return str(self.directory)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Open what is needed for the workers about to start, and complete their environment."""
+        self._pump = Pump()
+        destination = LogsDest()
+        for local_rank, environ in envs.items():
+            attempt = self.directory / f"attempt_{environ['TORCHELASTIC_RESTART_COUNT']}"
+            directory = attempt / f"rank_{environ['RANK']}"
+            directory.mkdir(parents=True, exist_ok=True)
+            report = directory / "error.json"
+            report.unlink(missing_ok=True)
+            environ |= {**self.variables, "TORCHELASTIC_ERROR_FILE": str(report)}
+            prefix = b"[rank %s] " % environ["RANK"].encode() if local_rank else b""
+            for stream in STREAMS:
+                path = self._route(local_rank, stream, directory, prefix)
+                (destination.stdouts if stream == "stdout" else destination.stderrs)[local_rank] = path
+            destination.error_files[local_rank] = str(report)
+        self._pump.start()
+        return destination
+
+    def _route(self, local_rank: int, stream: str, directory: Path, prefix: bytes) -> str:
+        to_terminal, to_file = self._plan.of(local_rank, stream)
+        path = directory / f"{stream}.log"
+        if not to_terminal:
+            return str(path)
+        if not to_file and not prefix:
+            return ""  # torchelastic's word for the terminal itself
+        return self._pump.open(
+            1 if stream == "stdout" else 2, prefix, path.open("ab", buffering=0) if to_file else None
+        )
+
+    def drain(self) -> None:
+        """Show what the workers, which have ended, have written last."""
+        self._pump.drain()
+
+
+@dataclass(slots=True)
+class _Pipe:
+    terminal: int | None
+    prefix: bytes
+    file: BinaryIO | None
+    written: int
+    line: bytearray = field(default_factory=bytearray)
+
+
+class Pump(threading.Thread):
+    """Moves what ranks write into pipes on to the terminal, whole lines at a time, and to files."""
+
+    def __init__(self) -> None:
+        super().__init__(name="fullshard-logs", daemon=True)
+        self._pipes = selectors.DefaultSelector()
+        self._wake, self._waker = os.pipe()
+        self._pipes.register(self._wake, selectors.EVENT_READ)
+        self._drained = False
+
+    def open(self, terminal: int, prefix: bytes, file: BinaryIO | None) -> str:
+        """A path that, when written to, appears on the descriptor `terminal` and in `file`."""
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        self._pipes.register(read, selectors.EVENT_READ, _Pipe(terminal, prefix, file, write))
+        return f"/dev/fd/{write}"
+
+    def run(self) -> None:
+        """Move until `drain` is called."""
+        while True:
+            for key, _ in self._pipes.select():
+                if key.fd == self._wake:
+                    return
+                self._move(key.fd, key.data)
+
+    def drain(self) -> None:
+        """Stop, after everything that was written until now."""
+        if self._drained:
+            return
+        self._drained = True
+        os.write(self._waker, b".")
+        if self.is_alive():
+            self.join()
+        for key in list(self._pipes.get_map().values()):
+            if key.fd != self._wake:
+                while self._move(key.fd, key.data):
+                    pass
+                self._show(key.data, rest=True)
+                os.close(key.data.written)
+                if key.data.file is not None:
+                    key.data.file.close()
+            os.close(key.fd)
+        os.close(self._waker)
+        self._pipes.close()
+
+    def _move(self, descriptor: int, pipe: _Pipe) -> bool:
+        try:
+            chunk = os.read(descriptor, _CHUNK_NBYTES)
+        except BlockingIOError:
+            return False
+        if pipe.file is not None:
+            pipe.file.write(chunk)
+        pipe.line += chunk
+        self._show(pipe, rest=not pipe.prefix)
+        return bool(chunk)
+
+    def _show(self, pipe: _Pipe, *, rest: bool) -> None:
+        """Write what is complete to the terminal; with `rest`, what is not as well."""
+        if not pipe.prefix:
+            text = bytes(pipe.line)
+            pipe.line.clear()
+        else:
+            # A carriage return ends a line too: without that nothing of a progress bar would be seen before its end.
+            *lines, last = re.split(rb"\r\n|\n|\r(?!\Z)", bytes(pipe.line))
+            if last and (rest or len(last) > _LONGEST_LINE_NBYTES):
+                lines.append(last.rstrip(b"\r"))
+                last = b""
+            pipe.line[:] = last
+            text = b"".join(pipe.prefix + line + b"\n" for line in lines)
+        if text and pipe.terminal is not None:
+            try:
+                _write(pipe.terminal, text)
+            except OSError:  # nobody reads any more; files are still written
+                pipe.terminal = None
+
+
+def _write(descriptor: int, text: bytes) -> None:
+    with contextlib.suppress(AttributeError, ValueError):
+        (sys.stdout if descriptor == 1 else sys.stderr).flush()
+    while text:
+        try:
+            text = text[os.write(descriptor, text) :]
+        except BlockingIOError:  # someone made the terminal non-blocking
+            select.select([], [descriptor], [])

@@ -1,0 +1,107 @@
+"""What `--print slurm` and `--print kubernetes` write: the same run as a batch script or a manifest."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from fullshard.config.flags import CommandLine
+from fullshard.core.errors import ConfigError
+from fullshard.launch.network import DEFAULT_PORT
+from fullshard.launch.plan import LaunchPlan
+
+_PLACED_OTHERWISE = (
+    *("print", "dry_run", "standalone", "num_machines", "nnodes", "machine_rank", "node_rank", "rdzv_endpoint"),
+    *("main_process_ip", "master_addr", "main_process_port", "master_port", "rdzv_backend", "rdzv_id"),
+)
+"""Flags that say what Slurm or Kubernetes says."""
+
+
+def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
+    """The text of a batch script (`slurm`) or of a Kubeflow PyTorchJob (`kubernetes`).
+
+    Raises:
+        ConfigError: another kind.
+    """
+    writers = {"slurm": _slurm, "kubernetes": _kubernetes}
+    if kind not in writers:
+        raise ConfigError(f"--print: expected slurm or kubernetes, got {kind!r}", hint="for example --print slurm")
+    flags = [word for name, words in line.given if name not in _PLACED_OTHERWISE for word in words]
+    return writers[kind](flags, [str(line.target), *line.arguments], plan, _name(str(line.target)))
+
+
+def _name(target: str) -> str:
+    """A name that both systems accept: lower case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", Path(target).stem.lower()).strip("-")[:40] or "fullshard"
+
+
+def _slurm(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> str:
+    threads = plan.launch.num_cpu_threads_per_process or 1
+    devices = [f"#SBATCH --gpus-per-node={plan.per_host}"] if plan.device == "cuda" else []
+    if plan.device == "cpu" and plan.launch.device == "auto":
+        devices = ["# There is no GPU where this was written; --device cuda --num_processes N asks for some."]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"#SBATCH --job-name={name}",
+            f"#SBATCH --nodes={plan.launch.num_machines}",
+            "# One task per host: the launcher starts the processes of its host itself.",
+            "#SBATCH --ntasks-per-node=1",
+            *devices,
+            f"#SBATCH --cpus-per-task={threads * plan.per_host}",
+            "#SBATCH --output=%x-%j.log",
+            "",
+            "set -euo pipefail",
+            "",
+            f"srun --ntasks-per-node=1 --kill-on-bad-exit=1 {shlex.join(['fullshard', 'launch', *flags, *target])}",
+            "",
+        ]
+    )
+
+
+def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> str:
+    from ruamel.yaml import YAML
+
+    hosts = plan.launch.num_machines
+    place = []
+    if hosts > 1:
+        # The operator gives every pod a service of its own name, and the pod's number in RANK.
+        place = [
+            *("--num_machines", str(hosts), "--machine_rank", "$(RANK)", "--main_process_ip", f"{name}-master-0"),
+            *("--main_process_port", str(plan.launch.main_process_port or DEFAULT_PORT)),
+        ]
+    # Kubernetes replaces $(NAME); a dollar sign that is meant is written twice.
+    words = [word.replace("$(", "$$(") for word in (*flags, *target)]
+    container: dict[str, Any] = {
+        "name": "pytorch",
+        "image": "REPLACE-WITH-YOUR-IMAGE",
+        "command": ["fullshard", "launch", *words[: len(flags)], *place, *words[len(flags) :]],
+    }
+    if plan.device == "cuda":
+        container["resources"] = {"limits": {"nvidia.com/gpu": plan.per_host}}
+    container["volumeMounts"] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    pod = {
+        "containers": [container],
+        # Data loaders and NCCL need more shared memory than the 64 MiB that a pod gets.
+        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+    }
+
+    def replicas(count: int) -> dict[str, Any]:
+        return {"replicas": count, "restartPolicy": "Never", "template": {"spec": pod}}
+
+    roles = {"Master": replicas(1), **({"Worker": replicas(hosts - 1)} if hosts > 1 else {})}
+    content = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": name},
+        "spec": {"pytorchReplicaSpecs": roles},
+    }
+    yaml = YAML()
+    yaml.default_flow_style = False
+    yaml.representer.ignore_aliases = lambda *_: True  # the second role repeats the first
+    text = io.StringIO()
+    yaml.dump(content, text)
+    return text.getvalue()

@@ -1,0 +1,87 @@
+"""Addresses and interfaces of this host."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+from fullshard.core.errors import ConfigError
+
+DEFAULT_PORT = 29500
+"""Where launchers meet if no port is named."""
+
+_SIOCGIFADDR = 0x8915
+
+
+def resolve(host: str, timeout_seconds: float) -> str:
+    """The address of `host`, retried for a while: in a cluster that is starting, names appear late.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            # Version 4 where there is a choice: Gloo and NCCL look for that first.
+            return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"main_process_ip = {host} is not a known host: {error.strerror}",
+                    hint="give the address of the host with machine rank 0",
+                ) from None
+            time.sleep(0.5)
+
+
+def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
+    """A socket that listens on `address` alone; None if the address is another host's, or a launcher listens there.
+
+    Args:
+        address: of this host, perhaps.
+        port: a fixed one.
+        must: whether it has to be here.
+
+    Raises:
+        ConfigError: it has to be here and cannot.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        if not must and error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        if error.errno == errno.EADDRNOTAVAIL:
+            hint = f"{address} is not an address of this host: give one that is, or the machine rank that is right here"
+        else:
+            hint = "another job may be using it; give another main_process_port on every host"
+        raise ConfigError(f"cannot listen on {address} port {port}: {error.strerror}", hint=hint) from None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface with `address`, for Gloo; None if that cannot be said."""
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo0" if sys.platform == "darwin" else "lo"
+    if sys.platform != "linux":
+        return None
+    if ":" in address:
+        wanted = ipaddress.ip_address(address).packed.hex()
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        return next((line.split()[-1] for line in lines if line.startswith(wanted)), None)
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                request = struct.pack("256s", name.encode()[:15])
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(found) == address:
+                return name
+    return None

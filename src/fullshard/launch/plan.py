@@ -1,0 +1,196 @@
+"""From a resolved configuration to what runs on this host, and on the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from fullshard.config.dialect import Reading, Setting, shown
+from fullshard.config.flags import CommandLine
+from fullshard.config.origin import Origin, Precedence
+from fullshard.config.resolve import Resolved, resolve
+from fullshard.config.schema import SECTIONS, LaunchConfig, RunConfig
+from fullshard.core.errors import ConfigError
+from fullshard.launch import bootstrap
+from fullshard.launch.processes import usable_cpu_count
+from fullshard.launch.slurm import devices_per_host
+
+DETECTED = Origin(Precedence.DEFAULT, "found on this host")
+
+_RENDEZVOUS_SETTINGS = ("join_timeout", "timeout")
+_JOIN_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What will run.
+
+    Attributes:
+        resolved: the configuration, with the number of processes filled in.
+        device: `cpu` or `cuda`.
+        per_host: processes on each host.
+        join_timeout: seconds to wait for the other hosts.
+        variables: environment of every process, besides the inherited one and what torchelastic sets.
+        command: of every process.
+    """
+
+    resolved: Resolved
+    device: str
+    per_host: int
+    join_timeout: float
+    variables: dict[str, str]
+    command: tuple[str, ...]
+
+    @property
+    def launch(self) -> LaunchConfig:
+        """Processes, hosts, rendezvous, logs."""
+        return self.resolved.config.launch
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole job."""
+        return self.per_host * self.launch.num_machines
+
+    def mesh(self) -> tuple[int, int]:
+        """Replicas, and ranks per shard group."""
+        sharding = self.resolved.config.sharding
+        return sharding.resolved_strategy().mesh_shape(self.world_size, sharding.resolved_shard_size(self.per_host))
+
+    def summary(self) -> str:
+        """One line: what is started, where."""
+        hosts = self.launch.num_machines
+        where = "this host" if hosts == 1 else f"{hosts} hosts ({self.per_host} each)"
+        backend = "cpu (gloo)" if self.device == "cpu" else "cuda (nccl)"
+        replicas, shards = self.mesh()
+        strategy = self.resolved.config.sharding.resolved_strategy().name
+        return (
+            f"starting {self.world_size} process{'es' if self.world_size > 1 else ''} on {where}, {backend}, "
+            f"{strategy}: {replicas} replica{'s' if replicas > 1 else ''} x {shards} shard{'s' if shards > 1 else ''}, "
+            f"precision {self.resolved.config.precision.mode}"
+        )
+
+
+def make_plan(
+    line: CommandLine, readings: Sequence[Reading], environ: Mapping[str, str], *, elsewhere: bool = False
+) -> LaunchPlan:
+    """Fill in what is not said, and check what can be checked before anything starts.
+
+    Args:
+        line: what to run.
+        readings: of all sources.
+        environ: of this process.
+        elsewhere: whether it will run on other hosts than this one, whose devices cannot be counted here.
+
+    Raises:
+        ConfigError: something is wrong or missing.
+    """
+    launch = resolve(readings).config.launch
+    if elsewhere and launch.device == "cuda" and launch.num_processes is not None:
+        device, devices = "cuda", launch.num_processes // launch.num_machines
+    else:
+        device, devices = _devices(launch, environ)
+    per_host = devices if device == "cuda" else min(2, usable_cpu_count())
+    found = Reading(settings=[Setting("launch.num_processes", per_host * launch.num_machines, DETECTED, "devices")])
+    resolved = resolve([found, *readings])
+    launch = resolved.config.launch
+    per_host = (launch.num_processes or 1) // launch.num_machines
+    if device == "cuda" and per_host > devices:
+        raise ConfigError(
+            f"{resolved.origin('launch.num_processes')}: {per_host} processes per host, and this host has {devices} "
+            f"GPU{'s' if devices > 1 else ''}",
+            hint=f"use {devices * launch.num_machines}, or --cpu",
+        )
+    if launch.num_machines > 1 and launch.main_process_ip is None and not elsewhere:
+        raise ConfigError(
+            f"{resolved.origin('launch.num_machines')}: {launch.num_machines} hosts, and main_process_ip is not given",
+            hint="give --main_process_ip ADDRESS, that of the host with machine rank 0, on every host",
+        )
+    return LaunchPlan(
+        resolved,
+        device,
+        per_host,
+        _join_timeout(launch.rdzv_conf),
+        worker_environment(launch, device, per_host, environ),
+        worker_command(line),
+    )
+
+
+def worker_command(line: CommandLine) -> tuple[str, ...]:
+    """The command of every process."""
+    return (sys.executable, bootstrap.__file__, line.kind, str(line.target), *line.arguments)
+
+
+def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a process finds in its environment because of the settings."""
+    variables = {}
+    if launch.num_cpu_threads_per_process is not None:
+        variables["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
+    elif "OMP_NUM_THREADS" not in environ:
+        # Processes with a thread per core each would slow one another down.
+        variables["OMP_NUM_THREADS"] = str(max(1, usable_cpu_count() // per_host))
+    if launch.gpu_ids is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpu_ids)
+    if device == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if launch.debug:
+        variables |= {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+    return variables
+
+
+def shared_settings(config: RunConfig) -> dict[str, str]:
+    """What must be equal on all hosts, by name: every setting that is not about one host, and the versions."""
+    found = {f"version of {name}": version(name) for name in ("fullshard", "torch")}
+    for group in SECTIONS:
+        if group != "launch":
+            values = getattr(config, group).model_dump()
+            found |= {f"{group}.{name}": shown(value) for name, value in values.items()}
+    return found
+
+
+def _devices(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, int]:
+    if launch.device == "cpu":
+        return "cpu", 0
+    if launch.gpu_ids is not None:
+        return "cuda", len(launch.gpu_ids)
+    count = devices_per_host(environ)
+    if count is None:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0 and launch.device == "cuda":
+        raise ConfigError("device = cuda, and this host has no GPU that torch can use", hint="use --cpu")
+    return ("cuda", count) if count else ("cpu", 0)
+
+
+def _join_timeout(text: str) -> float:
+    seconds = _JOIN_SECONDS
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        name, equals, value = item.partition("=")
+        try:
+            if not equals or name not in _RENDEZVOUS_SETTINGS:
+                raise ValueError
+            seconds = float(value)
+        except ValueError:
+            raise ConfigError(
+                f"rdzv_conf: expected join_timeout=SECONDS, got {item!r}",
+                hint="other settings belong to rendezvous backends that are not used here",
+            ) from None
+    return seconds
+
+
+def script_exists(line: CommandLine) -> None:
+    """Check that there is something to run.
+
+    Raises:
+        ConfigError: no script was named, or it is not there.
+    """
+    if line.target is None:
+        raise ConfigError("no script was named", hint="fullshard launch [flags] script.py [arguments of the script]")
+    path = Path(line.target)
+    if line.kind == "script" and not path.exists():
+        close = sorted(file.name for file in Path(path.parent).glob("*.py"))[:8] if path.parent.is_dir() else []
+        hint = f"{path.parent} has {', '.join(close)}" if close else "check the path; `-m` runs a module"
+        raise ConfigError(f"the script {line.target} does not exist", hint=hint)

@@ -1,0 +1,121 @@
+"""How the launchers of a job's hosts find one another, as torchelastic's rendezvous.
+
+torch's own rendezvous listens on every interface of the host. Here a store is made from a socket that is bound to one
+address: the loopback address if the job has one host, else the address that the hosts know one another by.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from fullshard.core.errors import ConfigError
+from fullshard.launch.desk import Desk, Membership, Start
+
+LOOPBACK = "127.0.0.1"
+
+
+def open_store(address: str, port: int = 0) -> TCPStore:
+    """A store that listens on `address` alone; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listening = socket.create_server((address, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigError(
+            f"port {port} of {address} is in use", hint="give another --main_process_port, or leave it out"
+        ) from None
+    port = listening.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+class OneHost(RendezvousHandler):
+    """No other host to wait for. Every attempt gets a new store: keys of the last one would mislead it.
+
+    Args:
+        run_id: name of the job.
+        port: where the workers find the store; 0 takes a free one.
+    """
+
+    def __init__(self, run_id: str, port: int) -> None:
+        self._run_id, self._port = run_id, port
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The store of the next attempt."""
+        return _information(Start(0, 1, LOOPBACK, 0), open_store(LOOPBACK, self._port))
+
+    def get_backend(self) -> str:
+        """What torchelastic's events call it."""
+        return "fullshard"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers use the store that is here, instead of opening one."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Whether nobody may join any more."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else can join anyway."""
+
+    def num_nodes_waiting(self) -> int:
+        """Hosts that would join; a job has a fixed number, so none."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Name of the job."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """The store ends with its last reference."""
+        return True
+
+
+class SeveralHosts(OneHost):
+    """The hosts meet at a desk, which runs in the launcher of one of them.
+
+    Args:
+        run_id: name of the job.
+        membership: this host's connection to the desk.
+        desk: the desk, if it is here.
+    """
+
+    def __init__(self, run_id: str, membership: Membership, desk: Desk | None) -> None:
+        super().__init__(run_id, 0)
+        self.membership, self._desk = membership, desk
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all hosts are there.
+
+        Raises:
+            CommunicationError: they are not in time, or the job is over.
+            ConfigError: they do not fit together.
+        """
+        self.membership.connect()
+        # Rank 0 is where the desk is, so the store can be opened before ranks are known.
+        store = None if self._desk is None else open_store(self.membership.address)
+        start = self.membership.join(0 if store is None else store.port)
+        return _information(start, store or TCPStore(start.address, start.port, is_master=False))
+
+    def shutdown(self) -> bool:
+        """Leave; the desk stays until the others have left too, or some seconds have passed."""
+        self.membership.close()
+        if self._desk is not None:
+            self._desk.close()
+        return True
+
+
+def _information(start: Start, store: TCPStore) -> RendezvousInfo:
+    # torchelastic's own keys stay apart from those of the workers.
+    place = RendezvousStoreInfo(start.address, start.port or store.port)
+    return RendezvousInfo(PrefixStore("fullshard.launch", store), start.rank, start.hosts, place)

@@ -1,0 +1,111 @@
+"""What Slurm says about the hosts of a job. `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from fullshard.config.dialect import Note, Reading, Setting, Status
+from fullshard.config.origin import Origin
+from fullshard.core.errors import ConfigError
+
+_FIRST_PORT, _PORTS = 20000, 10000
+
+
+def read_allocation(environ: Mapping[str, str]) -> Reading:
+    """The hosts, this host's rank, where to meet, and the number of processes; nothing outside an allocation.
+
+    Raises:
+        ConfigError: in an allocation of several hosts, not exactly one task per host was started.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return Reading()
+    in_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
+    names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if in_step else ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    variable, hosts = _number(environ, *names, default=1)
+    _, tasks = _number(environ, *(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if in_step else ()), default=1)
+    if tasks > hosts:
+        raise ConfigError(
+            f"$SLURM_NTASKS: srun started {tasks} tasks on {hosts} hosts, and each would start its own processes",
+            hint="start one per host, with `srun --ntasks-per-node=1`: each starts one process per device",
+        )
+    if hosts == 1:
+        return Reading()
+    if not in_step or tasks < hosts:
+        raise ConfigError(
+            f"${variable}: the allocation has {hosts} hosts, and this was started on {tasks if in_step else 1} of them",
+            hint="write `srun --ntasks-per-node=1` before it, or `--num_machines 1` to use this host alone",
+        )
+    nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    rank_variable, rank = _number(environ, "SLURM_PROCID", "SLURM_NODEID", default=0)
+    job = environ["SLURM_JOB_ID"]
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
+    found = {
+        "launch.num_machines": (variable, hosts),
+        "launch.machine_rank": (rank_variable, rank),
+        "launch.main_process_ip": (nodes, expand_hosts(environ.get(nodes, ""))[0]),
+        # Two jobs may share a host; the number of the job keeps their ports apart.
+        "launch.main_process_port": ("SLURM_JOB_ID", _FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _PORTS),
+        "launch.rdzv_id": ("SLURM_JOB_ID", f"{job}.{step}"),
+    }
+    reading = Reading()
+    for path, (name, value) in found.items():
+        reading.settings.append(Setting(path, value, Origin.variable(name), name))
+    text = ", ".join(f"{path.partition('.')[2]} = {value}" for path, (_, value) in found.items())
+    reading.notes.append(
+        Note(Origin.variable("SLURM_JOB_ID"), "the allocation", Status.TRANSLATED, f"is translated to {text}")
+    )
+    return reading
+
+
+def devices_per_host(environ: Mapping[str, str]) -> int | None:
+    """Accelerators that Slurm gave to this task's host; None if it does not say."""
+    text = environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(text) if text.isdigit() else None
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The hosts that a list such as `gpu[01-03,7],login` names, in order.
+
+    Raises:
+        ConfigError: it is not such a list.
+    """
+    found: list[str] = []
+    for item in _split(text):
+        names = [""]
+        while item:
+            match = re.match(r"[^\[\]]+|\[([\d,-]+)\]", item)
+            if match is None:
+                raise ConfigError(f"not a list of hosts: {text!r}", hint="`scontrol show hostnames` expands it")
+            choices = _numbers(match[1], text) if match[1] is not None else [match[0]]
+            names = [name + choice for name in names for choice in choices]
+            item = item[match.end() :]
+        found += names
+    if not found:
+        raise ConfigError(f"not a list of hosts: {text!r}", hint="`scontrol show hostnames` expands it")
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that are outside brackets."""
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    found = []
+    for item in ranges.split(","):
+        low, dash, high = item.partition("-")
+        if not low or (dash and not high) or "-" in high:
+            raise ConfigError(f"not a list of hosts: {text!r}", hint="`scontrol show hostnames` expands it")
+        found += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return found
+
+
+def _number(environ: Mapping[str, str], *names: str, default: int) -> tuple[str, int]:
+    for name in names:
+        if name in environ:
+            try:
+                return name, int(environ[name])
+            except ValueError:
+                raise ConfigError(f"${name} must be a whole number, got {environ[name]!r}") from None
+    return names[-1] if names else "SLURM_JOB_ID", default
