@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.base import Collectives
-from fullshard.comm.torch_dist import collectives_for
+from fullshard.comm.select import collectives_for
 from fullshard.core.errors import CommunicationError, ConfigError
 
 
@@ -143,7 +143,7 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
         control_group=control,
         gather=collectives_for(shard_group, device),
         reduce=collectives_for(_own_group(rows, rank, timeout), device),
-        replicate=collectives_for(replicate_group, device),
+        replicate=collectives_for(replicate_group, device, only_all_reduce=True),
     )
 
 
@@ -200,5 +200,5 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
         control_group=world_group,
         gather=collectives_for(shard_group, device),
         reduce=collectives_for(shard_group, device),
-        replicate=collectives_for(replicate_group, device),
+        replicate=collectives_for(replicate_group, device, only_all_reduce=True),
     )

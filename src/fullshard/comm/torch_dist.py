@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import Collectives, Work, own_interval
+from fullshard.comm.base import Work, own_interval
 
 
 @dataclass(slots=True)
@@ -136,15 +136,6 @@ class GlooCollectives(NativeCollectives):
         work = dist.irecv(tensor, group=self.group, tag=tag, group_src=source)
         assert work is not None  # noqa: S101 -- this rank is in the group
         return work
-
-
-def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
-    """The best collectives for a group (None: this rank alone) and the device of the tensors."""
-    if group is None or dist.get_world_size(group) == 1:
-        return Alone()
-    if device.type == "cpu":
-        return GlooCollectives(group)
-    return NativeCollectives(group)
 
 
 # torch 2.13 renamed both functions and warns on the old names.
