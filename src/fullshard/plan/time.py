@@ -5,6 +5,8 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
 
     forward of a unit     2 FLOP per parameter and token, and 4 q per query-key pair for attention (half with a mask)
     backward              twice the forward; three times with full recomputation, in part with selective
+    everything else       bytes / memory bandwidth: what a layer saves is written and read once in forward; backward
+                          reads it, and writes and reads its gradient
     all-gather, reduce-scatter of n bytes over S ranks of one host         n (S - 1)/S / link
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
@@ -21,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fullshard.core.events import Event, EventKind
+from fullshard.plan.activations import layer_activations
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
@@ -192,6 +195,7 @@ class _Clock:
     layouts: dict[str, UnitLayout] = field(init=False)
     shapes: dict[str, UnitShape] = field(init=False)
     forwards: dict[str, float] = field(init=False)
+    passes: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
         model, job = self.setting.model, self.setting.job
@@ -200,6 +204,11 @@ class _Clock:
         speed = _peak(self.cluster, job) * self.cluster.device.efficiency
         self.forwards = {unit.name: forward_flops(unit, job) / speed for unit in model.units}
         self.forwards[model.root.name] += _head_flops(model, job) / speed
+        device = self.cluster.device
+        bandwidth = device.memory_bandwidth * device.link_efficiency
+        known = {block: layer_activations(block, job) for block in set(model.blocks)}
+        saved = {block: (layer.kept + layer.recomputed) / bandwidth for block, layer in known.items()}
+        self.passes = {unit.name: saved[unit.block] if unit.block else 0.0 for unit in model.units}
 
     def apply(self, event: Event) -> None:
         unit = self.layouts[event.unit]
@@ -209,10 +218,11 @@ class _Clock:
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
             case EventKind.FORWARD_END:
-                self._run(self.forwards[unit.name])
+                self._run(self.forwards[unit.name] + 2 * self.passes[unit.name])
             case EventKind.BACKWARD_BEGIN:
                 again = _recomputed(self.setting.job) if unit.block is not None else 0.0
-                self._run(self.forwards[unit.name] * (_backward_factor(self.shapes[unit.name]) + again))
+                products = self.forwards[unit.name] * (_backward_factor(self.shapes[unit.name]) + again)
+                self._run(products + (3 + 2 * again) * self.passes[unit.name])
             case EventKind.REDUCE_ISSUED:
                 if self.reduced:  # one reduction is under way at a time
                     self._wait(self.reduced.pop())

@@ -1,0 +1,151 @@
+"""What other engines need for the same job: the same activations and logits, their own way of holding parameters.
+
+Used to check the formulas against published figures and to show what differs. Two moments can be the fullest: the
+loss's backward (all activations and the logits) and a layer's backward (all inputs of layers, and one layer recomputed).
+
+| term | FSDP1 with Transformers and PEFT | FSDP2 (torchtitan) | here |
+|---|---|---|---|
+| parameters, state | / W | / W | / W |
+| scales of 4-bit weights | whole on every rank: plain tensors, not parameters | the same | / W |
+| gathered | root and two units | root; two gather buffers and one unit of parameters | root and two units |
+| gradients of one unit | compute dtype, and the reduce input | the same | the reduce input |
+| root's gradient | compute dtype, reduced when it is complete | the same | the reduce input, from the start |
+| LoRA inputs | a dropped-out copy and its mask per target | | one, shared by the targets that read it |
+| logits | float32, with a shifted copy (Transformers before 4.45) | one copy | one copy |
+
+Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), fully_shard/_fsdp_collectives.py (FSDP2),
+transformers/models/llama/modeling_llama.py 4.39, peft/tuners/lora/layer.py 0.10, bitsandbytes/functional.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fullshard.plan.activations import BACKWARD_LOSS_NBYTES, layer_activations
+from fullshard.plan.job import Job
+from fullshard.plan.memory import STATE_NBYTES, fragments_nbytes
+from fullshard.plan.methods import apply_method
+from fullshard.plan.shapes import Block, ModelShape, UnitShape, itemsize
+
+Tool = Literal["allocated", "reserved", "nvidia-smi"]
+"""What was measured: tensors; what the allocator holds; all the device holds."""
+
+CONTEXT = 3 * 2**29
+"""Bytes that only nvidia-smi sees: the CUDA context with its kernels (0.4 to 0.6 GiB) and NCCL's buffers (about 1 GiB
+for the communicators of one job)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How another engine runs a job.
+
+    Attributes:
+        engine: `fsdp1` or `fsdp2`.
+        tool: what the figure was measured with.
+        dropout: whether LoRA inputs are dropped out, so that each target keeps its own copy.
+        logit_nbytes: bytes per logit at the worst moment of the loss. Transformers before 4.45: the returned float32
+            logits, log-softmax's output, its gradient, and that of its input. torchtitan frees the logits first.
+        adapter_dtype: dtype of adapters and their optimizer state.
+    """
+
+    engine: Literal["fsdp1", "fsdp2"] = "fsdp1"
+    tool: Tool = "reserved"
+    dropout: bool = True
+    logit_nbytes: int = 4 + BACKWARD_LOSS_NBYTES
+    adapter_dtype: str = "float32"
+
+
+def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[str, int]:
+    """Bytes of one rank at its fullest moment, by term.
+
+    Args:
+        model: as published.
+        job: as published; the strategy is full sharding.
+        peer: the engine and how it was measured.
+        ranks: devices.
+    """
+    trained = apply_method(model, job)
+    persistent = _persistent(trained, job, peer, ranks)
+    loss, layer = _loss_moment(trained, job, peer), _layer_moment(trained, job, peer, ranks)
+    worst = loss if sum(loss.values()) > sum(layer.values()) else layer
+    terms = {**persistent, **_gathered(trained, job, peer), **worst}
+    transient = sum(terms.values()) - sum(persistent.values())
+    if peer.tool != "allocated":
+        terms["allocator"] = fragments_nbytes(transient)
+    if peer.tool == "nvidia-smi":
+        terms["context"] = CONTEXT
+    return {name: nbytes for name, nbytes in terms.items() if nbytes}
+
+
+def _persistent(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str, int]:
+    width = itemsize("float32" if job.method == "full" else peer.adapter_dtype)
+    trained = model.trainable_numel
+    frozen = sum(p.nbytes for p in model.parameters if not p.trainable and p.role != "scale")
+    on_device = 0 if job.offload else 1
+    return {
+        "frozen parameters": on_device * frozen // ranks,
+        "scales": sum(p.nbytes for p in model.parameters if p.role == "scale"),
+        "main weights": on_device * trained * width // ranks,
+        "optimizer state": round(on_device * trained * STATE_NBYTES[job.optimizer] * width / 4 / ranks),
+    }
+
+
+def _unit_nbytes(unit: UnitShape, job: Job) -> int:
+    """The unit as it is gathered: floating parameters in the compute dtype, bytes as they are, scales never."""
+    compute = itemsize(job.compute_dtype)
+    return sum(p.nbytes if p.exact else p.numel * compute for p in unit.parameters if p.role != "scale")
+
+
+def _gathered(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
+    unit = max(_unit_nbytes(unit, job) for unit in model.units[:-1])
+    return {
+        "root unsharded": _unit_nbytes(model.root, job),
+        # FSDP2 copies parameters out of its gather buffers, two of which are alive.
+        "units unsharded": unit * (3 if peer.engine == "fsdp2" else 2),
+    }
+
+
+def _kept(model: ModelShape, job: Job) -> int:
+    return sum(layer_activations(block, job).kept for block in model.blocks)
+
+
+def _loss_moment(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
+    logits = job.tokens * model.vocab * peer.logit_nbytes if job.loss == "eager" else 0
+    return {"activations kept": _kept(model, job), "logits and loss": logits}
+
+
+def _layer_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str, int]:
+    block = model.blocks[0]
+    unit = max(model.units[:-1], key=lambda unit: unit.numel)
+    layer = layer_activations(block, job)
+    compute = itemsize(job.compute_dtype)
+    trained = sum(p.numel for p in unit.parameters if p.trainable)
+    width = itemsize("float32" if job.method == "full" else peer.adapter_dtype)
+    packed = max((p.numel for p in unit.parameters if p.exact), default=0)
+    on_device = 0 if job.offload else 1
+    return {
+        "activations kept": _kept(model, job),
+        "one layer recomputed": layer.recomputed,
+        "temporaries": layer.working,
+        "LoRA inputs": _lora_inputs(unit, block, job, peer) if job.method != "full" else 0,
+        "unpacked weight": 2 * packed * compute,
+        # Reductions under way: gradients in the compute dtype, and the reduce input in that of the sum.
+        "unsharded gradients": trained * (compute + width),
+        "gradients": on_device * model.trainable_numel * width // ranks,
+    }
+
+
+def _lora_inputs(unit: UnitShape, block: Block, job: Job, peer: Peer) -> int:
+    """PEFT: the input cast to the adapter's dtype, dropped out, and the mask, for every target.
+
+    Under autocast the product casts it back, so the copy is in the compute dtype. The inputs that the targets share are
+    in the formula of the layer already, once.
+    """
+    if not peer.dropout:
+        return 0
+    compute = itemsize(job.compute_dtype)
+    copy = compute if job.precision == "bf16" else itemsize(peer.adapter_dtype)
+    inputs = sum(p.shape[1] for p in unit.parameters if ".lora_A." in p.name)
+    shared = compute * (2 * block.hidden + block.intermediate)
+    return max(0, inputs * (copy + 1) - shared) * job.tokens
