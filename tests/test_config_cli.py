@@ -36,7 +36,7 @@ def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "try: main()\n"
         "finally: 'torch' in sys.modules and sys.stderr.write('TORCH WAS IMPORTED')"
     )
-    environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "200"}
+    environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "200", "HF_HOME": str(directory / "hf")}
     done = subprocess.run(
         [sys.executable, "-c", code, "config", *arguments],
         cwd=directory,
@@ -109,8 +109,33 @@ def test_explain_says_every_value_and_where_it_comes_from(tmp_path: Path, accele
 def test_explain_without_a_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "fullshard.yaml").write_text("launch:\n  num_processes: 7\n")
     done = run(tmp_path, "explain")
-    assert done.stdout.startswith("file: none is named, and none is read\n")
+    assert done.stdout.startswith("no file is named\n")
     assert not any("7" in line for line in done.stdout.splitlines() if line.startswith("launch.num_processes "))
+
+
+def test_a_default_file_is_used_only_with_a_word_about_it(tmp_path: Path) -> None:
+    folder = tmp_path / "hf" / "accelerate"
+    folder.mkdir(parents=True)
+    (folder / "default_config.yaml").write_text(ACCELERATE)
+    done = run(tmp_path, "explain")
+    assert "launch.num_processes" in done.stdout
+    assert "default_config.yaml:3:1" in done.stdout
+    assert done.stderr.count("\n") == 1
+    assert "default_config.yaml, the default that `accelerate config` wrote" in done.stderr
+    assert "default_config.yaml" not in run(tmp_path, "explain", "--config_file", "none").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("accelerate.yaml", "--num_processes", "8", "--debug"), ("--debug", "--num-processes=8", "accelerate.yaml")],
+)
+def test_explain_takes_the_flags_of_launch(tmp_path: Path, accelerate_file: Path, arguments: tuple[str, ...]) -> None:
+    rows = {row["path"]: row for row in json.loads(run(tmp_path, "explain", "--json", *arguments).stdout)["settings"]}
+    number, debug, mode = (rows[path] for path in ("launch.num_processes", "launch.debug", "precision.mode"))
+    assert (number["value"], debug["value"], mode["value"]) == (8, True, "bf16")
+    assert (debug["source"], mode["source"]) == ("--debug", "accelerate.yaml:2:1")
+    wrong = run(tmp_path, "explain", *arguments, "--num_proceses", "3")
+    assert (wrong.returncode, "did you mean --num_processes?" in wrong.stderr) == (2, True)
 
 
 def test_explain_in_json(tmp_path: Path, accelerate_file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fullshard.cli.launch import RawCommand, read_sources
+from fullshard.config.flags import parse
 from fullshard.core.errors import ConfigError
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -92,41 +95,43 @@ def schema(output: _Output = None, overwrite: _Overwrite = False) -> None:
     _put(json.dumps(json_schema(), indent=2) + "\n", output, overwrite)
 
 
-@app.command("explain", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def explain(
-    context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Print every setting: its value, where that comes from, and its default.
+@app.command("explain", cls=RawCommand)
+def explain(context: typer.Context) -> None:
+    """Print every setting as `fullshard launch` would have it: its value, where that comes from, and its default.
 
-    Takes a FILE of any dialect, and the flags of `fullshard launch`. Without a FILE none is read.
+    fullshard config explain [FILE] [--json] [flags of `fullshard launch`]
     """
     from fullshard.config.explain import explain as explained
-    from fullshard.config.load import load_environment
     from fullshard.config.resolve import resolve
 
-    flags, file = _read_flags(context.args)
-    resolved = resolve([*([_load(file)] if file else []), load_environment(), flags])
+    line = parse(_with_file_as_flag([argument for argument in context.args if argument != "--json"]))
+    if line.option("help"):
+        print(context.get_help())
+        return
+    as_json = "--json" in context.args
+    resolved = resolve(read_sources(line, os.environ))
     rows = list(explained(resolved))
     notes = [str(note) for note in resolved.notes]
     if as_json:
         print(json.dumps({"settings": [_as_data(row) for row in rows], "notes": notes}, indent=2))
         return
-    print(f"file: {file}" if file else "file: none is named, and none is read")
+    if line.option("config_file") is None:
+        print("no file is named")
     _print_rows(rows)
     for note in notes:
         print(f"note: {note}")
 
 
-def _read_flags(arguments: list[str]) -> tuple[Any, Path | None]:
-    """What flags set, and the file that is named among them."""
-    from fullshard.config.dialect import Reading
-
-    files = [argument for argument in arguments if not argument.startswith("-")]
-    unknown = [argument for argument in arguments if argument.startswith("-")] + files[1:]
-    if unknown:
-        raise ConfigError(f"unknown argument {unknown[0]!r}", hint="see `fullshard config explain --help`")
-    return Reading(), Path(files[0]) if files else None
+def _with_file_as_flag(arguments: list[str]) -> list[str]:
+    """The command line of `explain` as one of `launch`, which stops at the first word that is no flag."""
+    line = parse(arguments)
+    if line.target is None:
+        return arguments
+    before = arguments[: len(arguments) - len(line.arguments) - 1]
+    after = parse(line.arguments)
+    if after.target is not None:
+        raise ConfigError(f"one file at a time, got {line.target} and {after.target}", hint="name one")
+    return ["--config_file", line.target, *before, *line.arguments]
 
 
 def _as_data(row: Any) -> dict[str, Any]:
