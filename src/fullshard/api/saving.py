@@ -23,6 +23,7 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.api.collectives import broadcast_object
 from fullshard.api.data import ShardedDataLoader
+from fullshard.checkpoint.adapters import is_adapted, save_adapters
 from fullshard.checkpoint.catalog import LATEST_NAME
 from fullshard.checkpoint.format import MANIFEST_NAME, read_manifest
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -207,8 +208,12 @@ def load(path: Path, state: TrainingState) -> int:
 def save_model(model: nn.Module, directory: Path, max_shard_size: int | str, environment: RankEnvironment) -> None:
     """Write the whole model as safetensors into a directory, which may exist and hold other files. A collective.
 
-    Weights that an earlier save left there are removed, since `from_pretrained` might read them instead.
+    Of a PEFT model that is its adapters. Weights that an earlier save left there are removed, since `from_pretrained`
+    might read them instead.
     """
+    if is_adapted(model):
+        save_adapters(directory, model)
+        return
     if not run_on_main(environment, directory.exists):
         checkpoint.export_hf(directory, model=model, max_shard_size=max_shard_size)
         return

@@ -1,0 +1,102 @@
+"""The adapters of a PEFT model: saved whole and alone, in PEFT's format, and loaded from it.
+
+PEFT decides what belongs to an adapter and how it is called in a file; it is asked with stand-ins for the weights, so
+only what it wants is gathered, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.full_state import full_tensor
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.tensors import local_buffers, local_parameters, rest
+from fullshard.core.errors import CheckpointError
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether `model` is a PEFT model: a base with adapters."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def adapter_parameter_names(model: nn.Module) -> Container[str]:
+    """Names of what belongs to the adapters of `model`, and of all that is trained besides; nothing without adapters.
+
+    A collective.
+    """
+    if not is_adapted(model):
+        return ()
+    names = {name for stored in _wanted(model, Ranks.of(model)).values() for name in stored}
+    trained = (local for local in local_parameters(model, rank=0) if local.tensor.requires_grad)
+    return names | {name for local in trained for name in local.names}
+
+
+def save_adapters(path: str | Path, model: nn.Module) -> None:
+    """Write every adapter as `PeftModel.save_pretrained` of the unsharded model would. A collective.
+
+    Args:
+        path: directory, which may exist; adapters other than `default` go into directories of their own.
+        model: a PEFT model, sharded or not.
+
+    Raises:
+        CheckpointError: on every rank, if it cannot be written.
+    """
+    rest(model)
+    ranks = Ranks.of(model)
+    state: dict[str, torch.Tensor] = {}
+    sources = [*local_parameters(model, rank=ranks.rank), *local_buffers(model, rank=ranks.rank)]
+    by_name = {name: source for source in sources for name in source.names}
+    for name in dict.fromkeys(name for stored in _wanted(model, ranks).values() for name in stored):
+        whole = full_tensor(by_name[name])
+        if ranks.rank == 0:
+            state[name] = whole.detach().cpu()
+
+    def write() -> None:
+        model.save_pretrained(str(path), state_dict=state)  # type: ignore[operator]
+
+    ranks.on_rank_0(f"writing adapters to {path}", write)
+
+
+def load_adapters(path: str | Path, model: nn.Module) -> None:
+    """Load the adapters that `save_adapters` or PEFT wrote into those of the same names. Every rank reads.
+
+    Raises:
+        CheckpointError: an adapter is not there.
+    """
+    peft: Any = importlib.import_module("peft")
+    rest(model)
+    for adapter in model.peft_config:  # type: ignore[union-attr]
+        directory = Path(path) if adapter == "default" else Path(path) / str(adapter)
+        if not (directory / "adapter_config.json").is_file():
+            raise CheckpointError(f"{directory} holds no adapter", hint=f"expected the adapter {adapter!r} there")
+        weights = peft.load_peft_weights(str(directory), device="cpu")
+        result = peft.set_peft_model_state_dict(model, weights, adapter_name=str(adapter))
+        if result.unexpected_keys:
+            raise CheckpointError(f"{directory}: no place for {', '.join(result.unexpected_keys)}")
+
+
+def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
+    """For each adapter, the names in the model of what PEFT stores for it.
+
+    Rank 0 asks: PEFT may look at the hub to see whether the embeddings were resized.
+    """
+
+    def ask() -> dict[str, list[str]]:
+        peft: Any = importlib.import_module("peft")
+        sources = [*local_parameters(model, rank=0), *local_buffers(model, rank=0)]
+        stand_ins = {name: torch.empty(0, device="meta") for source in sources for name in source.names}
+        found = {}
+        for adapter in model.peft_config:  # type: ignore[union-attr]
+            chosen = peft.get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter)
+            kept = {id(value) for value in chosen.values()}
+            found[str(adapter)] = [name for name, value in stand_ins.items() if id(value) in kept]
+        return found
+
+    wanted: dict[str, list[str]] = ranks.broadcast(ranks.on_rank_0("asking PEFT what belongs to the adapters", ask))
+    return wanted

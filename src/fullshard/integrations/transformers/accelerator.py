@@ -1,0 +1,131 @@
+"""The Accelerator that a `Trainer` holds: fullshard's own, with the few further names that Trainer and TRL ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+
+from fullshard.api import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+from fullshard.api.state import GradientState
+from fullshard.config.resolve import Resolved
+from fullshard.core.errors import ConfigError
+
+_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+
+
+class TrainerGradientState(GradientState):
+    """Where the Trainer's loop is; it counts micro-batches itself and tells which of them ends a step."""
+
+    plugin_kwargs: dict[str, Any] = {"sync_each_batch": True}  # noqa: RUF012 -- read, never written
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+
+class TrainerAccelerator(Accelerator):
+    """Drives the engine for a Trainer.
+
+    Args:
+        args: the `TrainingArguments`.
+        resolved: the configuration of the run, the arguments' `fsdp` and `fsdp_config` included.
+        dataloader_config: as Accelerate has it.
+
+    Raises:
+        ConfigError: an argument that cannot be honoured.
+    """
+
+    parallelism_config = None
+    is_fsdp2 = True
+
+    def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any) -> None:
+        _refuse(args)
+        plugin = FullyShardedDataParallelPlugin()
+        plugin.fill(resolved.config)
+        super().__init__(
+            mixed_precision=args.mixed_precision if args.bf16 or args.fp16 else None,
+            cpu=bool(args.use_cpu),
+            dataloader_config=dataloader_config,
+            fsdp_plugin=plugin,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(1),  # Trainer divides the loss itself
+            kwargs_handlers=[InitProcessGroupKwargs(timedelta(seconds=args.ddp_timeout))],
+            dynamo_backend=args.torch_compile_backend if args.torch_compile else None,
+        )
+        self.gradient_state = TrainerGradientState()
+        # Trainer makes the optimizer before it has the model sharded, as for Accelerate's version 2.
+        plugin.fsdp_version = 2
+        self._say_what_has_no_effect(args)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Shard a model; see `Accelerator.prepare_model`."""
+        plugin: Any = self.fsdp_plugin
+        if _is_pefts_policy(plugin.auto_wrap_policy):
+            # It makes every adapter a unit of its own, which Accelerate needs to treat frozen parameters apart. Here a
+            # unit may hold both.
+            self._say("peft's fsdp_auto_wrap_policy: units are the model's layers, adapters included")
+            plugin.auto_wrap_policy = plugin.transformer_cls_names_to_wrap or "TRANSFORMER_BASED_WRAP"
+            plugin.transformer_cls_names_to_wrap = None
+        return super().prepare_model(model, None if evaluation_mode else device_placement, evaluation_mode)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Nothing: every micro-batch is reduced into the sharded gradient, so accumulation costs no memory."""
+        yield
+
+    @contextlib.contextmanager
+    def maybe_context_parallel(self, **options: Any) -> Iterator[None]:
+        """Nothing: there is no context parallelism."""
+        yield
+
+    @property
+    def state_dict_type(self) -> str:
+        """What is saved as one part per rank (SHARDED_STATE_DICT) or whole; scripts set it on the plugin."""
+        return self._state_dict_type()
+
+    def _say_what_has_no_effect(self, args: Any) -> None:
+        asked = [name for name in _DDP if getattr(args, name, None) is not None]
+        if asked:
+            self._say(f"{', '.join(asked)}: no effect, the model is sharded and not replicated by DDP")
+        steps = self._config.training.gradient_accumulation_steps
+        if steps not in (1, args.gradient_accumulation_steps):
+            self._say(
+                f"training.gradient_accumulation_steps = {steps}: no effect, TrainingArguments has "
+                f"{args.gradient_accumulation_steps}"
+            )
+
+
+def _refuse(args: Any) -> None:
+    refused = {
+        "deepspeed": "there is one engine here; write its settings as fsdp_config, or launch with the file",
+        "parallelism_config": "tensor, context and pipeline parallelism are not supported",
+        "fp16_full_eval": "a sharded model cannot be cast; use fp16=True, which computes evaluation in it, too",
+        "bf16_full_eval": "a sharded model cannot be cast; use bf16=True, which computes evaluation in it, too",
+    }
+    for name, reason in refused.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"TrainingArguments.{name} is not supported", hint=reason)
+    if args.torch_compile and args.torch_compile_mode:
+        raise ConfigError(
+            f"TrainingArguments.torch_compile_mode = {args.torch_compile_mode!r} is not supported",
+            hint="set sharding.compile_mode in the launcher's configuration",
+        )
+
+
+def _is_pefts_policy(policy: Any) -> bool:
+    """Whether this is what `peft.utils.other.fsdp_auto_wrap_policy` makes."""
+    if not isinstance(policy, functools.partial):
+        return False
+    parts = policy.keywords.get("policies", ())
+    functions = [part.keywords.get("lambda_fn") for part in parts if isinstance(part, functools.partial)]
+    return any(getattr(function, "__module__", "") == "peft.utils.other" for function in functions)

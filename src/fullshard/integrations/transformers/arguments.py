@@ -1,0 +1,116 @@
+"""`TrainingArguments`: every word of `fsdp` and every key of `fsdp_config` is understood, or is an error.
+
+Transformers reads the keys it knows and drops the others. Here they are read by the same table as `--fsdp_config` of
+`fullshard launch`, when the arguments are made.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import os
+import sys
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.api.configure import launched
+from fullshard.api.state import ProcessState
+from fullshard.config.dialect import Reading, refuse
+from fullshard.config.load import load_fsdp_config, load_fsdp_words
+from fullshard.config.origin import Entry, Origin
+from fullshard.config.resolve import Resolved, resolve
+from fullshard.launch.environment import read_rank_environment
+
+_PREPARED: dict[str, Any] = {
+    "min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False,
+}  # fmt: skip
+"""What Transformers puts into `fsdp_config` where nobody wrote anything."""
+
+
+def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
+    """What the two arguments set. An `fsdp_config` counts without `fsdp`, too: the model is sharded in any case.
+
+    Raises:
+        ConfigError: a file that cannot be read. Faults of words, keys and values are in the reading's problems.
+    """
+    reading = Reading()
+    if isinstance(fsdp, list | tuple):  # Transformers takes a list of its FSDPOption, too
+        fsdp = " ".join(str(getattr(word, "value", word)) for word in fsdp)
+    if isinstance(fsdp, str) and fsdp.strip():
+        reading.add(load_fsdp_words(fsdp, Origin.argument("TrainingArguments.fsdp")))
+    if fsdp_config:
+        if isinstance(fsdp_config, Mapping):
+            fsdp_config = {k: v for k, v in fsdp_config.items() if k not in _PREPARED or v != _PREPARED[k]}
+        else:
+            fsdp_config = Path(fsdp_config)
+        reading.add(load_fsdp_config(fsdp_config, "TrainingArguments.fsdp_config"))
+    reading.find_contradictions()
+    return reading
+
+
+def resolved_configuration(args: Any) -> Resolved:
+    """The configuration of a run with a Trainer: the arguments, over what the launcher handed over.
+
+    Raises:
+        ConfigError: a setting that is wrong.
+    """
+    reading = args.__dict__.get("_fullshard_reading")
+    if reading is None:  # Transformers' own class
+        reading = read_fsdp_arguments(None if args.fsdp is True else args.fsdp, args.fsdp_config)
+    return resolve([launched(), reading])
+
+
+def join_accelerate() -> None:
+    """Have Accelerate, which finds device and ranks for the arguments, find what fullshard does.
+
+    On a machine without accelerators it would otherwise see one process, on every rank.
+    """
+    if read_rank_environment().launched and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+class ShardedArguments:
+    """In front of `TrainingArguments`: reads `fsdp` and `fsdp_config`, and joins the job as the engine needs it."""
+
+    def _process_fsdp_args(self: Any) -> None:
+        """Called by Transformers when all fields are set. Replaces its own reading of the two fields."""
+        join_accelerate()
+        reading = read_fsdp_arguments(self.fsdp, self.fsdp_config)
+        refuse(reading.problems)
+        self._fullshard_reading = reading
+        # Truthful for scripts that ask. Without a launcher this is a run on one rank, which Transformers would refuse.
+        self.fsdp = bool(self.fsdp) and read_rank_environment().launched
+        self.fsdp_config = {**_PREPARED, **_plain(reading)}
+
+    @cached_property
+    def _setup_devices(self: Any) -> torch.device:
+        """The device of this rank. The process group is made first, or Accelerate would make one without Gloo."""
+        join_accelerate()
+        if read_rank_environment().launched:
+            device = "cpu" if self.use_cpu else resolve([launched()]).config.launch.device
+            ProcessState.start(device=device, timeout_seconds=float(self.ddp_timeout))
+        return super()._setup_devices  # type: ignore[misc, no-any-return]
+
+    def __reduce__(self: Any) -> Any:
+        # As an object of the class that its module has under this name: training_args.bin must be readable without
+        # fullshard. `fsdp_config` says all that the reading does.
+        state = {key: value for key, value in self.__dict__.items() if key != "_fullshard_reading"}
+        cls = type(self)
+        named = getattr(sys.modules[cls.__module__], cls.__qualname__, cls)
+        return copyreg._reconstructor, (named, object, None), state  # type: ignore[attr-defined]
+
+
+_WORDS = {"sharding.strategy": "sharding_strategy", "sharding.cpu_offload": "cpu_offload"}
+
+
+def _plain(reading: Reading) -> dict[str, Any]:
+    """What was read, as an `fsdp_config` that means the same: arguments are copied by their fields."""
+    values = {_WORDS[s.path]: s.value for s in reading.settings if s.path in _WORDS}
+    return values | {name.removeprefix("fsdp_"): _value(entry) for name, entry in reading.entries.items()}
+
+
+def _value(entry: Entry) -> Any:
+    return {inner.key: _value(inner) for inner in entry.value} if entry.is_mapping else entry.value

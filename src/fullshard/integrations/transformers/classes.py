@@ -1,0 +1,59 @@
+"""The sharded classes: Transformers' and TRL's own, with a mixin in front."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.integrations.transformers.arguments import ShardedArguments
+from fullshard.integrations.transformers.trainer import ShardedTraining
+
+_SINCE = (5, 0)
+_HOMES = {
+    "Trainer": ("transformers", ShardedTraining),
+    "Seq2SeqTrainer": ("transformers", ShardedTraining),
+    "SFTTrainer": ("trl", ShardedTraining),
+    "TrainingArguments": ("transformers", ShardedArguments),
+    "Seq2SeqTrainingArguments": ("transformers", ShardedArguments),
+    "SFTConfig": ("trl", ShardedArguments),
+}
+
+
+def sharded(original: type) -> type:
+    """A subclass of a trainer or of training arguments that works on fullshard's engine, under the same name.
+
+    Raises:
+        ConfigError: a version of Transformers that is too old.
+    """
+    mixin = ShardedArguments if "Argument" in original.__name__ or "Config" in original.__name__ else ShardedTraining
+    if issubclass(original, mixin):
+        return original
+    _check_version()
+    # The module stays: a pickled instance (training_args.bin) is found there, with fullshard installed or without.
+    return type(original.__name__, (mixin, original), {"__module__": original.__module__, "__doc__": original.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package, _ = _HOMES[name]
+    try:
+        module = importlib.import_module(package)
+    except ImportError:
+        extra = "sft" if package == "trl" else "hf"
+        raise MissingExtraError(package, extra=extra, purpose=f"{name} on fullshard's engine") from None
+    value = sharded(getattr(module, name))
+    globals()[name] = value
+    return value
+
+
+def _check_version() -> None:
+    version = sys.modules["transformers"].__version__
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < _SINCE:
+        raise ConfigError(
+            f"Transformers {version} is too old for its Trainer on fullshard's engine, 5.0 is the first",
+            hint="pip install -U transformers",
+        )

@@ -1,0 +1,226 @@
+"""`ShardedTraining`: in front of Transformers' `Trainer`, or a class derived from it, it trains on fullshard's engine.
+
+What it replaces: the making of the Accelerator, saving and loading. The loop stays Trainer's.
+
+    OUTPUT/checkpoint-10/
+        config.json, tokenizer, ...     as Trainer writes them
+        model.safetensors               FULL_STATE_DICT: the weights, for from_pretrained
+        adapter_model.safetensors       a PEFT model: the adapters, in either type
+        training_state/                 optimizer, schedule, and with SHARDED_STATE_DICT the weights: a checkpoint of
+                                        fullshard's that any number of ranks can load
+        rng_state_0.pth, ...            as Trainer writes them
+        trainer_state.json              last: a directory that has it is complete
+
+`save_model(directory)` always writes a model that `from_pretrained` reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard import checkpoint
+from fullshard.api import ShardedDataLoader, skip_first_batches
+from fullshard.api.options import DataLoaderConfiguration
+from fullshard.api.sharding import is_sharded
+from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, load_adapters
+from fullshard.checkpoint.format import MANIFEST_NAME
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.engine import ShardedParameter
+from fullshard.integrations.transformers.accelerator import TrainerAccelerator
+from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
+from fullshard.launch.environment import run_on_main
+
+STATE_NAME = "training_state"
+"""Directory in `checkpoint-N` that holds what resumes the training."""
+
+_COMPLETE = "trainer_state.json"
+_DATALOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+_WRITES_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+class ShardedTraining:
+    """Mixin for `Trainer` classes."""
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: TrainerAccelerator
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Make the Accelerator, and say that the model is sharded."""
+        args = self.args
+        join_accelerate()
+        _teach_to_skip_batches()
+        resolved = resolved_configuration(args)
+        chosen = args.accelerator_config.to_dict()
+        accumulation = dict(chosen.pop("gradient_accumulation_kwargs", None) or {})
+        if "num_steps" in accumulation:
+            if args.gradient_accumulation_steps > 1:
+                raise ConfigError(
+                    "accelerator_config and gradient_accumulation_steps both say how many micro-batches a step has",
+                    hint="keep gradient_accumulation_steps",
+                )
+            args.gradient_accumulation_steps = accumulation["num_steps"]
+        loader = DataLoaderConfiguration(**{name: chosen[name] for name in _DATALOADER})
+        loader.data_seed, loader.non_blocking = args.data_seed, chosen.get("non_blocking", False)
+        self.accelerator = TrainerAccelerator(args, resolved, loader)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
+        )
+        self.is_deepspeed_enabled, self.is_fsdp_enabled = False, True
+        if self.accelerator.fsdp_plugin.activation_checkpointing and args.activation_checkpointing:
+            raise ConfigError(
+                "activations are to be recomputed twice over: fsdp_config and TrainingArguments both ask for it",
+                hint="leave activation_checkpointing (gradient_checkpointing) out of one of them",
+            )
+
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            newest = run_on_main(
+                self.accelerator.process.environment, lambda: _newest_complete(Path(self.args.output_dir))
+            )
+            if newest is None:
+                raise CheckpointError(
+                    f"there is no complete checkpoint in {self.args.output_dir}",
+                    hint="leave resume_from_checkpoint out to start anew",
+                )
+            resume_from_checkpoint = str(newest)
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
+        """6 x tokens x parameters, embeddings left out, of the whole model."""
+        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if main_input is None or not hasattr(self.model, "num_parameters"):
+            return 0
+        tables = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+        return 6 * int(main_input.numel()) * _whole_numel(p for p in self.model.parameters() if id(p) not in tables)
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a model that `from_pretrained` reads (of a PEFT model the adapters), with its tokenizer. A collective.
+
+        Within a checkpoint of sharded weights the configuration alone is written: the weights are beside it.
+        """
+        directory = Path(output_dir or self.args.output_dir)
+        if _internal_call and self._keeps_weights_in_state():
+            if self.args.should_save:
+                directory.mkdir(parents=True, exist_ok=True)
+                config: Any = getattr(self.model, "config", None)
+                if hasattr(config, "save_pretrained"):
+                    config.save_pretrained(directory)
+        else:
+            self.accelerator.save_model(self.model, directory)
+        if self.args.should_save:
+            self._save_beside_weights(directory)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_beside_weights(self: Any, directory: Path) -> None:
+        tokenizer = self.processing_class
+        if tokenizer is None:
+            tokenizer = getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        torch.save(self.args, directory / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        checkpoint.save_checkpoint(
+            Path(output_dir) / STATE_NAME,
+            model=self.model,
+            optimizer=self.optimizer.optimizer,
+            scheduler=self.lr_scheduler,
+            weights=None if self._keeps_weights_in_state() else adapter_parameter_names(self.model),
+            overwrite=True,
+        )
+
+    def _keeps_weights_in_state(self: Any) -> bool:
+        """Whether a checkpoint's weights are in its training state, and so not written in from_pretrained's form."""
+        if self.args.save_only_model or is_adapted(self.model):
+            return False
+        if self.accelerator.state_dict_type == "SHARDED_STATE_DICT":
+            return True
+        # Weights that Transformers stores in another form than it computes with cannot be read back in slices.
+        return not checkpoint.is_exported_as_it_is(self.model)
+
+    # -- loading ------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        model = self.model if model is None else model
+        directory = Path(resume_from_checkpoint)
+        if not is_sharded(model):
+            # Trainer's own code serves models that are loaded before they are sharded.
+            raise CheckpointError(f"{directory} is to be loaded into a model that is not sharded yet")
+        state = directory / STATE_NAME
+        if (state / MANIFEST_NAME).is_file():
+            checkpoint.load_checkpoint(state, model=model, weights="stored", rng=False)
+        if is_adapted(model):
+            if not (state / MANIFEST_NAME).is_file():
+                load_adapters(directory, model)
+        elif any((directory / name).is_file() for name in _WRITES_WEIGHTS):
+            checkpoint.load_pretrained(directory, model)
+        elif not (state / MANIFEST_NAME).is_file():
+            raise _unreadable(directory)
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint_dir: str | None) -> None:
+        if checkpoint_dir is None:
+            return
+        state = Path(checkpoint_dir) / STATE_NAME
+        if not (state / MANIFEST_NAME).is_file():
+            raise CheckpointError(
+                f"{checkpoint_dir} holds no {STATE_NAME}, so neither optimizer nor schedule can go on",
+                hint="it was saved by another program or with save_only_model; load it with from_pretrained instead",
+            )
+        checkpoint.load_checkpoint(
+            state,
+            model=self.model,
+            optimizer=self.optimizer.optimizer,
+            scheduler=self.lr_scheduler,
+            weights="none",
+        )
+
+    def _load_best_model(self: Any) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
+
+
+def _teach_to_skip_batches() -> None:
+    """Accelerate's `skip_first_batches`, which Trainer calls when it resumes, does not know fullshard's loader."""
+    import transformers.trainer as home
+
+    theirs = home.skip_first_batches
+    if getattr(theirs, "knows_fullshard", False):
+        return
+
+    def skip(dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, ShardedDataLoader):
+            return skip_first_batches(dataloader, num_batches)
+        return theirs(dataloader, num_batches)
+
+    skip.knows_fullshard = True  # type: ignore[attr-defined]
+    home.skip_first_batches = skip
+
+
+def _newest_complete(directory: Path) -> Path | None:
+    found = [p for p in directory.glob("checkpoint-*") if p.name[11:].isdigit() and (p / _COMPLETE).is_file()]
+    return max(found, key=lambda path: int(path.name[11:]), default=None)
+
+
+def _whole_numel(parameters: Iterable[torch.nn.Parameter]) -> int:
+    return sum(p.global_shape.numel() if isinstance(p, ShardedParameter) else p.numel() for p in parameters)
+
+
+def _unreadable(directory: Path) -> CheckpointError:
+    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    if any(name.startswith("pytorch_model_fsdp") for name in names):
+        return CheckpointError(
+            f"{directory} was saved by Accelerate", hint="`fullshard ckpt import` turns it into a checkpoint"
+        )
+    return CheckpointError(f"{directory} holds no weights: {', '.join(names[:8]) or 'there is nothing'}")
