@@ -429,7 +429,7 @@ def test_variables_people_set() -> None:
         ("FSDP_OFFLOAD_PARAM", "true", "$FSDP_OFFLOAD_PARAM: unknown variable", "did you mean FSDP_OFFLOAD_PARAMS?"),
         ("FSDP_COLOUR", "red", "$FSDP_COLOUR: unknown variable", "known are"),
         ("ACCELERATE_MIXED_PRECISON", "bf16", "unknown variable", "did you mean ACCELERATE_MIXED_PRECISION?"),
-        ("FSDP_OFFLOAD_PARAMS", "maybe", "$FSDP_OFFLOAD_PARAMS: fsdp_offload_params: expected true or false", "see"),
+        ("FSDP_OFFLOAD_PARAMS", "maybe", "$FSDP_OFFLOAD_PARAMS: expected true or false", "see"),
         ("ACCELERATE_FP8_BACKEND", "TE", "ACCELERATE_FP8_BACKEND = TE is not supported", "unset"),
         ("PARALLELISM_CONFIG_TP_SIZE", "2", "tensor parallelism", "use 1"),
     ],

@@ -144,6 +144,7 @@ class Accelerator(Gathering):
             ProcessState.start(device=self._config.launch.device, timeout_seconds=timeout_seconds),
             GradientState(accumulation.num_steps, accumulation.sync_with_dataloader),
         )
+        _check_precision(self.mixed_precision, self.device)
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         check_data_loader_configuration(self.dataloader_config, self.num_processes)
@@ -552,6 +553,14 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise ConfigError(f"{name} is not supported", hint=_REFUSED[name])
+
+
+def _check_precision(mode: str, device: torch.device) -> None:
+    if mode == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(
+            f"mixed_precision = bf16 on {torch.cuda.get_device_name(device)}, which has no bfloat16 arithmetic",
+            hint="use fp16, or no",
+        )
 
 
 def _check_rng_types(rng_types: list[Any] | None) -> set[str]:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.origin import Entry, Origin
+from fullshard.config.origin import Entry, Origin, Precedence
 from fullshard.config.schema import plain_message
 from fullshard.core.errors import ConfigError
 
@@ -277,7 +277,9 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
         message = plain_message(error)
         advice = f"see {key.target} in `fullshard config explain`" if key.target else f"leave it out: {key.because}"
         hint = getattr(error, "hint", None) or advice
-        reading.problems.append(Problem((entry.origin,), f"{entry.key}: {message}", hint))
+        named = _normal(entry.key) in _normal(entry.origin.text)  # a flag or a variable is called like its key
+        what = message if named and entry.origin.precedence > Precedence.FILE else f"{entry.key}: {message}"
+        reading.problems.append(Problem((entry.origin,), what, hint))
         return reading
     if found is None or isinstance(found, str) or (key.status is Status.NO_EFFECT and key.read is None):
         reading.notes.append(_no_effect(entry, found if isinstance(found, str) else key.because))
