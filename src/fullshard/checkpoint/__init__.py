@@ -1,5 +1,6 @@
 """Checkpoints: saved by any number of ranks, loaded by any other, proved byte by byte, exported to Hugging Face."""
 
+from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.catalog import latest_checkpoint
 from fullshard.checkpoint.export import export_hf
 from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict
@@ -9,6 +10,7 @@ from fullshard.checkpoint.save import save_checkpoint
 from fullshard.checkpoint.verify import Verification, verify_checkpoint
 
 __all__ = [
+    "AsyncSaver",
     "Verification",
     "export_hf",
     "from_pretrained",

@@ -96,12 +96,14 @@ class TensorRecord(_Record):
         dtype: torch's name without the prefix, for example `bfloat16`.
         pieces: who stores which elements; empty pieces are left out.
         aliases: further names of the same tensor (tied parameters).
+        is_stored: whether its elements are in this checkpoint; if not, only its shape and dtype are known here.
     """
 
     shape: tuple[_Natural, ...]
     dtype: str
     pieces: tuple[PieceRecord, ...]
     aliases: tuple[str, ...] = ()
+    is_stored: bool = True
 
     @property
     def numel(self) -> int:
@@ -211,7 +213,10 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
     expected, got = int(match[1], 16), google_crc32c.value(body)
     if got != expected:
         raise CheckpointError(f"{where} is damaged: its crc32c is {got:08x}, expected {expected:08x}")
-    fields = json.loads(body)
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{where} does not hold the JSON it should") from None
     version = fields.get("format_version") if isinstance(fields, dict) else None
     if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from fullshard.checkpoint.optimizer_state import group_parameters
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.resharding import plan_reads
 from fullshard.checkpoint.rng import restore_rng
-from fullshard.checkpoint.storage import TensorFileReader, replaced_directories
+from fullshard.checkpoint.storage import Bytes, TensorFileReader, replaced_directories
 from fullshard.checkpoint.tensors import (
     LocalTensor,
     device_of,
@@ -50,6 +50,9 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 
 logger = logging.getLogger(__name__)
+
+Weights = Literal["all", "stored", "none"]
+"""Which parameters and buffers a load reads."""
 
 _MAX_OPEN_FILES = 16
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -82,6 +85,8 @@ def load_checkpoint(
     scheduler: Any = None,
     scaler: Any = None,
     objects: Sequence[Any] = (),
+    weights: Weights = "all",
+    rng: bool = True,
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` wrote, at any world size, strategy and mesh. A collective: every rank calls it.
 
@@ -95,6 +100,9 @@ def load_checkpoint(
         scheduler: its `load_state_dict` is called.
         scaler: likewise.
         objects: likewise, in the order they were saved.
+        weights: which parameters and buffers to read: `all`, and the checkpoint must hold them all; those that are
+            `stored` in it; or `none`. The others keep their values.
+        rng: restore the random number generators.
 
     Returns:
         The `extra` of `save_checkpoint`, empty if there was none.
@@ -111,7 +119,8 @@ def load_checkpoint(
 
     def prepare() -> _Load:
         manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
-        return _Load(directory, manifest, ranks.rank, model, optimizer, {k for k, v in wanted.items() if v is not None})
+        asked = {name for name, value in wanted.items() if value is not None}
+        return _Load(directory, manifest, ranks.rank, model, optimizer, asked, weights)
 
     load = ranks.together(f"matching {directory} with the model", prepare)
     stored = ranks.together(f"reading {directory}", load.read)
@@ -124,7 +133,8 @@ def load_checkpoint(
                 _load_state_dict(source, decode_value(load.manifest.states[name], stored))
         extra = decode_value(load.manifest.states.get("extra"), stored)
         # last, because a load_state_dict() may draw random numbers
-        load.restore_rng(stored, ranks.world_size)
+        if rng:
+            load.restore_rng(stored, ranks.world_size)
         return extra or {}
 
     return ranks.together(f"restoring {directory}", restore)
@@ -141,6 +151,7 @@ class _Load:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         wanted: set[str],
+        weights: Weights,
     ) -> None:
         rest(model)
         self.directory, self.manifest, self.rank, self.model, self.optimizer = (
@@ -154,8 +165,17 @@ class _Load:
         self._primary = {n: name for name, r in manifest.parameters.items() for n in (name, *r.aliases)}
         self._state: list[tuple[nn.Parameter, dict[str, Any]]] = []
         problems: list[str] = []
-        self._targets = _match("parameter", self.parameters, manifest.parameters, problems)
-        self._targets += _match("buffer", local_buffers(model, rank=rank), manifest.buffers, problems)
+        buffers = local_buffers(model, rank=rank)
+        # An imported checkpoint has its buffers among the parameters: other formats do not tell them apart.
+        names = {name for buffer in buffers for name in buffer.names}
+        saved_buffers = manifest.buffers | {n: r for n, r in manifest.parameters.items() if n in names}
+        saved_parameters = {n: r for n, r in manifest.parameters.items() if n not in names}
+        self._targets = _match("parameter", self.parameters, saved_parameters, problems)
+        self._targets += _match("buffer", buffers, saved_buffers, problems)
+        if weights == "all":
+            absent = [name for name, r in (manifest.parameters | manifest.buffers).items() if not r.is_stored]
+            problems += [f"the values of {name!r} were not saved here" for name in absent]
+        self._targets = [t for t in self._targets if weights != "none" and t.record.is_stored]
         problems += [f"{name} was not saved" for name in sorted(wanted - manifest.states.keys())]
         module_extra = manifest.states.get("module_extra")
         saved_modules = module_extra if isinstance(module_extra, dict) else {}
@@ -171,7 +191,7 @@ class _Load:
 
     def read(self) -> dict[str, torch.Tensor]:
         """Fill every target; returns tensors that are no part of model or optimizer."""
-        with _Readers(self.directory, self.manifest) as readers:
+        with Readers(self.directory, self.manifest) as readers:
             # the order of the files, so that each is read from front to back
             for target in sorted(self._targets, key=lambda t: (t.kind, -DTYPES[t.record.dtype][1])):
                 _fill(target, readers)
@@ -263,17 +283,21 @@ class _Load:
         return tensor
 
 
-class _Readers:
+class Readers:
     """Readers of the data files, a few open at a time."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
         self._open: OrderedDict[str, TensorFileReader] = OrderedDict()
 
-    def __enter__(self) -> _Readers:
+    def __enter__(self) -> Readers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
         for reader in self._open.values():
             reader.close()
 
@@ -291,6 +315,17 @@ class _Readers:
             self._open.popitem(last=False)[1].close()
         return reader
 
+    def fill(self, data: Bytes, kind: str, name: str, record: TensorRecord, interval: Interval) -> None:
+        """Read elements `interval` of a tensor that lies in pieces in files of one kind."""
+        itemsize = DTYPES[record.dtype][1]
+        saved = pieces_of(record)
+        numel = {piece.rank: piece.interval.numel for piece in saved}
+        for read in plan_reads(saved, interval):
+            reader = self[rank_file_name(kind, read.rank)]
+            stored = reader.find(name, record.dtype, numel[read.rank])
+            part = data[read.target.start * itemsize : read.target.stop * itemsize]
+            reader.read_into(stored.start + read.source.start * itemsize, part)
+
     def all_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Every tensor of a file, in host memory; none if there is no such file."""
         if name not in self._manifest.files:
@@ -304,19 +339,12 @@ class _Readers:
 
 
 @torch.no_grad()
-def _fill(target: _Target, readers: _Readers) -> None:
+def _fill(target: _Target, readers: Readers) -> None:
     """Read the elements of one target from the files that hold them."""
     tensor = target.tensor.detach()
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
     staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
-    data = tensor_bytes(staging)
-    itemsize = tensor.itemsize
-    pieces = {piece.rank: piece.interval.numel for piece in pieces_of(target.record)}
-    for read in plan_reads(pieces_of(target.record), target.interval):
-        reader = readers[rank_file_name(target.kind, read.rank)]
-        stored = reader.find(target.name, target.record.dtype, pieces[read.rank])
-        part = data[read.target.start * itemsize : read.target.stop * itemsize]
-        reader.read_into(stored.start + read.source.start * itemsize, part)
+    readers.fill(tensor_bytes(staging), target.kind, target.name, target.record, target.interval)
     if not in_place:
         tensor.copy_(staging)
 

@@ -58,6 +58,22 @@ class Ranks:
                 return ranks
         return cls()
 
+    def apart(self) -> Ranks:
+        """The same ranks over a process group of their own, which another thread may use. A collective."""
+        if self.world_size == 1:
+            return Ranks()
+        group = self._group or dist.group.WORLD
+        assert group is not None  # noqa: S101 -- there is more than one rank
+        timeout = group._get_backend(self.device).options._timeout  # torch would take the default, not the user's
+        return Ranks(dist.new_group(backend="gloo", timeout=timeout))
+
+    def all(self, value: bool) -> bool:
+        """Whether `value` is true on every rank."""
+        if self.world_size == 1:
+            return value
+        with _peers("comparing notes"):
+            return all(self._sizes(int(value)))
+
     def gather(self, value: Any) -> list[Any]:
         """JSON values of all ranks, on rank 0; an empty list elsewhere."""
         if self.world_size == 1:

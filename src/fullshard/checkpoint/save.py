@@ -1,6 +1,8 @@
 """Save a checkpoint: every rank writes what it owns, rank 0 makes it count.
 
     rank 0        makes `.tmp-NAME-ID`                                    [all learn the id]
+    every rank    collects what it will write                             [all can, or all fail]
+    --            from here on it may go on in another thread, see `background`
     every rank    writes its files there, fsyncs them, reports sizes and checksums      [rank 0 learns all, or all fail]
     rank 0        checks that every element is stored exactly once, writes the manifest, fsyncs, renames to NAME
 
@@ -10,12 +12,12 @@ Until the rename nothing looks like a checkpoint, and nothing old is touched bef
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import google_crc32c
 import torch
@@ -40,10 +42,12 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.rng import rng_tensors
+from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.storage import (
     TensorEntry,
     TensorFileWriter,
     commit_directory,
+    discard_directory,
     make_temp_directory,
     storage_order,
     temp_directory,
@@ -104,6 +108,7 @@ def save_checkpoint(
     scaler: Any = None,
     extra: Mapping[str, Any] | None = None,
     objects: Sequence[Any] = (),
+    weights: Container[str] | None = None,
     total_limit: int | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -120,6 +125,8 @@ def save_checkpoint(
         scaler: likewise.
         extra: what `load_checkpoint` is to return: numbers, text, tensors, and lists, tuples, dicts of them.
         objects: further objects with `state_dict()` and `load_state_dict()`, loaded again in the same order.
+        weights: names of the parameters and buffers to store; None: all. Of the others (a frozen base that lies
+            elsewhere) only shapes and dtypes are noted.
         total_limit: remove the oldest checkpoints beside `path` once the new one is complete, to keep this many.
         overwrite: replace `path` if it exists; the old one stays whole until the new one is.
 
@@ -130,6 +137,40 @@ def save_checkpoint(
         CheckpointError: on every rank, if any rank failed. Nothing is left at `path` but what was there before.
         ConfigError: `total_limit` below 1.
     """
+    pending = prepare_save(
+        path, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra, objects=objects,
+        weights=weights, total_limit=total_limit, overwrite=overwrite,
+    )  # fmt: skip
+    return pending.complete(pending.ranks)
+
+
+class SaveArguments(TypedDict, total=False):
+    """The keyword arguments of `save_checkpoint`."""
+
+    model: Required[nn.Module]
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    scaler: Any
+    extra: Mapping[str, Any] | None
+    objects: Sequence[Any]
+    weights: Container[str] | None
+    total_limit: int | None
+    overwrite: bool
+
+
+def prepare_save(path: str | Path, memory: HostMemory | None = None, **arguments: Unpack[SaveArguments]) -> PendingSave:
+    """The part of a save that needs the training to stand still. A collective.
+
+    Args:
+        path: see `save_checkpoint`.
+        memory: copy what is to be written into it, so that training may go on before it is written.
+        arguments: those of `save_checkpoint`.
+
+    Raises:
+        CheckpointError: on every rank, if any rank failed; nothing is left of it.
+        ConfigError: `total_limit` below 1.
+    """
+    total_limit, model = arguments.get("total_limit"), arguments["model"]
     if total_limit is not None and total_limit < 1:
         raise ConfigError(
             f"total_limit = {total_limit} would keep no checkpoint", hint="use 1 or more, or None for all"
@@ -138,78 +179,115 @@ def save_checkpoint(
     ranks = Ranks.of(model)
     save_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
     temp = temp_directory(final, save_id)
-    sources = {"scheduler": scheduler, "scaler": scaler, "objects": list(objects) or None}
     try:
-        ranks.on_rank_0(f"saving {final}", lambda: make_temp_directory(final, save_id, overwrite=overwrite))
-        writer = ranks.together(
-            "collecting the state", lambda: _RankWriter(temp, save_id, ranks.rank, model, optimizer, sources, extra)
+        ranks.on_rank_0(
+            f"saving {final}", lambda: make_temp_directory(final, save_id, overwrite=arguments.get("overwrite", False))
         )
-        report = ranks.together(f"writing {final}", writer.write)
-        reports = ranks.gather(report.model_dump(mode="json"))
-
-        def commit() -> None:
-            manifest = writer.manifest([RankReport.model_validate(r) for r in reports], model)
-            write_file(temp / MANIFEST_NAME, encode_manifest(manifest))
-            commit_directory(temp, final, save_id)
-
-        ranks.on_rank_0(f"committing {final}", commit)
+        writer = ranks.together("collecting the state", lambda: _RankWriter(temp, save_id, ranks.rank, arguments))
+        if memory is not None:
+            ranks.together("copying the state to host memory", lambda: writer.stage(memory))
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(temp, ignore_errors=True)
+            discard_directory(temp)
         raise
-    ranks.on_rank_0(f"{final} is saved; tidying up beside it", lambda: _tidy_up(final, total_limit))
-    return final
+    return PendingSave(ranks, final, writer, total_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSave:
+    """A save whose state is collected but not written.
+
+    Attributes:
+        ranks: those that collected it.
+        final: the directory it will be.
+        writer: this rank's part.
+        total_limit: see `save_checkpoint`.
+    """
+
+    ranks: Ranks
+    final: Path
+    writer: _RankWriter
+    total_limit: int | None
+
+    def complete(self, ranks: Ranks) -> Path:
+        """Write it and make it count. A collective over `ranks`, which another thread must have for itself.
+
+        Raises:
+            CheckpointError: as for `save_checkpoint`.
+        """
+        final, writer = self.final, self.writer
+        try:
+            report = ranks.together(f"writing {final}", writer.write)
+            reports = ranks.gather(report.model_dump(mode="json"))
+
+            def commit() -> None:
+                manifest = writer.manifest([RankReport.model_validate(r) for r in reports])
+                write_file(writer.directory / MANIFEST_NAME, encode_manifest(manifest))
+                commit_directory(writer.directory, final, writer.save_id)
+
+            ranks.on_rank_0(f"committing {final}", commit)
+        except BaseException:
+            if ranks.rank == 0:
+                discard_directory(writer.directory)
+            raise
+        ranks.on_rank_0(f"{final} is saved; tidying up beside it", lambda: _tidy_up(final, self.total_limit))
+        return final
 
 
 class _RankWriter:
     """One rank's part of a save: everything that can be refused is refused here, before a byte is written."""
 
-    def __init__(
-        self,
-        directory: Path,
-        save_id: str,
-        rank: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        sources: Mapping[str, Any],
-        extra: Mapping[str, Any] | None,
-    ) -> None:
+    def __init__(self, directory: Path, save_id: str, rank: int, arguments: SaveArguments) -> None:
+        model, optimizer = arguments["model"], arguments.get("optimizer")
         rest(model)
+        self._weights = arguments.get("weights")
         self.directory, self.save_id, self.rank, self.optimizer = directory, save_id, rank, optimizer
+        self.mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
         self.parameters = local_parameters(model, rank=rank)
         self.buffers = local_buffers(model, rank=rank)
-        self.state = [] if optimizer is None else list(state_entries(optimizer, self.parameters))
+        state = [] if optimizer is None else list(state_entries(optimizer, self.parameters))
         stored: dict[str, torch.Tensor] = {}
         # Every rank asks for the states, because a state_dict() may be a collective; only rank 0 keeps them.
-        values: dict[str, Any] = {name: _state_dict(source) for name, source in sources.items() if source is not None}
-        if modules := modules_with_extra_state(model):
-            values["module_extra"] = {path: module.get_extra_state() for path, module in modules.items()}
-        if extra is not None:
-            values["extra"] = dict(extra)
+        values = _states(model, arguments)
         self.states = {name: encode_value(value, where=name, tensors=stored) for name, value in values.items()}
         self.groups = [] if optimizer is None else group_records(optimizer, self.parameters, stored)
-        self.stored = (stored if rank == 0 else {}) | rng_tensors(device_of(model))
+        mine = [
+            local
+            for local in (*self.parameters, *self.buffers)
+            if local.is_writer and local.interval.numel and self._is_stored(local)
+        ]
+        self._tensors = {
+            local.name: PieceReport(
+                dtype=dtype_name(local.tensor, where=local.name),
+                start=local.interval.start,
+                stop=local.interval.stop,
+            )
+            for local in mine
+        }
+        self._state: dict[str, dict[str, StateReport]] = {}
+        for entry in state:
+            self._state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, rank)
+        self._contents: dict[str, dict[str, torch.Tensor]] = {
+            "model": {local.name: local.tensor.detach().reshape(-1) for local in mine},
+            "optimizer": {e.name: _stored(e) for e in state if e.layout is not None and e.is_stored_here},
+            "state": (stored if rank == 0 else {}) | rng_tensors(device_of(model)),
+        }
+
+    def stage(self, memory: HostMemory) -> None:
+        """Copy what is to be written, so that it stays what it is now."""
+        self._contents = memory.copy(self._contents)
 
     def write(self) -> RankReport:
         """Write the rank's files and say what is in them."""
-        files, tensors = {}, {}
-        mine = [local for local in (*self.parameters, *self.buffers) if local.is_writer and local.interval.numel]
-        for local in mine:
-            dtype = dtype_name(local.tensor, where=local.name)
-            tensors[local.name] = PieceReport(dtype=dtype, start=local.interval.start, stop=local.interval.stop)
-        state: dict[str, dict[str, StateReport]] = {}
-        for entry in self.state:
-            state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, self.rank)
-        contents = {
-            "model": {local.name: local.tensor.detach().reshape(-1) for local in mine},
-            "optimizer": {e.name: _stored(e) for e in self.state if e.layout is not None and e.is_stored_here},
-            "state": self.stored,
-        }
-        for kind, named in contents.items():
+        files = {}
+        for kind, named in self._contents.items():
             if named:
                 name = rank_file_name(kind, self.rank)
                 files[name] = self._write_file(self.directory / name, named)
-        return RankReport(files=files, tensors=tensors, state=state)
+        return RankReport(files=files, tensors=self._tensors, state=self._state)
+
+    def _is_stored(self, local: LocalTensor) -> bool:
+        return self._weights is None or any(name in self._weights for name in local.names)
 
     def _write_file(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         entries = [TensorEntry(n, dtype_name(t, where=n), tuple(t.shape)) for n, t in tensors.items()]
@@ -227,14 +305,13 @@ class _RankWriter:
         except OSError as error:
             raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
 
-    def manifest(self, reports: Sequence[RankReport], model: nn.Module) -> Manifest:
+    def manifest(self, reports: Sequence[RankReport]) -> Manifest:
         """Put the reports of all ranks together. Rank 0 only.
 
         Raises:
             CheckpointError: ranks contradict each other, or an element is stored never or twice.
         """
-        mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
-        optimizer = None
+        mesh, optimizer = self.mesh, None
         if self.optimizer is not None:
             optimizer = OptimizerRecord(
                 kind=type(self.optimizer).__name__, groups=tuple(self.groups), state=_merge_state(reports)
@@ -249,8 +326,8 @@ class _RankWriter:
                 replicate=mesh.replicate_size if mesh else len(reports), shard=mesh.shard_size if mesh else 1
             ),
             files={name: record for report in reports for name, record in report.files.items()},
-            parameters=_merge_tensors(self.parameters, reports),
-            buffers=_merge_tensors(self.buffers, reports),
+            parameters=_merge_tensors(self.parameters, reports, self._is_stored),
+            buffers=_merge_tensors(self.buffers, reports, self._is_stored),
             optimizer=optimizer,
             states=self.states,
         )
@@ -269,6 +346,21 @@ class _RankWriter:
         if problems:
             raise CheckpointError("the ranks saved no complete state:\n" + "\n".join(problems))
         return manifest
+
+
+def _states(model: nn.Module, arguments: SaveArguments) -> dict[str, Any]:
+    """The Python values that are saved, by the name they have in the manifest."""
+    sources = {
+        "scheduler": arguments.get("scheduler"),
+        "scaler": arguments.get("scaler"),
+        "objects": list(arguments.get("objects", ())) or None,
+    }
+    values = {name: _state_dict(source) for name, source in sources.items() if source is not None}
+    if modules := modules_with_extra_state(model):
+        values["module_extra"] = {path: module.get_extra_state() for path, module in modules.items()}
+    if (extra := arguments.get("extra")) is not None:
+        values["extra"] = dict(extra)
+    return values
 
 
 def _state_dict(source: Any) -> Any:
@@ -303,7 +395,9 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
     )
 
 
-def _merge_tensors(known: Sequence[LocalTensor], reports: Sequence[RankReport]) -> dict[str, TensorRecord]:
+def _merge_tensors(
+    known: Sequence[LocalTensor], reports: Sequence[RankReport], is_stored: Callable[[LocalTensor], bool]
+) -> dict[str, TensorRecord]:
     """Records of the parameters or buffers that rank 0 knows, with the pieces that all ranks wrote."""
     records = {}
     for local in known:
@@ -317,7 +411,11 @@ def _merge_tensors(known: Sequence[LocalTensor], reports: Sequence[RankReport]) 
             pieces.append(PieceRecord(rank=rank, start=piece.start, stop=piece.stop))
         pieces.sort(key=lambda piece: piece.start)
         records[local.name] = TensorRecord(
-            shape=local.shape, dtype=dtype, pieces=tuple(pieces), aliases=local.names[1:]
+            shape=local.shape,
+            dtype=dtype,
+            pieces=tuple(pieces),
+            aliases=local.names[1:],
+            is_stored=is_stored(local),
         )
     return records
 

@@ -7,11 +7,14 @@ safetensors package does not offer: one tensor in memory at a time while writing
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +31,7 @@ Bytes = NDArray[np.uint8]
 """A 1-D array of bytes; what tensors are turned into before they reach this module."""
 
 TEMP_PREFIX, OLD_PREFIX = ".tmp-", ".old-"
+_TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
 _HEADER_ALIGNMENT = 8
 
 
@@ -87,10 +91,17 @@ class TensorFileWriter:
 
     def write(self, name: str, data: Bytes) -> None:
         """Append the next tensor, which must be `name` with exactly its bytes."""
+        self.write_parts(name, (data,))
+
+    def write_parts(self, name: str, parts: Iterable[Bytes]) -> None:
+        """The same for a tensor that comes in parts, of which only one is held at a time."""
         entry = self._pending.pop(0)
-        if entry.name != name or data.nbytes != entry.nbytes:
-            raise CheckpointError(f"got {name!r} of {data.nbytes} bytes, expected {entry.name!r} of {entry.nbytes}")
-        self._append(data)
+        before = self._nbytes
+        for part in parts if entry.name == name else ():
+            self._append(part)
+        if entry.name != name or self._nbytes - before != entry.nbytes:
+            nbytes = self._nbytes - before
+            raise CheckpointError(f"got {name!r} of {nbytes} bytes, expected {entry.name!r} of {entry.nbytes}")
 
     def finish(self) -> FileRecord:
         """Flush the file to the disk, close it, and say what is in it."""
@@ -246,15 +257,24 @@ class TensorFileReader:
             raise CheckpointError(f"{self.path} claims a header of {nbytes} bytes in a file of {self._record.nbytes}")
         text = np.empty(nbytes, dtype=np.uint8)
         self.read_into(8, text)
-        header = json.loads(text.tobytes())
-        save_id = header.pop("__metadata__", {}).get("save_id")
+        try:
+            header = json.loads(text.tobytes())
+            save_id = header.pop("__metadata__", {}).get("save_id")
+            tensors = {name: self._stored(record, 8 + nbytes) for name, record in header.items()}
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError):
+            raise CheckpointError(f"{self.path}: its header is not that of a safetensors file") from None
         if save_id != self._save_id:
             raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
-        data = 8 + nbytes
-        return {
-            name: StoredTensor(t["dtype"], tuple(t["shape"]), data + t["data_offsets"][0], data + t["data_offsets"][1])
-            for name, t in header.items()
-        }
+        return tensors
+
+    def _stored(self, record: Any, data: int) -> StoredTensor:
+        """A tensor as the header describes it; raises `ValueError` if its bytes are not its own."""
+        start, stop = record["data_offsets"]
+        itemsize = dict(DTYPES.values())[record["dtype"]]
+        nbytes = math.prod(int(n) for n in record["shape"]) * itemsize
+        if not 0 <= start <= stop <= self._record.nbytes - data or stop - start != nbytes:
+            raise ValueError(record)
+        return StoredTensor(record["dtype"], tuple(record["shape"]), data + start, data + stop)
 
     def _foreign_save(self) -> str:
         """An explanation for a failed checksum: the file is whole, but of another save or another rank."""
@@ -307,25 +327,64 @@ def temp_directory(final: Path, save_id: str) -> Path:
 
 
 def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
-    """Create the directory a save fills before it is committed to `final`.
+    """Create the directory a save fills before it is committed to `final`; this process holds it until then.
 
-    What earlier saves to the same name left behind when they were killed is removed.
+    What saves beside it left behind when they were killed is removed.
 
     Raises:
-        CheckpointError: `final` exists and may not be replaced, or nothing can be created beside it.
+        CheckpointError: `final` exists and may not be replaced, another process is saving to it, or nothing can be
+            created beside it.
     """
     if final.exists() and not overwrite:
         raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         restore_replaced(final)
-        for stale in _beside(final, TEMP_PREFIX):
-            shutil.rmtree(stale)
+        _remove_leftovers(final)
         temp = temp_directory(final, save_id)
         temp.mkdir()
+        _hold(temp)
     except OSError as error:
         raise CheckpointError(f"cannot prepare a directory beside {final}: {error}") from error
     return temp
+
+
+def discard_directory(temp: Path) -> None:
+    """Remove the directory of a save that failed. What cannot be removed the next save beside it removes."""
+    shutil.rmtree(temp, ignore_errors=True)
+    _let_go(temp)
+
+
+@contextlib.contextmanager
+def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterator[Path]:
+    """A directory to fill that becomes `final` if the block ends well, and is removed if it does not.
+
+    For one process; its files are flushed to the disk before the rename.
+
+    Raises:
+        CheckpointError: see `make_temp_directory`, or the disk refused something.
+    """
+    temp = make_temp_directory(final, save_id, overwrite=overwrite)
+    try:
+        yield temp
+        for path in temp.rglob("*"):
+            if path.is_file():
+                sync_file(path)
+        for path in [path for path in temp.rglob("*") if path.is_dir()]:
+            sync_directory(path)
+        commit_directory(temp, final, save_id)
+    except OSError as error:
+        discard_directory(temp)
+        raise CheckpointError(f"cannot write {final}: {error.strerror or error}") from error
+    except BaseException:
+        discard_directory(temp)
+        raise
+
+
+def sync_file(path: Path) -> None:
+    """Make the contents of a file survive a power loss."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def commit_directory(temp: Path, final: Path, save_id: str) -> None:
@@ -335,6 +394,7 @@ def commit_directory(temp: Path, final: Path, save_id: str) -> None:
     crash between the two renames leaves it there, whole, and `restore_replaced` brings it back.
     """
     sync_directory(temp)
+    _let_go(temp)
     old = final.with_name(f"{OLD_PREFIX}{final.name}-{save_id}")
     if final.exists():
         final.rename(old)
@@ -372,6 +432,58 @@ def remove_directory(path: Path) -> None:
     path.rename(aside)
     sync_directory(path.parent)
     shutil.rmtree(aside)
+
+
+_HELD: dict[Path, int] = {}
+"""Temporary directories of this process, each with the descriptor that holds a lock on it."""
+
+
+def _hold(temp: Path) -> None:
+    """Lock a directory for as long as this process lives, so that others see that it is in use."""
+    descriptor = os.open(temp, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    _HELD[temp] = descriptor
+
+
+def _let_go(temp: Path) -> None:
+    if (descriptor := _HELD.pop(temp, None)) is not None:
+        os.close(descriptor)
+
+
+def _is_held(temp: Path) -> bool | None:
+    """Whether a live process holds a temporary directory; None if the file system cannot tell."""
+    try:
+        descriptor = os.open(temp, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _remove_leftovers(final: Path) -> None:
+    """Remove temporary directories that nobody holds, beside `final`.
+
+    Where locks do not work only those of saves to the same name go: nobody else should be saving to it.
+    """
+    same_name = _beside(final, TEMP_PREFIX)
+    for path in sorted(final.parent.iterdir()):
+        if path not in same_name and not (_TEMPORARY.fullmatch(path.name) and path.is_dir()):
+            continue
+        held = _is_held(path)
+        if held and path in same_name:
+            raise CheckpointError(
+                f"another process is saving to {final}: it holds {path.name}", hint="give each job its own directory"
+            )
+        if held is False or path in same_name:
+            shutil.rmtree(path)
 
 
 def _beside(final: Path, prefix: str) -> list[Path]:

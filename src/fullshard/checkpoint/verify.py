@@ -93,12 +93,23 @@ def quick_problems(directory: Path, manifest: Manifest) -> list[str]:
 def structure_problems(manifest: Manifest) -> list[str]:
     """Contradictions inside a manifest: elements in no file or in two, unknown dtypes, state of unknown parameters."""
     problems = []
+    held: dict[str, int] = {}
     for file, tensor, record in stored_tensors(manifest):
         if record.dtype not in DTYPES:
             problems.append(f"{tensor!r} has the unknown dtype {record.dtype!r}")
+            continue
+        for piece in record.pieces:
+            name = rank_file_name(file, piece.rank)
+            held[name] = held.get(name, 0) + piece.interval.numel * DTYPES[record.dtype][1]
         files = dict.fromkeys(rank_file_name(file, piece.rank) for piece in record.pieces)
         problems += [f"{tensor!r}: its file {f} is not in the manifest" for f in files if f not in manifest.files]
         problems += [f"{tensor!r}: {problem}" for problem in coverage_problems(pieces_of(record), record.numel)]
+    problems += [
+        # before anyone makes room for what such a manifest claims
+        f"{name} of {manifest.files[name].nbytes} bytes is said to hold {nbytes} bytes of tensors"
+        for name, nbytes in held.items()
+        if name in manifest.files and nbytes > manifest.files[name].nbytes
+    ]
     if manifest.optimizer is not None:
         problems += _optimizer_problems(manifest)
     return problems
@@ -107,7 +118,8 @@ def structure_problems(manifest: Manifest) -> list[str]:
 def stored_tensors(manifest: Manifest) -> Iterator[tuple[str, str, TensorRecord]]:
     """Kind of file, name in that file, and record, of every tensor that is stored in pieces."""
     for name, record in (manifest.parameters | manifest.buffers).items():
-        yield "model", name, record
+        if record.is_stored:
+            yield "model", name, record
     if manifest.optimizer is not None:
         for name, state in manifest.optimizer.state.items():
             for key, value in state.items():

@@ -1,0 +1,171 @@
+"""Save in the background: training waits for a copy into host memory, not for the disk.
+
+    training       ... step | collect, copy | step      | step ...          | step ...
+    background              |               | write, fsync, agree, rename   |
+                                                                            ^ all ranks learn of it at this step
+
+What is written and how it is made to count is the code of `save`; only the thread is another one, and the process
+group, so that its messages never mix with those of the training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, Unpack
+
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.save import PendingSave, SaveArguments, prepare_save
+from fullshard.checkpoint.staging import HostMemory
+from fullshard.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+WhenBusy = Literal["wait", "refuse"]
+"""What a save does while an earlier one is still being written."""
+
+
+class AsyncSaver:
+    """Saves checkpoints while training goes on, one at a time.
+
+    Every rank has one and calls the same methods in the same order. An error in the background is raised by the next
+    `check`, `save` or `wait`; if none of them comes, the process ends with it and with exit code 1. A process that
+    ends waits until its save is written.
+
+        with AsyncSaver() as saver:
+            for step, batch in enumerate(batches):
+                saver.check()
+                ...
+                if step % 1000 == 0:
+                    saver.save(f"out/step-{step}", model=model, optimizer=optimizer, total_limit=2)
+
+    Args:
+        when_busy: whether a save that comes too early waits for the one before it, or raises `CheckpointError`.
+
+    Attributes:
+        memory: host memory of the copies, this rank's share of the checkpoint; kept from save to save.
+    """
+
+    def __init__(self, *, when_busy: WhenBusy = "wait") -> None:
+        self._when_busy = when_busy
+        self.memory = HostMemory()
+        self._ranks: Ranks | None = None
+        self._background: Ranks | None = None
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save was begun whose end this rank has not seen yet."""
+        return self._thread is not None
+
+    def save(self, path: str | Path, **arguments: Unpack[SaveArguments]) -> Path:
+        """Copy the state and return; it is written meanwhile. Takes the arguments of `save_checkpoint`. A collective.
+
+        Raises:
+            CheckpointError: this save could not begin, the one before it failed, or it is still being written and
+                `when_busy` is "refuse". Nothing was begun then.
+        """
+        self.make_room()
+        pending = prepare_save(path, self.memory, **arguments)
+        self.begin([pending], pending.final)
+        return pending.final
+
+    def make_room(self) -> None:
+        """See to it that no save is under way, or raise. A collective.
+
+        Raises:
+            CheckpointError: as for `save`.
+        """
+        if self._when_busy == "wait":
+            self.wait()
+        self.check()
+        if self.is_saving:
+            raise CheckpointError(
+                f"{self._path} is still being written", hint="save less often, or use when_busy='wait'"
+            )
+        self.memory.reuse()
+
+    def begin(self, pending: Sequence[PendingSave], path: Path, then: Callable[[], None] | None = None) -> None:
+        """Write saves that were prepared with `memory`. A collective.
+
+        Args:
+            pending: the saves, after `make_room`.
+            path: what they are called in messages.
+            then: run on rank 0 when all are written.
+        """
+        self._ranks = pending[0].ranks
+        if self._background is None:
+            self._background = self._ranks.apart()
+        self._path, self._error = path, None
+        self._thread = threading.Thread(
+            target=self._write, args=(self._background, tuple(pending), then), name="fullshard-save"
+        )
+        # Not a daemon: an interpreter that ends waits for it. Then, and only then, it looks for an error nobody saw.
+        atexit.register(self._report)
+        self._thread.start()
+
+    def check(self) -> Path | None:
+        """Whether the save has ended on all ranks; to be called once per step. A small collective while there is one.
+
+        Returns:
+            The checkpoint, the first time it is known to be complete; else None.
+
+        Raises:
+            CheckpointError: on every rank at the same step, if the save failed.
+        """
+        if self._thread is None or self._ranks is None:
+            return None
+        return self.wait() if self._ranks.all(not self._thread.is_alive()) else None
+
+    def wait(self) -> Path | None:
+        """Wait for the save under way, if there is one. Returns its path. Raises as `check` does."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        path, error = self._path, self._error
+        self._forget()
+        if error is not None:
+            raise error
+        return path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except CheckpointError:
+            if error is None:
+                raise
+            logger.exception("besides, the checkpoint %s was not saved", self._path)
+
+    def _write(self, ranks: Ranks, pending: tuple[PendingSave, ...], then: Callable[[], None] | None) -> None:
+        try:
+            for one in pending:
+                one.complete(ranks)
+            if then is not None:
+                ranks.on_rank_0(f"committing {self._path}", then)
+        except BaseException as error:  # whatever it is, it belongs to the thread that asked for the save
+            self._error = error
+
+    def _forget(self) -> None:
+        self._thread = self._error = None
+        atexit.unregister(self._report)
+
+    def _report(self) -> None:
+        """At the end of the process: an error that nobody asked for must not end in success."""
+        if self._error is None:
+            return
+        sys.stdout.flush()
+        print(f"fullshard: the checkpoint {self._path} was not saved: {self._error}", file=sys.stderr, flush=True)  # noqa: T201
+        os._exit(1)  # an exception here would be printed, and the exit code be 0 nevertheless
