@@ -203,8 +203,8 @@ class Agent(LocalElasticAgent):
             return 0
         _show_cursor()
         if verdict is not None and not verdict.here:
+            say(f"the {self._job.nproc} processes on this host were ended, because of another host:")
             sys.stderr.write(verdict.text)
-            say(f"{verdict.host} failed first, so the {self._job.nproc} processes on this host were ended")
             return 1
         rank, failure = root_cause(result.failures)
         sys.stderr.write(self._report(rank, failure))

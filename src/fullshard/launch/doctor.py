@@ -1,0 +1,276 @@
+"""What is wrong with this environment, in words; and a run of a few ranks that proves what works."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.config.hardware import Hardware
+from fullshard.config.load import load_environment
+from fullshard.core.sizes import MIB, format_nbytes
+from fullshard.launch.report import Report, open_files_limit, shared_memory_nbytes
+
+_SMALL_SHARED_MEMORY = 64 * MIB
+"""What a container gets by default, and too little for several ranks."""
+
+_FEW_OPEN_FILES = 1024
+_OLDEST_TORCH = (2, 11)
+_WORKER = "fullshard.launch.doctor_ranks"
+_STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_SLOW_CPU_GB, _SLOW_ACCELERATOR_GB = 0.05, 2.0
+"""GB/s (10**9 bytes) of the largest all-gather below which something is in the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, or worth knowing.
+
+    Attributes:
+        text: what, in words.
+        hint: one action that mends it.
+        is_wrong: whether runs fail or misbehave because of it; else they are only slower or more fragile.
+    """
+
+    text: str
+    hint: str
+    is_wrong: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a run of some ranks showed.
+
+    Attributes:
+        exit_code: of the ranks; 0 if all ended well.
+        checks: by name, the outcome in words; one that begins with `wrong` failed.
+        measurements: rows of collective, bytes, µs and GB/s (10**9 bytes).
+        facts: of the ranks: device, threads, kind of collectives.
+    """
+
+    exit_code: int
+    checks: dict[str, str]
+    measurements: list[dict[str, Any]]
+    facts: dict[str, Any]
+
+
+def examine(hardware: Hardware, environ: Mapping[str, str], report: Report, nproc: int) -> list[Finding]:
+    """All that can be seen without starting a rank.
+
+    Args:
+        hardware: of this host.
+        environ: the variables to look at.
+        report: the environment report.
+        nproc: ranks that a job here would have.
+    """
+    return [
+        *_variables(environ),
+        *_interfaces(environ),
+        *_host_name(),
+        *_threads(environ, nproc, hardware.cpu_count),
+        *_limits(shared_memory_nbytes(), open_files_limit()),
+        *_torch(hardware, report),
+        *_clock(time.time()),
+    ]
+
+
+def _variables(environ: Mapping[str, str]) -> Iterator[Finding]:
+    stale = [name for name in _STALE if name in environ]
+    if stale and "TORCHELASTIC_RUN_ID" not in environ:
+        set_to = ", ".join(f"{name}={environ[name]}" for name in stale)
+        yield Finding(
+            f"{set_to} in the environment, and no launcher runs: a script started with python would wait for other "
+            "ranks for ever",
+            f"unset {' '.join(stale)}",
+        )
+    address = environ.get("MASTER_ADDR")
+    if address is not None and "TORCHELASTIC_RUN_ID" not in environ:
+        try:
+            socket.getaddrinfo(address, None)
+            yield Finding(
+                f"MASTER_ADDR={address} is left in the environment; it may belong to another job",
+                "unset MASTER_ADDR MASTER_PORT",
+                is_wrong=False,
+            )
+        except OSError as error:
+            yield Finding(
+                f"MASTER_ADDR={address} is not a known host: {error}", "unset it, or name the host with rank 0"
+            )
+    for problem in load_environment(environ).problems:
+        yield Finding(str(problem), problem.hint or "unset it")
+
+
+def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
+    known = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = environ.get(variable, "")
+        if value.startswith("^"):  # NCCL: all but these
+            continue
+        is_nccl = variable.startswith("NCCL")
+        for name in filter(None, value.removeprefix("=").split(",")):
+            exact = value.startswith("=") or not is_nccl
+            if not any(each == name if exact else each.startswith(name) for each in known):
+                yield Finding(
+                    f"{variable}={value} names a network interface that this host does not have: {name}",
+                    f"use one of {', '.join(known)}, or unset {variable}",
+                )
+
+
+def _host_name() -> Iterator[Finding]:
+    """Libraries that ask for this host's address by its name get what this finds."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        yield Finding(
+            f"this host's own name {name} has no address ({error}); ranks on other hosts may not find it",
+            f"add {name} to /etc/hosts, or give --main_process_ip an address",
+            is_wrong=False,
+        )
+        return
+    if not _is_ours(address):
+        yield Finding(
+            f"this host's own name {name} stands for {address}, which is no address of this host; whoever looks it up "
+            "by name connects elsewhere and hangs",
+            f"mend {name} in /etc/hosts or in the DNS, or set GLOO_SOCKET_IFNAME to the interface to use",
+            is_wrong=False,
+        )
+    elif ipaddress.ip_address(address).is_loopback:
+        yield Finding(
+            f"this host's own name {name} stands for {address}, which other hosts cannot reach",
+            "on one host that is fine; on several give --main_process_ip the address that they can reach",
+            is_wrong=False,
+        )
+
+
+def _is_ours(address: str) -> bool:
+    """An address can be listened on if, and only if, it is this host's."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _threads(environ: Mapping[str, str], nproc: int, cpu_count: int) -> Iterator[Finding]:
+    text = environ.get("OMP_NUM_THREADS", "")
+    if text and not (text.isdigit() and int(text)):
+        yield Finding(f"OMP_NUM_THREADS={text} is not a number of threads", "unset it")
+    elif text and int(text) * nproc > cpu_count:
+        yield Finding(
+            f"OMP_NUM_THREADS={text} gives {nproc} ranks {int(text) * nproc} threads on {cpu_count} processors: they "
+            "take them from each other",
+            f"unset it (the launcher shares them out), or set it to {max(1, cpu_count // nproc)}",
+            is_wrong=False,
+        )
+
+
+def _limits(shared: int | None, files: int | None) -> Iterator[Finding]:
+    if shared is not None and shared <= _SMALL_SHARED_MEMORY:
+        yield Finding(
+            f"/dev/shm has {format_nbytes(shared)}, which is too little for data loader workers and for ranks that "
+            "exchange data through it",
+            "start the container with --shm-size=8g or --ipc=host",
+            is_wrong=False,
+        )
+    if files is not None and files < _FEW_OPEN_FILES:
+        yield Finding(
+            f"a process may open {files} files; data loaders and sockets of many ranks need more",
+            f"run `ulimit -n {8 * _FEW_OPEN_FILES}` before the job",
+            is_wrong=False,
+        )
+
+
+def _torch(hardware: Hardware, report: Report) -> Iterator[Finding]:
+    version = report["packages"].get("torch", "0")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers < _OLDEST_TORCH:
+        yield Finding(f"torch {version} is too old", f"install torch {'.'.join(map(str, _OLDEST_TORCH))} or later")
+    if hardware.failure:
+        yield Finding(hardware.failure, "check the driver with nvidia-smi, or restart the host")
+    if hardware.accelerators and report["torch"]["CUDA available"] == "false":
+        count, built = len(hardware.accelerators), report["torch"]["built for"]
+        yield Finding(
+            f"the driver shows {count} GPUs, and torch (built for {built}) can use none",
+            "install a torch that is built for the driver's CUDA version",
+        )
+
+
+def _clock(now: float) -> Iterator[Finding]:
+    installed = Path(__file__).stat().st_mtime
+    if now < installed - 86400:
+        date = time.strftime("%Y-%m-%d", time.gmtime(now))
+        yield Finding(
+            f"the clock says {date}, which is before fullshard was installed here: certificates, logs and time-outs of "
+            "several hosts go wrong",
+            "set the clock",
+        )
+
+
+# -- a run of some ranks ------------------------------------------------------------------------------------------
+
+
+def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
+    """Start ranks on this host that check collectives, a sharded step against DDP, and how fast they communicate.
+
+    The traceback of a rank that fails goes to standard error.
+
+    Args:
+        nproc: how many.
+        device: `cpu`, `cuda` or `auto`.
+        timeout_seconds: how long a rank waits for the others.
+
+    Raises:
+        ConfigError: `nproc` is less than 1.
+    """
+    from fullshard.launch.local import launch_local
+
+    with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as directory:
+        path = Path(directory) / "outcome.json"
+        code = launch_local(_WORKER, [str(path), device, str(timeout_seconds)], nproc=nproc)
+        outcome = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return Trial(code, outcome.get("checks", {}), outcome.get("measurements", []), outcome.get("facts", {}))
+
+
+def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
+    """What a trial says is wrong.
+
+    Args:
+        trial: the trial.
+        seen: what was found before it; the likely causes if no rank got through.
+    """
+    for name, outcome in trial.checks.items():
+        if outcome.startswith("wrong"):
+            yield Finding(f"{name}: {outcome}", "please report this with the output of `fullshard doctor --run --json`")
+    if trial.exit_code:
+        reached = ", ".join(trial.checks) or "none"
+        causes = [finding.text for finding in seen if finding.is_wrong] or [finding.text for finding in seen]
+        why = f"; most likely: {causes[0]}" if causes else ""
+        yield Finding(
+            f"the ranks ended with exit code {trial.exit_code}; checks that were reached: {reached}{why}",
+            "mend that first" if causes else "the traceback above says where; NCCL_DEBUG=INFO says more about NCCL",
+        )
+    if trial.measurements:
+        yield from _slowness(trial)
+
+
+def _slowness(trial: Trial) -> Iterator[Finding]:
+    largest = max((row for row in trial.measurements if row["what"] == "all-gather"), key=lambda row: row["nbytes"])
+    on_cpu = trial.facts.get("device") == "cpu"
+    if largest["gb_per_second"] < (_SLOW_CPU_GB if on_cpu else _SLOW_ACCELERATOR_GB):
+        hint = (
+            "look for other jobs on this host" if on_cpu else "look for NCCL_P2P_DISABLE, and at `nvidia-smi topo -m`"
+        )
+        yield Finding(
+            f"an all-gather of {format_nbytes(largest['nbytes'])} runs at {largest['gb_per_second']:.3f} GB/s (10**9 "
+            "bytes), far less than one host can do",
+            hint,
+            is_wrong=False,
+        )

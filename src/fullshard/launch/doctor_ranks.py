@@ -1,0 +1,185 @@
+"""What the ranks of `fullshard doctor --run` do: check collectives and a sharded step, and measure.
+
+Run as a module with: file for the outcome, device, seconds to wait for other ranks. Rank 0 writes after every check, so
+that one that hangs or dies is known by what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fullshard.comm.base import Collectives
+from fullshard.comm.select import collectives_for
+from fullshard.core.sizes import KIB, MIB
+from fullshard.engine import ShardedParameter, fully_shard
+from fullshard.launch.environment import init_process_group_from_environment, rank_device, read_rank_environment
+from fullshard.launch.worker import run_worker
+
+_SIZES = (16 * KIB, MIB, 16 * MIB)
+_LARGE = 256 * MIB
+_REPEATS = 7
+_STEPS = 3
+_TOLERANCE = 1e-5
+
+
+def main() -> None:
+    """Join the others, check, measure, write."""
+    path, kind, timeout = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    device = rank_device(read_rank_environment(), kind)
+    environment = init_process_group_from_environment(device, timeout_seconds=timeout)
+    outcome: dict[str, Any] = {"checks": {}, "measurements": [], "facts": {}}
+
+    def keep() -> None:
+        if environment.is_main:
+            path.write_text(json.dumps(outcome), encoding="utf-8")
+
+    collectives = collectives_for(dist.group.WORLD, device)
+    outcome["facts"] = {
+        "world size": environment.world_size,
+        "device": device.type,
+        "backend": dist.get_backend(),
+        "collectives": type(collectives).__name__,
+        "threads per rank": torch.get_num_threads(),
+    }
+    for name, check in (
+        ("sum over the ranks", lambda: _check_sum(device)),
+        ("all-gather and reduce-scatter", lambda: _check_collectives(collectives, device)),
+        ("sharded steps against DDP", lambda: _check_step(device)),
+    ):
+        outcome["checks"][name] = _worst(check())
+        keep()
+    if environment.world_size > 1:
+        sizes = _SIZES if device.type == "cpu" else (*_SIZES, _LARGE)
+        outcome["measurements"] = [row for nbytes in sizes for row in _measure(collectives, device, nbytes)]
+    keep()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _worst(outcome: str) -> str:
+    """The same words on every rank: those of the first rank that finds something wrong."""
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    wrong = [f"{text} (rank {rank})" for rank, text in enumerate(outcomes) if text.startswith("wrong")]
+    return wrong[0] if wrong else outcomes[0]
+
+
+def _check_sum(device: torch.device) -> str:
+    total = torch.full((1000,), dist.get_rank() + 1.0, device=device)
+    dist.all_reduce(total)
+    expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
+    if bool((total == expected).all()):
+        return "right"
+    return f"wrong: the sum of 1 to {dist.get_world_size()} is {total.unique().tolist()}, expected {expected}"
+
+
+def _check_collectives(collectives: Collectives, device: torch.device) -> str:
+    size, rank, numel = collectives.size, collectives.rank, 1000
+    full = torch.zeros(size * numel, device=device)
+    full[rank * numel : (rank + 1) * numel] = rank + 1
+    gathered = collectives.all_gather(full, tag=0).wait()
+    expected = torch.arange(1, size + 1, device=device).repeat_interleave(numel)
+    if not torch.equal(gathered, expected.to(gathered.dtype)):
+        return "wrong: an all-gather brought other elements than the ranks had"
+    reduced = collectives.reduce_scatter(gathered.clone() * (rank + 1), tag=1).wait()
+    wanted = (rank + 1) * size * (size + 1) / 2
+    if not bool((reduced == wanted).all()):
+        return f"wrong: a reduce-scatter gave {reduced.unique().tolist()[:4]}, expected {wanted}"
+    return "right"
+
+
+def _model(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
+
+
+def _check_step(device: torch.device) -> str:
+    """The same model, data and optimizer: once replicated, once sharded."""
+    ours, theirs = _model(device), _model(device)
+    replicated = DistributedDataParallel(theirs)
+    for layer in (ours[0], ours[2], ours[4]):
+        fully_shard(layer)
+    fully_shard(ours)
+    losses = [_train(model, device) for model in (ours, replicated)]
+    apart = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(*losses, strict=True))
+    if not apart <= _TOLERANCE:
+        return f"wrong: losses {losses[0]}, under DDP {losses[1]}"
+    for (name, mine), same in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if not isinstance(mine, ShardedParameter):
+            return f"wrong: {name} is not sharded"
+        difference = _apart(mine.full_tensor(), same)
+        if not difference <= _TOLERANCE:
+            return f"wrong: after {_STEPS} steps {name} is {difference:.1e} apart from DDP's"
+        apart = max(apart, difference)
+    return f"right: {_STEPS} steps, losses and parameters within {apart:.1e} (relative)"
+
+
+@torch.no_grad()
+def _apart(mine: torch.Tensor, same: torch.Tensor) -> float:
+    return float((mine - same).abs().max() / same.abs().max())
+
+
+def _train(model: nn.Module, device: torch.device) -> list[float]:
+    generator = torch.Generator().manual_seed(dist.get_rank())  # every rank has data of its own
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(_STEPS):
+        inputs = torch.randn(16, 64, generator=generator).to(device)
+        targets = torch.randn(16, 8, generator=generator).to(device)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _measure(collectives: Collectives, device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:
+    """Time of one collective on a whole tensor of `nbytes`, and the bytes that a rank receives in that time."""
+    numel = nbytes // 4 // collectives.size * collectives.size
+    full = torch.zeros(numel, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all-gather": lambda: collectives.all_gather(full, tag=2).wait(),
+        "reduce-scatter": lambda: collectives.reduce_scatter(full, tag=3).wait(),
+    }
+    for name, call in calls.items():
+        seconds = statistics.median(_times(call, device))
+        received = numel * 4 * (collectives.size - 1) / collectives.size
+        yield {
+            "what": name,
+            "nbytes": numel * 4,
+            "microseconds": seconds * 1e6,
+            "gb_per_second": received / seconds / 1e9,
+        }
+
+
+def _times(call: Callable[[], Any], device: torch.device) -> list[float]:
+    times = []
+    for _ in range(_REPEATS + 2):
+        dist.barrier()
+        _synchronize(device)
+        begin = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return times[2:]  # the first ones set up connections and memory
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    run_worker(main)

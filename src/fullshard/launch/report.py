@@ -1,0 +1,156 @@
+"""What this environment is: versions, hardware, limits and variables, to paste into an issue. Holds no secrets."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from fullshard.config.hardware import Hardware
+from fullshard.core.sizes import format_nbytes
+
+PACKAGES = (
+    *("fullshard", "torch", "numpy", "pydantic", "safetensors", "torchdata"),
+    *("transformers", "tokenizers", "datasets", "accelerate", "peft", "trl", "bitsandbytes", "flash-attn"),
+    *("deepspeed", "torchacc", "torch-xla", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+"""Those whose version matters to a run. Others are not listed."""
+
+VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
+    *("TORCHELASTIC_RUN_ID", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"),
+    *("NCCL_SHM_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NET"),
+    *("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NODELIST"),
+    *("FULLSHARD_CONFIG", "FULLSHARD_COMM", "HF_HOME", "HF_HUB_OFFLINE"),
+)
+"""Variables that are shown. Beside these only those of `FAMILIES` are."""
+
+FAMILIES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
+
+Report = dict[str, dict[str, str]]
+"""Section -> name -> value, all as text."""
+
+
+def make_report(hardware: Hardware, environ: Mapping[str, str]) -> Report:
+    """The whole report.
+
+    Args:
+        hardware: of this host.
+        environ: the variables to look at.
+    """
+    report = {
+        "system": _system(hardware),
+        "accelerators": _accelerators(hardware),
+        "torch": _torch(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "limits": _limits(),
+        "variables": shown_variables(environ),
+    }
+    return {section: lines for section, lines in report.items() if lines}
+
+
+def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the known list that are set."""
+    return {name: environ[name] for name in sorted(environ) if name in VARIABLES or name.startswith(FAMILIES)}
+
+
+def shared_memory_nbytes() -> int | None:
+    """Size of /dev/shm, which processes of one host communicate through; None where there is none."""
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return None
+
+
+def open_files_limit() -> int | None:
+    """How many files a process may have open; None if the system does not say or there is no limit."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _system(hardware: Hardware) -> dict[str, str]:
+    memory = hardware.memory_nbytes
+    return {
+        "os": f"{platform.system()} {platform.release()} ({platform.machine()})",
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "processors": f"{hardware.cpu_count} usable of {os.cpu_count()}",
+        "processor": _processor() or "unknown",
+        "memory": format_nbytes(memory) if memory is not None else "unknown",
+        "container": "yes" if Path("/.dockerenv").exists() or "container" in os.environ else "not detected",
+        "network": ", ".join(name for _, name in socket.if_nameindex()),
+    }
+
+
+def _processor() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _accelerators(hardware: Hardware) -> dict[str, str]:
+    if hardware.failure:
+        return {"error": hardware.failure}
+    found = {}
+    for index, device in enumerate(hardware.accelerators):
+        memory = "unknown memory" if device.memory_nbytes is None else format_nbytes(device.memory_nbytes)
+        found[str(index)] = f"{device.name}, {memory}, compute capability {device.capability or 'unknown'}"
+    return found or {"none": "found"}
+
+
+def _torch() -> dict[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    lines = {
+        "built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors only",
+        "CUDA available": str(torch.cuda.is_available()).lower(),
+        "backends": ", ".join(
+            name
+            for name, available in (
+                ("gloo", dist.is_gloo_available()),
+                ("nccl", dist.is_nccl_available()),
+                ("mpi", dist.is_mpi_available()),
+            )
+            if available
+        ),
+        "threads": str(torch.get_num_threads()),
+    }
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        import torch.cuda.nccl
+
+        lines["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _limits() -> dict[str, str]:
+    shared, files = shared_memory_nbytes(), open_files_limit()
+    lines = {"/dev/shm": "none" if shared is None else format_nbytes(shared)}
+    lines["open files"] = "no limit" if files is None else str(files)
+    try:
+        import resource
+    except ImportError:
+        return lines
+    for name, limit in (("locked memory", resource.RLIMIT_MEMLOCK), ("processes", resource.RLIMIT_NPROC)):
+        soft = resource.getrlimit(limit)[0]
+        unlimited = soft == resource.RLIM_INFINITY
+        lines[name] = "no limit" if unlimited else format_nbytes(soft) if name == "locked memory" else str(soft)
+    return lines
