@@ -2,15 +2,19 @@
 
     torch.nn.utils.clip_grad_norm_     the norm over all ranks, not the local one
     torch.amp.GradScaler               an overflow on one rank makes every rank skip the step
+    optimizer.load_state_dict          takes whole tensors too, and keeps this rank's intervals of them
     any optimizer                      refused if it needs whole matrices or was made before sharding
 
-Each of them would otherwise run and be wrong without a word. torch offers no hook in the first two places, so the one
-internal function each goes through is replaced by one that behaves the same for everything but sharded parameters.
+Each of them would otherwise run and be wrong without a word. torch offers no hook in the first three places, so the one
+function each goes through is replaced by one that behaves the same for everything but sharded parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,6 +148,41 @@ def _unscale_grads(
     return found
 
 
+# -- optimizer state --------------------------------------------------------------------------------------------
+
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have stepped or loaded a state, so all that have one."""
+
+_local_load_state_dict = torch.optim.Optimizer.load_state_dict
+
+
+@functools.wraps(_local_load_state_dict)
+def _load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Torch's loading, after whole tensors are cut to this rank's intervals."""
+    _local_load_state_dict(optimizer, _cut_state_dict(optimizer, state_dict))
+    _seen.add(optimizer)
+
+
+def _cut_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    held = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    state = dict(state_dict["state"])
+    for key, parameter in zip(saved, held, strict=False):  # other lengths are torch's to refuse
+        if key in state and isinstance(parameter, ShardedParameter):
+            state[key] = _cut_state(state[key], parameter)
+    return {**state_dict, "state": state}
+
+
+def optimizer_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
+    """The optimizer whose `state_dict()` this is, recognised by the tensors themselves; None for anything else."""
+    given = _tensor_ids(state_dict["state"])
+    return next((optimizer for optimizer in _seen if given & _tensor_ids(optimizer.state)), None)
+
+
+def _tensor_ids(state: Mapping[Any, Mapping[str, Any]]) -> set[int]:
+    return {id(value) for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)}
+
+
 # -- optimizers -------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +258,7 @@ def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParamet
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs before every optimizer's step: check it, and drop what was gathered from weights about to change."""
     check_optimizer(optimizer)
+    _seen.add(optimizer)
     for schedule in dict.fromkeys(p._bucket.unit.schedule for p in _sharded_parameters(optimizer)):
         schedule.before_optimizer_step()
         if schedule.event_sink is not None:
@@ -235,10 +275,11 @@ def _pinned(unit: Unit) -> LifecycleError:
 
 
 def install() -> None:
-    """Put the three in place; called once when the engine is imported."""
+    """Put them in place; called once when the engine is imported."""
     torch_clip._get_total_norm = _total_norm
     nn.utils.get_total_norm = _total_norm
     torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[method-assign, assignment]
+    torch.optim.Optimizer.load_state_dict = _load_state_dict  # type: ignore[method-assign, assignment]
     torch_optimizer.register_optimizer_step_pre_hook(_before_step)
 
 

@@ -1,0 +1,1 @@
+"""Adapters to other libraries, each importable only if that library is there."""

@@ -1,0 +1,63 @@
+"""TorchAcc's interface over fullshard's engine. Scripts import it as `fullshard.torchacc`; see `docs/torchacc.md`.
+
+import fullshard.torchacc as torchacc
+
+config = torchacc.Config()
+config.compute.bf16 = True
+config.dist.fsdp.size = 4
+model, loader = torchacc.accelerate(model, loader, config)
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from fullshard.integrations.torchacc import amp, config, dist
+from fullshard.integrations.torchacc.config import Config
+from fullshard.integrations.torchacc.eager import (
+    fetch_gradients,
+    is_lazy_device,
+    is_lazy_tensor,
+    lazy_device,
+    mark_step,
+    send_cpu_data_to_device,
+    sync,
+)
+from fullshard.integrations.torchacc.entry import accelerate
+from fullshard.integrations.torchacc.loader import AsyncLoader
+from fullshard.integrations.torchacc.saving import save
+
+__all__ = [
+    "AsyncLoader",
+    "Config",
+    "accelerate",
+    "amp",
+    "config",
+    "dist",
+    "fetch_gradients",
+    "is_lazy_device",
+    "is_lazy_tensor",
+    "lazy_device",
+    "mark_step",
+    "save",
+    "send_cpu_data_to_device",
+    "sync",
+]
+
+_ABSENT = {
+    "mark_dynamic": "shapes may change freely; with torch.compile use torch._dynamo.mark_dynamic",
+    "accelerate_hf_trainer": "scripts with a Trainer run unchanged under `fullshard launch`",
+    "patch": "nothing is patched",
+    "patch_qwen_model": "nothing is patched",
+    "decompose": "it belongs to XLA's compiler",
+    "get_global_context": "there is no global state",
+    "GlobalContext": "there is no global state",
+    "ops": "torch.nn.functional.scaled_dot_product_attention takes the fastest kernel there is; Transformers models "
+    "take attn_implementation",
+    "utils": "activation offload is not supported; config.memory.gc recomputes activations instead",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
+    raise AttributeError(f"fullshard.torchacc has no {name!r}{reason}")

@@ -1,0 +1,67 @@
+"""`torchacc.amp`: the loss scaler for float16."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard.core.errors import OptimizerError
+from fullshard.integrations.torchacc.eager import lazy_device
+
+_scaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Torch's loss scaler. An overflow on any rank makes every rank skip the step.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: it grows by this after `growth_interval` steps without overflow.
+        backoff_factor: it shrinks by this at an overflow.
+        growth_interval: in steps.
+        enabled: False makes all calls pass through.
+        use_zero_grad: steps with zeroed gradients instead of skipping in TorchAcc; here a step is skipped either way.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        use_zero_grad: bool = False,
+    ) -> None:
+        if use_zero_grad:
+            warnings.warn("GradScaler(use_zero_grad=True) has no effect here: the step is skipped", stacklevel=2)
+        super().__init__(lazy_device().type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step unless a gradient on some rank overflowed."""
+        if self.is_enabled():
+            _scaled.add(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+
+def require_scaler(model: nn.Module) -> None:
+    """Refuse steps on `model` by an optimizer that no scaler steps: small float16 gradients would have become zero."""
+    reference = weakref.ref(model)
+
+    def check(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        model = reference()
+        if model is None or optimizer in _scaled:
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} steps on a model that computes in float16, without a loss scaler",
+                hint="scaler = torchacc.amp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); "
+                "scaler.update(). Or use compute.bf16, which needs none",
+            )
+
+    register_optimizer_step_pre_hook(check)

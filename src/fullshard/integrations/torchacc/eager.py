@@ -1,0 +1,46 @@
+"""What TorchAcc has because PyTorch/XLA records operations and runs them later. Here they run at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fullshard.api.collectives import send_to_device
+from fullshard.integrations.torchacc.process import joined
+
+
+def sync(wait: bool = False) -> None:
+    """There is no recorded graph to run, so only `wait` does something: it waits for the device."""
+    if wait and torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
+    """See `sync`. `reset_scope` concerns the recording, of which there is none."""
+    sync(wait)
+
+
+def lazy_device() -> torch.device:
+    """The device of this rank."""
+    return joined().device
+
+
+def is_lazy_device(device: torch.device | str) -> bool:
+    """Always False: no device here records operations to run them later."""
+    return False
+
+
+def is_lazy_tensor(tensor: torch.Tensor) -> bool:
+    """Always False: every tensor has its values."""
+    return False
+
+
+def fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradients the optimizer will use: this rank's slices, averaged over all ranks."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def send_cpu_data_to_device(data: Any, device: torch.device | str, input_sharding: None = None) -> Any:
+    """`data` with its tensors on `device`, in any nesting of lists, tuples and mappings."""
+    return send_to_device(data, torch.device(device))

@@ -1,0 +1,144 @@
+"""`torchacc.accelerate`: one call that shards the model and divides the data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fullshard.api.accelerator import Accelerator
+from fullshard.api.collectives import broadcast_object
+from fullshard.api.plugin import say_once
+from fullshard.api.sharding import is_sharded
+from fullshard.config.resolve import Resolved, resolve
+from fullshard.config.torchacc import check_sizes
+from fullshard.core.errors import ConfigError
+from fullshard.engine import clip_grad_norm_
+from fullshard.integrations.torchacc.amp import require_scaler
+from fullshard.integrations.torchacc.config import Config
+from fullshard.integrations.torchacc.loader import AsyncLoader
+from fullshard.integrations.torchacc.process import joined
+from fullshard.integrations.torchacc.saving import shard_metadata, whole_optimizer_state
+from fullshard.wrap.policies import Auto, ByClass, checkpoint_modules, unit_modules
+
+
+class AcceleratedModel:
+    """Mixed into the class of the model that `accelerate` returns, which is the model it was given.
+
+    Its own attributes stay: `model.config` is Hugging Face's, and `generate` works.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return joined().device
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients to a norm of at most `max_norm` over all ranks. Returns the norm before."""
+        return clip_grad_norm_(self, max_norm, norm_type)  # type: ignore[arg-type]
+
+    def get_shard_metadata(self) -> dict[str, Any]:
+        """Where this rank's slices belong, to be saved beside `state_dict()`."""
+        return shard_metadata(self)  # type: ignore[arg-type]
+
+    def sharded_optim_state_dict(self, optim: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state on this rank."""
+        return optim.state_dict()
+
+    def full_optim_state_dict(
+        self, optim: torch.optim.Optimizer, rank0_only: bool = True, cpu_offload: bool = True
+    ) -> dict[str, Any]:
+        """The optimizer's state with whole tensors; empty on other ranks with `rank0_only`. A collective."""
+        keep = not rank0_only or joined().environment.is_main
+        whole = whole_optimizer_state(optim.state_dict(), keep=keep, cpu=cpu_offload)
+        return whole if keep else {}
+
+    def optim_state_dict_to_load(
+        self, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any], rank0_only: bool = True
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes; with `rank0_only`, rank 0's is sent to all ranks. A collective then."""
+        return broadcast_object(optim_state_dict) if rank0_only else optim_state_dict
+
+    def forward_backward(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refused: it belongs to pipeline parallelism."""
+        raise ConfigError(
+            "forward_backward belongs to pipeline parallelism, which is not supported",
+            hint="write loss = model(...); loss.backward()",
+        )
+
+
+def accelerate(
+    model: nn.Module,
+    dataloader: DataLoader[Any] | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> Any:
+    """Shard a model in place and divide a data loader over the ranks. The loop stays as it was.
+
+    All ranks start from rank 0's weights. The loader's batch size is that of each rank, and each sample goes to one
+    rank. Make the optimizer afterwards, from `model.parameters()`.
+
+    Args:
+        model: the model; on any device.
+        dataloader: its batches arrive on the rank's device, fetched ahead.
+        config: a `Config`, a dict or the path of a YAML file with its fields. Default: all defaults, so every rank
+            holds the whole model.
+
+    Returns:
+        `(model, dataloader)`, or the model alone if no loader was given.
+
+    Raises:
+        ConfigError: a field that cannot be honoured on these ranks, or a model that is sharded already.
+        WrapError: a class name the model does not have.
+    """
+    config = Config.of(config)
+    config.validate()
+    if is_sharded(model):
+        raise ConfigError(f"{type(model).__name__} is sharded already", hint="call accelerate once per model")
+    if dataloader is not None and not isinstance(dataloader, DataLoader):
+        raise ConfigError(
+            f"dataloader is a {type(dataloader).__name__}, and its data cannot be divided over the ranks",
+            hint="pass a torch.utils.data.DataLoader, or wrap each rank's own data in AsyncLoader",
+        )
+    check_sizes(config.entries(), joined().environment.world_size)
+    resolved = resolve([config.reading()])
+    say_once(resolved.notes)
+    accelerator = _accelerator(model, config, resolved)
+    model = accelerator.prepare_model(model)
+    cls = type(model)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    model.__class__ = type(cls.__name__, (AcceleratedModel, cls), names)
+    if accelerator.mixed_precision == "fp16":
+        require_scaler(model)
+    if dataloader is None:
+        return model
+    buckets = config.dataloader
+    return model, AsyncLoader(
+        accelerator.prepare_data_loader(dataloader, device_placement=False),
+        accelerator.device,
+        buckets=buckets.buckets,
+        max_length=buckets.max_length,
+        num_buckets=buckets.num_buckets,
+        pad_value_dict=buckets.pad_value_dict,
+    )
+
+
+def _accelerator(model: nn.Module, config: Config, resolved: Resolved) -> Accelerator:
+    sharding = resolved.config.sharding
+    memory = config.memory
+    if memory.gc and (memory.gc_cls is not None or memory.gc_cnt is not None):
+        names = config.dist.fsdp.wrap_layer_cls if memory.gc_cls is None else memory.gc_cls
+        modules = unit_modules(model, ByClass(tuple(sorted(names))) if names else Auto())
+        if memory.gc_cnt is not None and memory.gc_cnt > len(modules):
+            raise ConfigError(
+                f"config.memory.gc_cnt = {memory.gc_cnt}, and {type(model).__name__} has {len(modules)} modules of "
+                f"{sorted({type(module).__name__ for module in modules})}",
+                hint="leave gc_cnt out to checkpoint all",
+            )
+        checkpoint_modules(model, modules[: memory.gc_cnt])
+        sharding = sharding.model_copy(update={"activation_checkpointing": False})
+    mode = resolved.settings.get("precision.mode")
+    return Accelerator(fsdp_plugin=sharding, mixed_precision=None if mode is None else mode.value)
