@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard import accelerate
-from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
+from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
 from fullshard.api import plugin as plugin_module
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import RunConfig
@@ -117,6 +117,21 @@ def test_compile_settings_reach_torch(launch: Launch, monkeypatch: pytest.Monkey
     expected = {"backend": "aot_eager", "mode": "max-autotune", "fullgraph": True, "dynamic": False}
     assert seen
     assert all(options == expected for options in seen)
+
+
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+def test_gradients_are_clipped_before_the_step(launch: Launch, mode: str) -> None:
+    launch(training={"gradient_clipping": 0.5}, precision={"mode": mode}, launch={"device": "cpu"})
+    accelerator = Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    model = nn.Linear(4, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = accelerator.get_state_dict(model)["weight"].clone()
+    accelerator.backward(model(torch.full((1, 4), 2.0)).sum())  # a gradient of norm 4
+    optimizer.step()
+    change = before - accelerator.get_state_dict(model)["weight"]
+    assert change.norm().item() == pytest.approx(0.5, rel=1e-2)
+    with pytest.raises(ConfigError, match="with a closure"):
+        optimizer.step(lambda: 0.0)
 
 
 def test_efficient_loading_is_what_transformers_reads(launch: Launch) -> None:

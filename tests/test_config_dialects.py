@@ -334,14 +334,16 @@ def test_a_deepspeed_file_as_transformers_documents_it(tmp_path: Path) -> None:
             "zero_hpz_partition_size": 8,
         },
         "gradient_accumulation_steps": 2,
-        "gradient_clipping": "auto",
+        "gradient_clipping": 1.0,
         "train_batch_size": "auto",
         "wandb": {"enabled": False},
     }
     found = read(tmp_path, json.dumps(text, indent=2), "ds.json")
     sharding = found.config.sharding
     assert (sharding.strategy, sharding.shard_size, sharding.cpu_offload) == ("HYBRID_SHARD", 8, True)
-    assert (found.config.precision.mode, found.config.training.gradient_accumulation_steps) == ("bf16", 2)
+    training = found.config.training
+    assert (found.config.precision.mode, training.gradient_accumulation_steps) == ("bf16", 2)
+    assert training.gradient_clipping == 1.0
     for word in ("stage", "device", "pin_memory", "overlap_comm", "optimizer", "scheduler", "zero_hpz_partition_size"):
         assert f" {word} " in notes(found)
 

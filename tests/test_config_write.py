@@ -108,7 +108,11 @@ CONFIGS = groups(
     launch=LAUNCH,
     sharding=SHARDING,
     precision=PRECISION,
-    training=groups(TrainingConfig, gradient_accumulation_steps=st.integers(1, 10**6)),
+    training=groups(
+        TrainingConfig,
+        gradient_accumulation_steps=st.integers(1, 10**6),
+        gradient_clipping=st.none() | st.floats(1e-3, 1e3),
+    ),
     checkpoint=groups(CheckpointConfig, state_dict_type=st.sampled_from(["FULL_STATE_DICT", "SHARDED_STATE_DICT"])),
 )
 SCHEMA = json_schema()

@@ -9,7 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from fullshard.api.state import GradientState
-from fullshard.engine import repoint
+from fullshard.core.errors import ConfigError
+from fullshard.engine import clip_grad_norm_, repoint
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -19,15 +20,22 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: re-pointed to sharded parameters already, or later when its model is sharded.
         gradient_state: tells whether the current micro-batch ends a step.
         scaler: scales the loss in fp16; None otherwise.
+        clipping: norm that the gradients are clipped to before a step; None: they are left to the script.
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, gradient_state: GradientState, scaler: torch.amp.GradScaler | None
+        self,
+        optimizer: Optimizer,
+        *,
+        gradient_state: GradientState,
+        scaler: torch.amp.GradScaler | None,
+        clipping: float | None = None,
     ) -> None:
         # The base class is for isinstance checks (schedulers make them); its own constructor is not for wrappers.
         self.optimizer = optimizer
         self.gradient_state = gradient_state
         self.scaler = scaler
+        self.clipping = clipping
         self.is_unscaled = False
         self._was_skipped = False
 
@@ -68,6 +76,8 @@ class AcceleratedOptimizer(Optimizer):
         self._was_skipped = False
         if not self.gradient_state.sync_gradients:
             return None
+        if self.clipping is not None:
+            self._clip(self.clipping, closure)
         if self.scaler is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         scale = self.scaler.get_scale()
@@ -77,6 +87,15 @@ class AcceleratedOptimizer(Optimizer):
         # The scale shrinks exactly when a rank found an overflow, which the engine makes known to all of them.
         self._was_skipped = self.scaler.get_scale() < scale
         return result
+
+    def _clip(self, limit: float, closure: Callable[[], Any] | None) -> None:
+        if closure is not None:
+            raise ConfigError(
+                "gradient_clipping with a closure: the gradients would be computed after they were clipped",
+                hint="leave gradient_clipping out, and clip in the closure",
+            )
+        self.unscale()
+        clip_grad_norm_((p for group in self.optimizer.param_groups for p in group["params"]), limit)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients if the current micro-batch ends a step."""

@@ -73,12 +73,7 @@ def _clipping(value: Any) -> Settings | str:
     if _is_auto(value) or values.is_none(value):
         return _AUTO
     limit = values.number(value)
-    if limit:
-        raise ConfigError(
-            f"gradients are clipped by the script, not by a configuration, got {value}",
-            hint=f"call accelerator.clip_grad_norm_(model.parameters(), {limit}) before the optimizer's step",
-        )
-    return {}
+    return {"training.gradient_clipping": limit} if limit != 0 else {}  # DeepSpeed's 0 does not clip
 
 
 def _batch(value: Any) -> str:
@@ -140,8 +135,7 @@ STEP_KEYS = (
     ),
     Key(
         "gradient_clipping",
-        Status.REFUSED,
-        because="the script clips",
+        target="training.gradient_clipping",
         read=_clipping,
         variable="ACCELERATE_GRADIENT_CLIPPING",
     ),

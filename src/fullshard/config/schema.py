@@ -472,12 +472,18 @@ class TrainingConfig(_Settings):
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
 
+    gradient_clipping: float | None = Field(default=None, gt=0)
+    """Norm that the gradients of an optimizer are clipped to before its step. None: as the script does."""
+
 
 class CheckpointConfig(_Settings):
     """What checkpoints hold."""
 
     state_dict_type: StateDictType = "SHARDED_STATE_DICT"
     """Whether a saved model is one part per rank or whole."""
+
+    async_save: bool = False
+    """Whether training goes on while a checkpoint is written, from a copy in host memory."""
 
     @field_validator("state_dict_type", mode="before")
     @classmethod

@@ -59,6 +59,7 @@ _IN_THE_SCRIPT = {
     "precision.buffer_dtype": "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script",
     "precision.cast_inputs": "Accelerate has no such setting",
     "training.gradient_accumulation_steps": "pass it to Accelerator(...) in the script",
+    "training.gradient_clipping": "call accelerator.clip_grad_norm_ in the script",
     "sharding.activation_checkpointing_reentrant": "Accelerate has no such setting",
     "launch.rdzv_id": "Accelerate has no such setting",
 }
