@@ -8,6 +8,7 @@ import typer
 
 from fullshard import __version__
 from fullshard.cli.config import app as config
+from fullshard.cli.doctor import doctor
 from fullshard.cli.launch import RawCommand, launch
 from fullshard.cli.plan import plan
 from fullshard.cli.train import train
@@ -29,6 +30,7 @@ app.command("launch", cls=RawCommand, help=launch.__doc__)(launch)
 app.command("train", help=train.__doc__)(train)
 app.command("plan", help=plan.__doc__)(plan)
 app.add_typer(config, name="config")
+app.command("doctor", help=doctor.__doc__)(doctor)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,89 @@
+"""`fullshard doctor`: an environment report, what is wrong in words, and a trial run of some ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import typer
+
+from fullshard.core.errors import ConfigError
+
+UNHEALTHY = 1
+"""Exit code when something is wrong."""
+
+
+def doctor(
+    run: Annotated[bool, typer.Option("--run", help="Start ranks that check and measure communication.")] = False,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", "-n", min=1, help="Ranks. Default: one per GPU, else 2.")
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks compute on.")] = "auto",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a rank waits for the others.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print an environment report to paste into an issue, and say what is wrong; exit code 1 if something is.
+
+    With --run, ranks are started that check collectives and a sharded step against DDP, and measure how fast they
+    communicate.
+    """
+    if nproc is not None and not run:
+        raise ConfigError("-n is the number of ranks to start", hint="add --run")
+    from fullshard.config.hardware import detect_hardware
+    from fullshard.launch.doctor import examine, judge, try_ranks
+    from fullshard.launch.report import make_report
+
+    hardware = detect_hardware()
+    report = make_report(hardware, os.environ)
+    count = nproc or (len(hardware.accelerators) if hardware.accelerators and device != "cpu" else 2)
+    findings = examine(hardware, os.environ, report, count)
+    trial = None
+    if not as_json:
+        _print_report(report)
+    if run:
+        sys.stdout.flush()
+        trial = try_ranks(count, device, timeout)
+        findings += judge(trial, findings)
+        if not as_json:
+            _print_trial(asdict(trial), count)
+    healthy = not any(finding.is_wrong for finding in findings)
+    if as_json:
+        content = {"report": report, "trial": asdict(trial) if trial else None, "healthy": healthy}
+        print(json.dumps({**content, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _print_findings([asdict(finding) for finding in findings], ran=run)
+    raise typer.Exit(0 if healthy else UNHEALTHY)
+
+
+def _print_report(report: dict[str, dict[str, str]]) -> None:
+    for section, lines in report.items():
+        print(f"{section}:")
+        width = max(len(name) for name in lines)
+        for name, value in lines.items():
+            print(f"  {name.ljust(width)}  {value}")
+
+
+def _print_trial(trial: dict[str, Any], count: int) -> None:
+    print(f"trial of {count} rank{'s' if count != 1 else ''}:")
+    facts = ", ".join(f"{name} {value}" for name, value in trial["facts"].items())
+    if facts:
+        print(f"  {facts}")
+    for name, outcome in trial["checks"].items():
+        print(f"  {name}: {outcome}")
+    if trial["measurements"]:
+        print("  time of one collective (median), and what a rank receives in it; GB is 10**9 bytes:")
+    for row in trial["measurements"]:
+        size, time, rate = row["nbytes"] / 2**20, row["microseconds"], row["gb_per_second"]
+        print(f"    {row['what']:<14} {size:9.3f} MiB {time:12.0f} µs {rate:9.3f} GB/s")
+    if trial["exit_code"] == 0 and not trial["measurements"]:
+        print("  one rank has nobody to communicate with: nothing to measure")
+
+
+def _print_findings(findings: list[dict[str, Any]], *, ran: bool) -> None:
+    for finding in findings:
+        print(f"{'WRONG' if finding['is_wrong'] else 'note'}: {finding['text']}\n  hint: {finding['hint']}")
+    if not any(finding["is_wrong"] for finding in findings):
+        print("nothing is wrong" if ran else "nothing is wrong that can be seen without --run")
