@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import re
 import shutil
@@ -21,20 +20,18 @@ from torch import nn
 from fullshard.checkpoint.format import DTYPES
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import (
     TensorEntry,
     TensorFileWriter,
     commit_directory,
     make_temp_directory,
     temp_directory,
-    write_file,
 )
 from fullshard.checkpoint.tensors import LocalTensor, dtype_name, local_buffers, local_parameters, rest, tensor_bytes
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def export_hf(
@@ -72,7 +69,7 @@ def export_hf(
         CheckpointError: on every rank; nothing new is left at `path`.
         ConfigError: `max_shard_size` or `dtype` that cannot be understood.
     """
-    limit, cast = parse_size(max_shard_size), _parse_dtype(dtype)
+    limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
     final = Path(path).absolute()
     ranks = Ranks.of(model)
     export_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
@@ -83,7 +80,7 @@ def export_hf(
         _write_weights(temp, plan, convert, ranks)
 
         def finish() -> None:
-            _write_index(temp, plan)
+            write_index(temp, {name: [e for m in members for e in m.entries] for name, members in plan})
             _write_configuration(temp, model, cast)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temp)
@@ -95,6 +92,17 @@ def export_hf(
             shutil.rmtree(temp, ignore_errors=True)
         raise
     return final
+
+
+def is_exported_as_it_is(model: nn.Module) -> bool:
+    """Whether `export_hf` writes every parameter and persistent buffer under its own name and in its own shape."""
+    sources = [*local_parameters(model, rank=0), *local_buffers(model, rank=0)]
+    convert = _Converter(model, sources, cast=None)
+    return all(
+        [(name in source.names, tuple(t.shape)) for name, t in convert(source, _meta(source)).items()]
+        == [(True, source.shape)]
+        for source in sources
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,22 +193,20 @@ def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) 
     rest(model)
     sources = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
     convert = _Converter(model, sources, cast=cast)
-    shards: list[list[_Member]] = [[]]
-    filled = 0
-    for source in sources:
-        for name, tensor in convert(source, _meta(source)).items():
-            entry = TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape))
-            if filled and filled + entry.nbytes > limit:
-                shards.append([])
-                filled = 0
-            if not shards[-1] or shards[-1][-1].source is not source:
-                shards[-1].append(_Member(source, []))
-            shards[-1][-1].entries.append(entry)
-            filled += entry.nbytes
+    pairs = [
+        (source, TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)))
+        for source in sources
+        for name, tensor in convert(source, _meta(source)).items()
+    ]
+    numbers = file_numbers((entry.nbytes for _, entry in pairs), limit)
+    shards: list[list[_Member]] = [[] for _ in range(max(numbers, default=0) + 1)]
+    for (source, entry), number in zip(pairs, numbers, strict=True):
+        if not shards[number] or shards[number][-1].source is not source:
+            shards[number].append(_Member(source, []))
+        shards[number][-1].entries.append(entry)
     for shard in shards:  # all tensors made of one source have one dtype, so this is their order in the file
         shard.sort(key=lambda member: -DTYPES[member.entries[0].dtype][1])
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    return list(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True)), convert
+    return list(zip(file_names(len(shards)), shards, strict=True)), convert
 
 
 def _write_weights(directory: Path, plan: _Plan, convert: _Converter, ranks: Ranks) -> None:
@@ -230,17 +236,6 @@ def _write_weights(directory: Path, plan: _Plan, convert: _Converter, ranks: Ran
         ranks.fail_together(f"writing {name}", error)
 
 
-def _write_index(directory: Path, plan: _Plan) -> None:
-    if len(plan) == 1:
-        return
-    files = {entry.name: (name, entry.nbytes) for name, members in plan for m in members for entry in m.entries}
-    index = {
-        "metadata": {"total_size": sum(nbytes for _, nbytes in files.values())},
-        "weight_map": {tensor: name for tensor, (name, _) in sorted(files.items())},
-    }
-    write_file(directory / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
-
-
 def _write_configuration(directory: Path, model: nn.Module, cast: torch.dtype | None) -> None:
     """`config.json` and `generation_config.json`, if it is a Transformers model."""
     config: Any = getattr(model, "config", None)
@@ -255,20 +250,3 @@ def _write_configuration(directory: Path, model: nn.Module, cast: torch.dtype | 
     generation = getattr(model, "generation_config", None)
     if generation is not None and hasattr(model, "generate"):
         generation.save_pretrained(directory)
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes from a number or a text such as `5GB` (10**9) or `5GiB` (2**30). Raises `ConfigError` for anything else."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
-    nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
-    if nbytes < 1:
-        raise ConfigError(f"cannot read {size!r} as a size", hint="use bytes, or text such as 5GB or 500MiB")
-    return nbytes
-
-
-def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    is_usable = isinstance(found, torch.dtype) and found.is_floating_point and str(found)[len("torch.") :] in DTYPES
-    if dtype is not None and not is_usable:
-        raise ConfigError(f"cannot export as {dtype!r}", hint="use float32, bfloat16 or float16")
-    return found

@@ -10,24 +10,20 @@ weight that is quantised on the way (QLoRA) that one weight before quantisation.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from fullshard.checkpoint.storage import Bytes
-from fullshard.checkpoint.tensors import torch_dtype
+from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
+from fullshard.checkpoint.weight_files import StoredWeights, read_elements, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError
 from fullshard.core.layout import Interval
-from fullshard.core.sizes import MIB
 from fullshard.engine.fully_shard import meta_parameters
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.engine.module import clean_name, join
@@ -37,14 +33,8 @@ from fullshard.wrap.quantized import is_exact, quantise, whole_shape
 logger = logging.getLogger(__name__)
 
 _HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-_STAGING_NBYTES = 16 * MIB
 _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Names in old checkpoints, and what they are called today."""
-
-_MAX_HEADER_NBYTES = 100 * MIB
-"""A header is some hundred bytes per tensor; more than this is not one."""
 
 
 def from_pretrained(
@@ -95,21 +85,6 @@ def from_pretrained(
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor in a file: its dtype, shape and first byte."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-
 class PretrainedWeights:
     """The weights of a directory, for one model. A `WeightSource` of the engine.
 
@@ -121,8 +96,8 @@ class PretrainedWeights:
 
     def __init__(self, directory: Path, base: nn.Module, dtype: torch.dtype) -> None:
         self.directory, self._base, self._dtype = directory, base, dtype
-        self._stored = dict(_stored_tensors(directory))
-        self._by_name: dict[str, _Stored] = {}
+        self._stored = dict(stored_tensors(directory))
+        self._by_name: dict[str, StoredWeights] = {}
         self._names: dict[tuple[int, str], str] = {}
         self._adapters: dict[int, tuple[str, Any]] = {}
 
@@ -223,91 +198,38 @@ class PretrainedWeights:
                 return name
         return key
 
-    @torch.no_grad()
     def _read(self, name: str, interval: Interval, out: torch.Tensor) -> None:
         """Elements of a stored tensor into `out`, cast on the way, through a small buffer."""
-        stored = self._by_name[name]
-        itemsize = stored.dtype.itemsize
-        per_round = _STAGING_NBYTES // itemsize
-        with stored.path.open("rb", buffering=0) as file:
-            for start in range(interval.start, interval.stop, per_round):
-                count = min(per_round, interval.stop - start)
-                buffer = np.empty(count * itemsize, dtype=np.uint8)
-                _read_exactly(file.fileno(), buffer, stored.start + start * itemsize, stored.path)
-                values = torch.from_numpy(buffer).view(stored.dtype)
-                out[start - interval.start : start - interval.start + count].copy_(values)
+        read_elements(self._by_name[name], interval, out)
 
 
-def _read_exactly(descriptor: int, buffer: Bytes, position: int, path: Path) -> None:
-    view, done = memoryview(buffer.data), 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], position + done)
-        if count == 0:
-            raise CheckpointError(f"{path} ended at byte {position + done} while it was read")
-        done += count
+def load_pretrained(directory: str | Path, model: nn.Module) -> None:
+    """Load a directory of safetensors files into a model that is sharded already: each rank reads its intervals.
 
-
-def _stored_tensors(directory: Path) -> Iterator[tuple[str, _Stored]]:
-    """Every tensor of the directory by name.
+    Args:
+        directory: holds every parameter and persistent buffer under the name the model has for it.
+        model: sharded or not.
 
     Raises:
-        CheckpointError: no safetensors files, an index that points elsewhere, or a file that is cut or malformed.
+        CheckpointError: names or shapes that differ (nothing has changed then), or a file that cannot be read.
     """
-    index = directory / INDEX_NAME
-    if index.is_file():
-        weight_map = _json_object(index.read_bytes(), index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map")
-        for name in sorted(set(weight_map.values())):
-            if Path(name).name != name:
-                raise CheckpointError(f"{index} points to {name!r}, outside its directory")
-            tensors = dict(_file_tensors(directory / name))
-            for key in (key for key, file in weight_map.items() if file == name):
-                if key not in tensors:
-                    raise CheckpointError(f"{directory / name} does not hold {key!r}, which {index.name} promises")
-                yield key, tensors[key]
-        return
-    if not (directory / SINGLE_NAME).is_file():
-        raise CheckpointError(
-            f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}",
-            hint="weights are read from safetensors files only; save_pretrained writes them",
-        )
-    yield from _file_tensors(directory / SINGLE_NAME)
-
-
-def _file_tensors(path: Path) -> Iterator[tuple[str, _Stored]]:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            nbytes = int.from_bytes(file.read(8), "little")
-            if not 0 < nbytes <= min(size - 8, _MAX_HEADER_NBYTES):
-                raise CheckpointError(f"{path} claims a header of {nbytes} bytes in a file of {size}")
-            header = _json_object(file.read(nbytes), path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    for name, record in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape = torch_dtype(record["dtype"]), tuple(int(n) for n in record["shape"])
-            start, stop = (8 + nbytes + int(offset) for offset in record["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{path}: the header's record of {name!r} is malformed") from None
-        if min(shape, default=0) < 0 or stop > size or start < 8 + nbytes:
-            raise CheckpointError(f"{path}: {name!r} lies at bytes {start} to {stop} of {size}")
-        if stop - start != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{path}: {name!r} of shape {shape} and {dtype} in {stop - start} bytes")
-        yield name, _Stored(path, dtype, shape, start)
-
-
-def _json_object(data: bytes, path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not the JSON it should be")
-    return value
+    rest(model)
+    directory = Path(directory)
+    tensors = dict(stored_tensors(directory))
+    found: list[tuple[LocalTensor, StoredWeights]] = []
+    problems = []
+    for local in (*local_parameters(model, rank=0), *local_buffers(model, rank=0)):
+        stored = next((tensors[name] for name in local.names if name in tensors), None)
+        if stored is None:
+            problems.append(f"{local.name} is missing")
+        elif stored.shape != local.shape:
+            problems.append(f"{local.name} has shape {stored.shape}, expected {local.shape}")
+        else:
+            found.append((local, stored))
+    if problems:
+        raise CheckpointError(f"{directory} does not fit {type(model).__name__}:\n" + "\n".join(problems))
+    for local, stored in found:
+        read_elements(stored, local.interval, local.tensor.detach().view(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +261,7 @@ def _is_resized(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ..
     return is_table and shape[1:] == stored[1:] and shape[0] > stored[0]
 
 
-def _new_rows(model: nn.Module, name: str, stored: _Stored, numel: int) -> torch.Tensor:
+def _new_rows(model: nn.Module, name: str, stored: StoredWeights, numel: int) -> torch.Tensor:
     """Values for the rows a resized table has gained, the same on every rank and at every world size."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + stored.numel)
     std = getattr(getattr(model, "config", None), "initializer_range", 0.02)

@@ -1,0 +1,208 @@
+"""Directories of torch's distributed checkpoint (DCP) as a source: torch FSDP2, torchtitan, Accelerate, Trainer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.format import OptimizerRecord, TensorRecord
+from fullshard.checkpoint.offline.dcp_metadata import Box, StoredObject, read_metadata
+from fullshard.checkpoint.offline.optimizers import optimizer_record, unflatten
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, dtype_of, plain_name, plain_names, tensor_record
+from fullshard.checkpoint.offline.torch_files import check_tensor, load_torch_bytes
+from fullshard.core.errors import CheckpointError
+from fullshard.core.layout import Interval
+
+_MODEL_PREFIXES: tuple[tuple[str, ...], ...] = (("model",), ("app", "model"), ("state_dict",), ("module",), ())
+_OPTIMIZER_PREFIXES: tuple[tuple[str, ...], ...] = (
+    ("optimizer",), ("optim",), ("app", "optimizer"), ("app", "optim"), ("optimizers",), ("optimizer_state_dict",)
+)  # fmt: skip
+_MAX_VALUE_NBYTES = 2**26
+"""A Python value in a checkpoint is an option or a counter; what is larger than this is left alone."""
+
+
+class DcpSource(Source):
+    """A model, and optimizer state if there is any, in one or two DCP directories.
+
+    Of every tensor the parts that one rank saved are read whole, one at a time.
+
+    Args:
+        title: what it is, for people.
+        path: for messages.
+        directories: those with a `.metadata`, the model's first.
+        optimizer: whether to open the optimizer's state.
+        notes: see `Contents`.
+
+    Raises:
+        CheckpointError: see `read_metadata`; or no model in it.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        path: Path,
+        directories: Sequence[Path],
+        *,
+        optimizer: bool = True,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.title, self.path = title, path
+        self._stored: dict[tuple[Kind, str], tuple[Path, StoredObject]] = {}
+        self._loaded: tuple[Any, torch.Tensor] | None = None
+        entries = [(directory, stored) for directory in directories for stored in read_metadata(directory)]
+        model, state, others = _split(entries)
+        parameters = {}
+        for name, (directory, stored) in model.items():
+            if stored.dtype is not None:
+                parameters[name] = tensor_record(stored.shape, stored.dtype, where=name)
+                self._stored["model", name] = directory, stored
+            else:
+                others.append(name)
+        if not parameters:
+            raise CheckpointError(
+                f"{path} holds no model: " + (", ".join(others[:5]) or "it is empty"),
+                hint="give the directory of the model, or the one that holds both",
+            )
+        self.contents = Contents(
+            parameters=parameters,
+            optimizer=self._optimizer(state, parameters) if optimizer and state else None,
+            notes=[*notes, *([f"{', '.join(sorted(others)[:20])}: not part of the model"] if others else [])],
+        )
+        self._records = {(kind, name): record for kind, name, record in self.contents.tensors()}
+
+    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        """See `Source.read`."""
+        directory, stored = self._stored[kind, name]
+        record = self._records[kind, name]
+        if not record.shape:
+            return self._load(directory, stored, stored.boxes[0]).reshape(-1)
+        # Whole rows around the interval; boxes are cut in all dims.
+        per_row = record.numel // record.shape[0]
+        first, last = interval.start // per_row, -(-interval.stop // per_row)
+        rows = torch.empty((last - first, *record.shape[1:]), dtype=dtype_of(record))
+        for box in stored.boxes:
+            begin, end = max(first, box.offsets[0]), min(last, box.offsets[0] + box.sizes[0])
+            if begin < end and box.numel:
+                columns = [slice(o, o + s) for o, s in zip(box.offsets[1:], box.sizes[1:], strict=True)]
+                part = self._load(directory, stored, box)[begin - box.offsets[0] : end - box.offsets[0]]
+                rows[(slice(begin - first, end - first), *columns)] = part
+        return rows.reshape(-1)[interval.start - first * per_row : interval.stop - first * per_row]
+
+    def _load(self, directory: Path, stored: StoredObject, box: Box) -> torch.Tensor:
+        """A box of a tensor; the last one is kept, because chunks of a tensor follow each other."""
+        key = (directory, box.file, box.start)
+        if self._loaded is not None and self._loaded[0] == key:
+            return self._loaded[1]
+        self._loaded = None
+        where = f"{directory / box.file} ({'.'.join(map(str, stored.path))})"
+        tensor = load_torch_bytes(_slice(directory / box.file, box), where=where)
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{where} is a {type(tensor).__name__}, the metadata promises a tensor")
+        tensor = check_tensor(tensor, where=where)
+        if tuple(tensor.shape) != box.sizes or str(tensor.dtype) != f"torch.{stored.dtype}":
+            raise CheckpointError(
+                f"{where} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {stored.dtype} of {box.sizes}"
+            )
+        self._loaded = key, tensor
+        return tensor
+
+    def _optimizer(
+        self, entries: Mapping[tuple[str | int, ...], tuple[Path, StoredObject]], parameters: Mapping[str, TensorRecord]
+    ) -> OptimizerRecord | None:
+        leaves: dict[tuple[str | int, ...], Any] = {}
+        for path, (directory, stored) in entries.items():
+            leaves[path] = (directory, stored) if stored.dtype else _value(directory, stored)
+        if all(len(path) == 1 and isinstance(path[0], str) and "." in path[0] for path in leaves):
+            nested = unflatten({str(path[0]): leaf for path, leaf in leaves.items()}, parameters)
+        else:
+            nested = _nest(leaves)
+        if "param_groups" not in nested and not nested.get("state"):
+            return None
+        nested["param_groups"] = [self._resolve(group) for group in nested.get("param_groups", [])]
+
+        def describe(leaf: Any, where: str) -> TensorRecord | None:
+            return tensor_record(leaf[1].shape, leaf[1].dtype, where=where) if _is_reference(leaf) else None
+
+        record, found = optimizer_record(nested, parameters, describe=describe, where=str(self.path))
+        for name, leaf in found.items():
+            self._stored["optimizer", name] = leaf
+        return record
+
+    def _resolve(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter group with the numbers that were stored as tensors (a learning rate, say)."""
+        resolved = {}
+        for key, value in group.items():
+            if _is_reference(value):
+                directory, stored = value
+                if stored.shape not in ((), (1,)):
+                    raise CheckpointError(f"{self.path}: the option {key} is a tensor of shape {stored.shape}")
+                value = self._load(directory, stored, stored.boxes[0]).item()
+            resolved[key] = value
+        return resolved
+
+
+def _is_reference(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], StoredObject)
+
+
+def _split(
+    entries: Sequence[tuple[Path, StoredObject]],
+) -> tuple[dict[str, tuple[Path, StoredObject]], dict[tuple[str | int, ...], tuple[Path, StoredObject]], list[str]]:
+    """Entries of the model by name, of the optimizer by the path below it, and the names of all others."""
+    by_prefix = {
+        prefix: [e for e in entries if e[1].path[: len(prefix)] == prefix and len(e[1].path) > len(prefix)]
+        for prefix in (*_MODEL_PREFIXES, *_OPTIMIZER_PREFIXES)
+    }
+    # At the top level names stand alone (torchtitan); everything longer is another part of the state.
+    by_prefix[()] = [e for e in entries if len(e[1].path) == 1]
+    optimizer_prefix = next((p for p in _OPTIMIZER_PREFIXES if by_prefix[p]), None)
+    model_prefix = next((p for p in _MODEL_PREFIXES if any(stored.dtype for _, stored in by_prefix[p])), ())
+    model = plain_names({".".join(map(str, e[1].path[len(model_prefix) :])): e for e in by_prefix[model_prefix]})
+    optimizer = {}
+    if optimizer_prefix is not None:
+        for entry in by_prefix[optimizer_prefix]:
+            path = entry[1].path[len(optimizer_prefix) :]
+            optimizer[tuple(plain_name(part) if isinstance(part, str) else part for part in path)] = entry
+    taken = {id(e[1]) for e in itertools.chain(model.values(), optimizer.values())}
+    others = [".".join(map(str, stored.path)) for _, stored in entries if id(stored) not in taken]
+    return model, optimizer, others
+
+
+def _nest(leaves: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
+    """Dictionaries and lists from paths; numbers index lists."""
+    root: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        place = root
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise CheckpointError(f"{'.'.join(map(str, path))} lies inside another value")
+        place[path[-1]] = leaf
+    groups = root.get("param_groups")
+    if isinstance(groups, dict):
+        root["param_groups"] = [groups[number] for number in sorted(groups)]
+    return root
+
+
+def _value(directory: Path, stored: StoredObject) -> Any:
+    box = stored.boxes[0]
+    where = f"{directory / box.file} ({'.'.join(map(str, stored.path))})"
+    if box.nbytes > _MAX_VALUE_NBYTES:
+        raise CheckpointError(f"{where} is a Python value of {box.nbytes} bytes")
+    return load_torch_bytes(_slice(directory / box.file, box), where=where)
+
+
+def _slice(path: Path, box: Box) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(box.start)
+            data = file.read(box.nbytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    if len(data) != box.nbytes:
+        raise CheckpointError(f"{path} ended at byte {box.start + len(data)} while it was read")
+    return data

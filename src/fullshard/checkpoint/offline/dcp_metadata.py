@@ -1,0 +1,248 @@
+"""The metadata file of torch's distributed checkpoints (DCP), read without running it.
+
+`.metadata` is a pickle, and a pickle is a program. This reader lets it build nothing but records of the few classes
+that DCP itself puts there, which become inert stand-ins; any other name in it is an error. Python's own unpickler is
+used, the one written in Python: it never makes room for a length it was only told of.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fullshard.checkpoint.format import DTYPES
+from fullshard.core.errors import CheckpointError
+from fullshard.core.sizes import MIB
+
+METADATA_NAME = ".metadata"
+_MAX_NBYTES = 1024 * MIB
+_MODULE = "torch.distributed.checkpoint"
+_RECORDS = {
+    (f"{_MODULE}.metadata", "Metadata"),
+    (f"{_MODULE}.metadata", "TensorStorageMetadata"),
+    (f"{_MODULE}.metadata", "BytesStorageMetadata"),
+    (f"{_MODULE}.metadata", "ChunkStorageMetadata"),
+    (f"{_MODULE}.metadata", "TensorProperties"),
+    (f"{_MODULE}.metadata", "MetadataIndex"),
+    (f"{_MODULE}.metadata", "StorageMeta"),
+    (f"{_MODULE}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_MODULE}.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "WindowsPath"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor that lies in one file.
+
+    Attributes:
+        offsets, sizes: where in the tensor, per dim.
+        file: its file, relative to the directory.
+        start, nbytes: bytes of the file: an archive of `torch.save`.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An entry of the state dict: a tensor in boxes, or a Python value (no dtype) in one box without sizes."""
+
+    path: tuple[str | int, ...]
+    dtype: str | None
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def read_metadata(directory: Path) -> list[StoredObject]:
+    """What a DCP directory holds.
+
+    Raises:
+        CheckpointError: no or damaged metadata, a pickle that asks for a class that does not belong there, a file
+            outside the directory, or boxes that do not cover a tensor exactly once; all of the latter are listed.
+    """
+    path = directory / METADATA_NAME
+    try:
+        if path.stat().st_size > _MAX_NBYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any metadata")
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        root = _Unpickler(io.BytesIO(data), path).load()
+        objects = _objects(root)
+    except CheckpointError:
+        raise
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not the metadata of a checkpoint: {type(error).__name__}: {error}") from None
+    except (RecursionError, MemoryError, OverflowError):
+        raise CheckpointError(f"{path} is not the metadata of a checkpoint: it is nested without end") from None
+    problems = [problem for stored in objects for problem in _problems(directory, stored)]
+    if problems:
+        raise CheckpointError(f"{directory} is damaged:\n" + "\n".join(problems))
+    return objects
+
+
+class _Record:
+    """Stands in for an object of the metadata: keeps what it was given, does nothing."""
+
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.state[name]
+
+
+class _Size(tuple[int, ...]):
+    __slots__ = ()
+
+
+class _Map(dict[Any, Any]):
+    pass
+
+
+class _Unpickler(pickle._Unpickler):
+    """Builds stand-ins only."""
+
+    def __init__(self, file: io.BytesIO, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+        self._classes: dict[tuple[str, str], Any] = {
+            ("torch", "Size"): _fresh(_Size),
+            ("collections", "OrderedDict"): _fresh(_Map),
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a class. Never imports anything."""
+        if (module, name) in _RECORDS:
+            # made anew for every file: a pickle may write to the classes it is given
+            return self._classes.setdefault((module, name), type(name, (_Record,), {}))
+        if (module, name) in self._classes:
+            return self._classes[module, name]
+        if module == "torch" and name in DTYPES:
+            return name
+        raise CheckpointError(
+            f"{self._path} asks for {module}.{name}, which is no part of a checkpoint; nothing was run",
+            hint="do not load this checkpoint with any other program either",
+        )
+
+    def get_extension(self, code: int) -> None:
+        """Refuse classes by number."""
+        raise CheckpointError(f"{self._path} asks for the registered class {code}, which is no part of a checkpoint")
+
+
+def _fresh(base: type) -> type:
+    return type(base.__name__, (base,), {})
+
+
+def _objects(root: Any) -> list[StoredObject]:
+    planner = root["planner_data"] or {}
+    places: dict[str, list[tuple[tuple[int, ...] | None, Any]]] = {}
+    for index, info in root["storage_data"].items():
+        offset = index.state.get("offset")
+        places.setdefault(index["fqn"], []).append((None if offset is None else tuple(offset), info))
+    objects = []
+    for name, record in root["state_dict_metadata"].items():
+        path = tuple(planner.get(name, (name,)))
+        if not isinstance(name, str) or not path or not all(isinstance(part, str | int) for part in path):
+            raise ValueError(f"the entry {name!r:.80} has no name")
+        kind = type(record).__name__
+        if kind == "BytesStorageMetadata":
+            boxes = [_box((), (), info) for _, info in places.get(name, ())]
+            objects.append(StoredObject(path, None, (), tuple(boxes)))
+        elif kind == "TensorStorageMetadata":
+            found = dict(places.get(name, ()))
+            chunks = [(_ints(chunk["offsets"]), _ints(chunk["sizes"])) for chunk in record["chunks"]]
+            boxes = [_box(o, s, found[o]) for o, s in chunks if o in found]
+            dtype = record["properties"].state
+            dtype = dtype["dtype"] if isinstance(dtype, dict) else dtype[0]
+            if dtype not in DTYPES:
+                raise ValueError(f"{name} has no known dtype")
+            objects.append(StoredObject(path, dtype, _ints(record["size"]), tuple(boxes)))
+        else:
+            raise ValueError(f"{name} is a {kind}")
+    return objects
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or any(type(value) is not int or not 0 <= value < 2**62 for value in values):
+        raise ValueError(f"{values!r:.80} is no shape")
+    return tuple(values)
+
+
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Box:
+    if info.state.get("transform_descriptors"):
+        raise CheckpointError(f"{info['relative_path']} is compressed or encrypted, which cannot be read here")
+    start, nbytes, file = info["offset"], info["length"], info["relative_path"]
+    if type(start) is not int or type(nbytes) is not int or not isinstance(file, str):
+        raise ValueError("an entry has no place in a file")
+    return Box(offsets, sizes, file, start, nbytes)
+
+
+def _problems(directory: Path, stored: StoredObject) -> list[str]:
+    """What is wrong with where an entry lies."""
+    name = ".".join(map(str, stored.path))
+    problems = []
+    for box in stored.boxes:
+        if PurePosixPath(box.file).name != box.file or box.file in ("", ".", "..") or "\\" in box.file:
+            return [f"{name}: its file {box.file!r} is outside the directory"]
+        try:
+            size = (directory / box.file).stat().st_size
+        except OSError:
+            problems.append(f"{name}: its file {box.file} is missing")
+            continue
+        if box.start < 0 or box.nbytes < 0 or box.start + box.nbytes > size:
+            problems.append(f"{name}: bytes {box.start} to {box.start + box.nbytes} of {box.file}, which has {size}")
+        elif stored.dtype and box.numel * DTYPES[stored.dtype][1] > box.nbytes:
+            problems.append(f"{name}: {box.sizes} elements of {stored.dtype} in {box.nbytes} bytes of {box.file}")
+    if stored.dtype is None:
+        return problems if len(stored.boxes) == 1 else [f"{name} is stored {len(stored.boxes)} times"]
+    return problems + [f"{name}: {problem}" for problem in _coverage(stored.shape, stored.boxes)]
+
+
+def _coverage(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> list[str]:
+    """Why the boxes do not hold each element exactly once."""
+    for box in boxes:
+        inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+            o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)
+        )
+        if not inside:
+            return [f"a part {box.sizes} at {box.offsets} is not inside {shape}"]
+    numel = sum(box.numel for box in boxes)
+    if numel != math.prod(shape):
+        return [f"{numel} of its {math.prod(shape)} elements are stored"]
+    # Sorted by their first dim, a box can only overlap those that start before it ends.
+    ordered = sorted((box for box in boxes if box.numel), key=lambda box: box.offsets)
+    for number, box in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if shape and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+                break
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+            ):
+                return [f"the parts at {box.offsets} and {other.offsets} overlap"]
+    return []

@@ -1,0 +1,53 @@
+"""Directories of safetensors files as a source: what Hugging Face's `save_pretrained` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
+from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, read_elements, stored_tensors
+from fullshard.core.layout import Interval
+
+CONFIG_NAME = "config.json"
+_COPIED = (
+    CONFIG_NAME, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "chat_template.json", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+
+class HuggingFaceSource(Source):
+    """A directory with `model.safetensors`, or several such files and an index.
+
+    Raises:
+        CheckpointError: an index that points elsewhere, or a file that is cut or malformed.
+    """
+
+    title = "Hugging Face directory (safetensors)"
+
+    def __init__(self, path: Path, *, notes: Sequence[str] = ()) -> None:
+        self.path = path
+        self._stored = dict(stored_tensors(path))
+        self.contents = Contents(
+            parameters={n: tensor_record(s.shape, s.dtype, where=n) for n, s in self._stored.items()}, notes=notes
+        )
+
+    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        """See `Source.read`."""
+        stored = self._stored[name]
+        out = torch.empty(interval.numel, dtype=stored.dtype)
+        read_elements(stored, interval, out)
+        return out
+
+
+def has_safetensors(directory: Path) -> bool:
+    """Whether `HuggingFaceSource` can read it."""
+    return (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).is_file()
+
+
+def files_beside_weights(directory: Path) -> list[Path]:
+    """Configuration and tokenizer files in a directory."""
+    return [directory / name for name in _COPIED if (directory / name).is_file()]

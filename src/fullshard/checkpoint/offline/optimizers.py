@@ -1,0 +1,154 @@
+"""Optimizer state as torch's programs store it, turned into the records of our manifest.
+
+They store `{"state": {PARAMETER: {KEY: value}}, "param_groups": [{..., "params": [PARAMETER, ...]}]}`, or the same
+flattened: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The class of the optimizer is not stored; it can
+be told from the options of current versions of torch's common ones, and has to be given for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from pydantic import JsonValue
+
+from fullshard.checkpoint.format import (
+    GroupRecord,
+    OptimizerRecord,
+    StateTensorRecord,
+    StateValueRecord,
+    TensorRecord,
+)
+from fullshard.checkpoint.values import encode_value
+from fullshard.core.errors import CheckpointError
+
+T = TypeVar("T")
+
+_OPTIONS_OF = {
+    "SGD": {"momentum", "dampening", "nesterov"},
+    "Adagrad": {"lr_decay", "initial_accumulator_value"},
+    "RMSprop": {"alpha", "centered", "momentum"},
+    "Adadelta": {"rho"},
+    "NAdam": {"momentum_decay"},
+}
+"""Options that an optimizer of torch has and no other."""
+
+
+def optimizer_record(
+    nested: Mapping[str, Any],
+    parameters: Mapping[str, TensorRecord],
+    *,
+    describe: Callable[[Any, str], TensorRecord | None],
+    where: str,
+) -> tuple[OptimizerRecord, dict[str, Any]]:
+    """Records of an optimizer's state dict, and the tensors they stand for.
+
+    Args:
+        nested: `state` and `param_groups`, as described above, with names for parameters.
+        parameters: those of the model.
+        describe: shape and dtype of a leaf that stands for a tensor; None for a Python value.
+        where: for messages.
+
+    Returns:
+        The record, and leaves by `PARAMETER/KEY`.
+
+    Raises:
+        CheckpointError: state of unknown parameters or under numbers, or values that cannot be stored.
+    """
+    state, groups = nested.get("state"), nested.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, list):
+        raise CheckpointError(f"{where} is not the state of an optimizer: state or param_groups are missing")
+    if any(not isinstance(name, str) for name in state):
+        state, groups = _named(state, groups, where=where)
+    strangers = sorted({*state, *(name for group in groups for name in group["params"])} - parameters.keys())
+    if strangers:
+        raise CheckpointError(
+            f"{where} knows {len(strangers)} parameters that the model does not have, first {strangers[0]!r}",
+            hint="import model and optimizer of the same save",
+        )
+    leaves: dict[str, Any] = {}
+    records: dict[str, dict[str, StateTensorRecord | StateValueRecord]] = {}
+    for name, values in state.items():
+        for key, value in values.items():
+            at = f"{name}/{key}"
+            found = describe(value, at)
+            if found is None:
+                record: Any = StateValueRecord(value=_encode(value, where=at))
+            else:
+                is_interval = found.shape == parameters[name].shape and not (found.shape == () and key == "step")
+                record = StateTensorRecord(
+                    shape=found.shape,
+                    dtype=found.dtype,
+                    pieces=(),
+                    layout="interval" if is_interval else "replicated",
+                    is_on_host=key == "step",
+                )
+                leaves[at] = value
+            records.setdefault(name, {})[key] = record
+    kept = tuple(_group(group, where=where) for group in groups)
+    return OptimizerRecord(kind=_kind(kept), groups=kept, state=records), leaves
+
+
+def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """The nested form of flattened state. Options that are the same for several parameters make one group."""
+    state: dict[str, dict[str, T]] = {}
+    options: dict[str, dict[str, T]] = {}
+    for name, value in flat.items():
+        kind, _, rest = name.partition(".")
+        parameter, _, key = rest.rpartition(".")
+        if kind == "state":
+            state.setdefault(parameter, {})[key] = value
+        elif kind == "param_groups":
+            options.setdefault(parameter, {})[key] = value
+    groups: list[dict[str, Any]] = []
+    for parameter in sorted(options, key=list(parameters).index if options.keys() <= parameters.keys() else None):
+        group = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == options[parameter]), None)
+        if group is None:
+            group = {**options[parameter], "params": []}
+            groups.append(group)
+        group["params"].append(parameter)
+    return {"state": state, "param_groups": groups}
+
+
+def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[dict[str, Any], list[Any]]:
+    """State under numbers, with the names that optimizers made from `named_parameters()` keep."""
+    if not all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
+        raise CheckpointError(
+            f"{where} keeps its state under numbers, from which no names can be told",
+            hint="import without the optimizer (--no-optimizer)",
+        )
+    names = {n: name for group in groups for n, name in zip(group["params"], group["param_names"], strict=True)}
+    named = [
+        {**{k: v for k, v in group.items() if k != "param_names"}, "params": list(group["param_names"])}
+        for group in groups
+    ]
+    return {names[number]: values for number, values in state.items()}, named
+
+
+def _group(group: Mapping[str, Any], *, where: str) -> GroupRecord:
+    options = {
+        key: _encode(
+            value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value, where=f"{where}: {key}"
+        )
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+    return GroupRecord(parameters=tuple(group["params"]), options=options)
+
+
+def _encode(value: Any, *, where: str) -> JsonValue:
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = encode_value(value, where=where, tensors=tensors)
+    if tensors:
+        raise CheckpointError(f"{where} holds tensors inside a Python value")
+    return encoded
+
+
+def _kind(groups: tuple[GroupRecord, ...]) -> str:
+    """The class of the optimizer, empty if it cannot be told."""
+    options = groups[0].options if groups else {}
+    if "decoupled_weight_decay" in options and "betas" in options and "momentum_decay" not in options:
+        return "AdamW" if options["decoupled_weight_decay"] else "Adam"
+    found = [kind for kind, names in _OPTIONS_OF.items() if names <= options.keys()]
+    return found[0] if len(found) == 1 else ""

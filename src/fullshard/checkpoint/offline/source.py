@@ -1,0 +1,205 @@
+"""What every kind of checkpoint looks like from here: named tensors of which any interval can be read.
+
+A *source* is a checkpoint on disk, ours or a peer's. It says what it holds in the records of our own manifest (with
+no pieces where another program saved) and reads elements [start, stop) of a flattened tensor. Everything offline is
+written against this: inspect, diff, reshard, consolidate, export and import need no process group and no model, and
+hold one chunk of one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+import torch
+from pydantic import JsonValue
+
+from fullshard.checkpoint.format import DTYPES, Manifest, OptimizerRecord, StateTensorRecord, TensorRecord
+from fullshard.checkpoint.storage import Bytes
+from fullshard.checkpoint.tensors import tensor_bytes, torch_dtype
+from fullshard.core.errors import CheckpointError
+from fullshard.core.layout import Interval
+from fullshard.core.sizes import MIB
+
+CHUNK_NBYTES = 16 * MIB
+"""What a tensor is read, converted and written in."""
+
+Kind = Literal["model", "optimizer"]
+T = TypeVar("T")
+
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "_fpw_module"}
+"""Parts of names that wrappers of torch and torch_xla add."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds, without the elements.
+
+    Attributes:
+        parameters, buffers: tensors of the model. Only our own format tells them apart; elsewhere all are parameters.
+        optimizer: parameter groups and state; its `kind` is empty where the format does not store it.
+        states: encoded Python values (`scheduler`, `extra`, ...), see `Manifest.states`.
+        manifest: of our own checkpoints.
+        notes: what is there and is not taken over, one line each.
+    """
+
+    parameters: Mapping[str, TensorRecord]
+    buffers: Mapping[str, TensorRecord] = field(default_factory=dict)
+    optimizer: OptimizerRecord | None = None
+    states: Mapping[str, JsonValue] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    notes: Sequence[str] = ()
+
+    def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:
+        """Every stored tensor of model and optimizer; state goes under `PARAMETER/KEY`."""
+        for name, record in {**self.parameters, **self.buffers}.items():
+            if record.is_stored:
+                yield "model", name, record
+        for name, state in self.optimizer.state.items() if self.optimizer else ():
+            for key, value in state.items():
+                if isinstance(value, StateTensorRecord):
+                    yield "optimizer", f"{name}/{key}", value
+
+
+class Source(ABC):
+    """A checkpoint that can be read in parts.
+
+    Attributes:
+        title: what it is, for people.
+        path: the directory or file.
+        contents: what it holds.
+    """
+
+    title: str
+    path: Path
+    contents: Contents
+
+    @abstractmethod
+    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        """Elements `interval` of a flattened tensor, 1-D in host memory; for reading only.
+
+        Raises:
+            CheckpointError: the file is damaged or not what it should be.
+        """
+
+    def rank_state(self, rank: int) -> Mapping[str, torch.Tensor]:
+        """Whole small tensors that rank saved for itself: generators, tensors inside `states`."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 -- for those that hold files open
+        """Close its files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def dtype_of(record: TensorRecord) -> torch.dtype:
+    """Torch's dtype of a record."""
+    return torch_dtype(DTYPES[record.dtype][0])
+
+
+def nbytes_of(record: TensorRecord) -> int:
+    """Bytes of all elements."""
+    return record.numel * DTYPES[record.dtype][1]
+
+
+def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[Interval]:
+    """The interval (default: the whole tensor) in parts of at most `CHUNK_NBYTES`."""
+    whole = Interval(0, record.numel) if interval is None else interval
+    step = max(1, CHUNK_NBYTES // DTYPES[record.dtype][1])
+    for start in range(whole.start, whole.stop, step):
+        yield Interval(start, min(start + step, whole.stop))
+
+
+def stream(
+    source: Source,
+    kind: Kind,
+    name: str,
+    record: TensorRecord,
+    *,
+    interval: Interval | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[Bytes]:
+    """The bytes of a tensor or of an interval of it, chunk by chunk, cast to `dtype` on the way."""
+    for part in chunks(record, interval):
+        values = source.read(kind, name, part)
+        yield tensor_bytes(values if dtype is None else values.to(dtype))
+
+
+class Pieces:
+    """A flattened tensor as 1-D tensors one behind the other, of which it may be a part.
+
+    Args:
+        parts: tensors in host memory, possibly mapped from a file.
+        offset: where the tensor starts in their concatenation.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor], offset: int = 0) -> None:
+        self._parts, self._offset = parts, offset
+
+    def read(self, interval: Interval) -> torch.Tensor:
+        """Elements of the tensor."""
+        wanted = interval.shift(self._offset)
+        found, end = [], 0
+        for part in self._parts:
+            common = wanted.intersect(Interval(end, end + part.numel())).shift(-end)
+            if common.numel:
+                found.append(part.detach().reshape(-1)[common.start : common.stop])
+            end += part.numel()
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class MemorySource(Source):
+    """A checkpoint whose tensors are there as (mapped) tensors: what torch's own files turn into.
+
+    Args:
+        title, path, contents: see `Source`.
+        tensors: the elements of everything `contents.tensors()` lists.
+    """
+
+    def __init__(self, title: str, path: Path, contents: Contents, tensors: Mapping[tuple[Kind, str], Pieces]) -> None:
+        self.title, self.path, self.contents, self._tensors = title, path, contents, tensors
+
+    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        """See `Source.read`."""
+        return self._tensors[kind, name].read(interval)
+
+
+def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str) -> TensorRecord:
+    """A record without pieces.
+
+    Raises:
+        CheckpointError: a dtype that safetensors has no name for, or a shape that is not one.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"{where} is of {name}, which safetensors cannot hold")
+    if any(not isinstance(n, int) or n < 0 for n in shape) or math.prod(shape) > 2**62:
+        raise CheckpointError(f"{where} claims the shape {tuple(shape)}")
+    return TensorRecord(shape=tuple(shape), dtype=name, pieces=())
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def plain_names(named: Mapping[str, T]) -> dict[str, T]:
+    """The values under their plain names; a `module.` before all of them (DDP) goes too.
+
+    Raises:
+        CheckpointError: two of them become one.
+    """
+    plain = {plain_name(name): value for name, value in named.items()}
+    if plain and all(name.startswith("module.") for name in plain):
+        plain = {name.removeprefix("module."): value for name, value in plain.items()}
+    if len(plain) != len(named):
+        raise CheckpointError(f"{len(named)} names become {len(plain)} without those of wrappers")
+    return plain

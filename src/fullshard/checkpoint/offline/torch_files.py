@@ -1,0 +1,86 @@
+"""torch's own files (`torch.save`), read so that nothing in them can run and nothing in them can fill the memory.
+
+They are zip archives around a pickle. `weights_only=True` refuses every pickle that asks for more than tensors and
+plain values; what it does not look at is checked here first: compressed entries, which may blow up, and entries that
+share bytes. Tensors stay where they are: they are mapped from the file and read when their elements are asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from fullshard.core.errors import CheckpointError
+
+_MAX_ENTRIES = 1_000_000
+
+
+def load_torch_file(path: Path) -> Any:
+    """What `torch.save` wrote, its tensors mapped from the file.
+
+    Raises:
+        CheckpointError: not a file of `torch.save`, or a pickle that asks for more than tensors and plain values.
+    """
+    try:
+        with path.open("rb") as file:
+            check_archive(file, path.stat().st_size, where=str(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    return _load(path, where=str(path), mmap=True)
+
+
+def load_torch_bytes(data: bytes, *, where: str) -> Any:
+    """The same out of memory.
+
+    Raises:
+        CheckpointError: likewise.
+    """
+    check_archive(io.BytesIO(data), len(data), where=where)
+    return _load(io.BytesIO(data), where=where, mmap=False)
+
+
+def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
+    """Refuse an archive that unpacks to more than its own size."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, UnicodeDecodeError, OverflowError):
+        raise CheckpointError(
+            f"{where} is no file of torch.save, or one from before torch 1.6, or damaged",
+            hint="load and save it again with the program that wrote it",
+        ) from None
+    compressed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+    if compressed or len(entries) > _MAX_ENTRIES or sum(entry.file_size for entry in entries) > size:
+        raise CheckpointError(f"{where} unpacks to more than its {size} bytes, which torch.save never writes")
+
+
+def check_tensor(tensor: torch.Tensor, *, where: str) -> torch.Tensor:
+    """The tensor, if its elements are all there: a strided one in host memory that repeats no element.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.device.type != "cpu" or tensor.is_quantized:
+        raise CheckpointError(f"{where} is a {type(tensor).__name__} on {tensor.device}, not a tensor with values")
+    if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise CheckpointError(f"{where} claims the shape {tuple(tensor.shape)}, which its bytes do not fill")
+    return tensor.detach()
+
+
+def _load(source: Path | io.BytesIO, *, where: str, mmap: bool) -> Any:
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), error)
+        raise CheckpointError(
+            f"{where} holds more than tensors and plain values, and was not run: {reason}",
+            hint="save a plain state dict: tensors, numbers, text, lists and dictionaries",
+        ) from None
+    except Exception as error:
+        raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}") from None

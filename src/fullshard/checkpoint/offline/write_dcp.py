@@ -1,0 +1,152 @@
+"""Write any source in the format of torch's distributed checkpoint (DCP), for programs that read nothing else.
+
+torch's own writer makes the files, on one process and tensor by tensor: the state dict it is given holds tensors
+without elements, and the planner below reads each when its turn comes.
+
+    accelerate    pytorch_model_fsdp_0/ and optimizer_0/, as Accelerate and Trainer save and load them
+    torch         one directory, `model` and `optimizer` nested
+    torchtitan    one directory, parameters at the top level, `optimizer` flattened
+"""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from fullshard.checkpoint.format import StateTensorRecord, TensorRecord
+from fullshard.checkpoint.offline.progress import Progress, silent
+from fullshard.checkpoint.offline.source import Kind, Source, chunks, dtype_of
+from fullshard.checkpoint.storage import committed_directory
+from fullshard.checkpoint.values import decode_value
+from fullshard.core.errors import CheckpointError
+
+Layout = Literal["accelerate", "torch", "torchtitan"]
+
+
+class _Reference(torch.Tensor):
+    """A tensor without elements that knows where they are."""
+
+    kind: Kind
+    name: str
+    record: TensorRecord
+
+
+def write_dcp(
+    source: Source,
+    path: str | Path,
+    *,
+    layout: Layout = "accelerate",
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> None:
+    """Write model and optimizer state. One whole tensor is held at a time.
+
+    Args:
+        source: what to write. Tied tensors are written under each of their names, as torch does.
+        path: directory to create; it appears when it is complete.
+        layout: see the module.
+        dtype: store floating-point tensors of the model as this; default: as they are.
+        overwrite: replace `path` if it exists.
+        progress: told of bytes written.
+
+    Raises:
+        CheckpointError: a damaged source, or one whose weights are not all stored; nothing is left at `path`.
+    """
+    records = {**source.contents.parameters, **source.contents.buffers}
+    absent = [name for name, record in records.items() if not record.is_stored]
+    if absent:
+        raise CheckpointError(f"{source.path} holds no values of {len(absent)} tensors, first {absent[0]!r}")
+    model: dict[str, Any] = {}
+    for name, record in records.items():
+        reference = _reference("model", name, record, dtype if dtype_of(record).is_floating_point else None)
+        model |= dict.fromkeys((name, *record.aliases), reference)
+    optimizer = _optimizer(source)
+    with committed_directory(Path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
+        for directory, state in _directories(temp, layout, model, optimizer).items():
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is")
+                dcp.save(
+                    state,
+                    storage_writer=dcp.FileSystemWriter(directory),
+                    planner=_ReadingPlanner(source, progress),
+                    no_dist=True,
+                )
+
+
+def _directories(
+    root: Path, layout: Layout, model: dict[str, Any], optimizer: dict[str, Any] | None
+) -> dict[Path, dict[str, Any]]:
+    """What goes into which directory."""
+    if layout == "accelerate":
+        directories = {root / "pytorch_model_fsdp_0": {"model": model}}
+        return directories if optimizer is None else {**directories, root / "optimizer_0": {"optimizer": optimizer}}
+    if layout == "torch":
+        return {root: {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}}
+    return {root: model if optimizer is None else {**model, "optimizer": _flattened(optimizer)}}
+
+
+def _optimizer(source: Source) -> dict[str, Any] | None:
+    """The optimizer's state dict, with names for parameters."""
+    record = source.contents.optimizer
+    if record is None:
+        return None
+    stored = source.rank_state(0)
+    state = {
+        name: {
+            key: _reference("optimizer", f"{name}/{key}", value)
+            if isinstance(value, StateTensorRecord)
+            else decode_value(value.value, {})
+            for key, value in values.items()
+        }
+        for name, values in record.state.items()
+    }
+    groups = [
+        {**{key: decode_value(value, stored) for key, value in group.options.items()}, "params": list(group.parameters)}
+        for group in record.groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {
+        f"state.{name}.{key}": value for name, values in optimizer["state"].items() for key, value in values.items()
+    }
+    for group in optimizer["param_groups"]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()}
+    return flat
+
+
+def _reference(kind: Kind, name: str, record: TensorRecord, dtype: torch.dtype | None = None) -> _Reference:
+    empty = torch.empty(record.shape, dtype=dtype or dtype_of(record), device="meta").as_subclass(_Reference)
+    empty.kind, empty.name, empty.record = kind, name, record
+    return empty
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Reads a tensor when the writer asks for it."""
+
+    def __init__(self, source: Source, progress: Progress) -> None:
+        super().__init__()
+        self._source, self._progress = source, progress
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The object of an entry, with its elements."""
+        found = super().lookup_object(index)
+        if not isinstance(found, _Reference):
+            return found
+        whole = torch.empty(found.shape, dtype=found.dtype)
+        flat = whole.view(-1)
+        for part in chunks(found.record):
+            flat[part.start : part.stop].copy_(self._source.read(found.kind, found.name, part))
+            self._progress(part.numel * found.itemsize)
+        return whole

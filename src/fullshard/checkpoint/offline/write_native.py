@@ -1,0 +1,335 @@
+"""Write any source as a checkpoint of ours, for any world size. No process group, no model, one chunk at a time.
+
+How a checkpoint is cut does not matter to who loads it. It is cut here as one bucket per dtype would be, so that a rank
+of a run of that size reads little but its own file.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import fullshard
+from fullshard.checkpoint.format import (
+    DTYPES,
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    MeshRecord,
+    OptimizerRecord,
+    PieceRecord,
+    StateTensorRecord,
+    TensorRecord,
+    encode_manifest,
+    rank_file_name,
+)
+from fullshard.checkpoint.offline.progress import Progress, reported, silent
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, chunks, dtype_of, nbytes_of, stream
+from fullshard.checkpoint.storage import (
+    TensorEntry,
+    TensorFileWriter,
+    committed_directory,
+    storage_order,
+    write_file,
+)
+from fullshard.checkpoint.tensors import dtype_name, tensor_bytes
+from fullshard.checkpoint.verify import structure_problems
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
+
+_RNG = "rng/"
+_PROBE_NUMEL = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank's file holds of a tensor."""
+
+    kind: Kind
+    name: str
+    record: TensorRecord
+    interval: Interval
+
+
+def write_native(
+    source: Source,
+    path: str | Path,
+    *,
+    world_size: int,
+    shard_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer_kind: str | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> list[str]:
+    """Write a checkpoint that `load_checkpoint` reads.
+
+    Args:
+        source: what to write, optimizer state included if it has any.
+        path: directory to create; it appears when it is complete.
+        world_size: ranks to cut it for. Random number generators are kept only if this is what saved it.
+        shard_size: ranks of a shard group; default all. The others hold copies, which are not stored.
+        dtype: store floating-point tensors of the model as this; optimizer state stays as it is.
+        optimizer_kind: class of the optimizer, where the source does not say.
+        overwrite: replace `path` if it exists; the old one stays whole until the new one is.
+        progress: told of bytes written.
+
+    Returns:
+        What was not taken over, one line each.
+
+    Raises:
+        CheckpointError: a damaged source, or one whose weights are not all stored; nothing is left at `path`.
+        ConfigError: a shard size that does not divide the world size, or an optimizer of unknown class.
+    """
+    shard_size = world_size if shard_size is None else shard_size
+    if world_size < 1 or shard_size < 1 or world_size % shard_size:
+        raise ConfigError(f"{world_size} ranks cannot be divided into groups of {shard_size}")
+    contents = _renamed(source, dtype, optimizer_kind)
+    cut = _cut(contents, shard_size)
+    save_id = uuid.uuid4().hex[:16]
+    notes = list(contents.notes)
+    with committed_directory(Path(path).absolute(), save_id, overwrite=overwrite) as temp:
+        files: dict[str, FileRecord] = {}
+        for rank in range(shard_size):
+            for kind in ("model", "optimizer"):
+                parts = [
+                    _Part(kind, name, record, intervals[rank])
+                    for (k, name), (record, intervals) in cut.items()
+                    if k == kind and intervals[rank].numel
+                ]
+                if parts:
+                    name = rank_file_name(kind, rank)
+                    files[name] = _write_rank_file(temp / name, parts, source, save_id, rank, progress)
+        files |= _write_rank_states(temp, source, contents, save_id, world_size, notes)
+        manifest = _manifest(contents, cut, files, save_id, world_size, shard_size)
+        if problems := structure_problems(manifest):
+            raise CheckpointError(f"{source.path} is no complete checkpoint:\n" + "\n".join(problems))
+        write_file(temp / MANIFEST_NAME, encode_manifest(manifest))
+    return notes
+
+
+def total_nbytes(contents: Contents) -> int:
+    """Bytes of all tensors of model and optimizer."""
+    return sum(nbytes_of(record) for _, _, record in contents.tensors())
+
+
+def _renamed(source: Source, dtype: torch.dtype | None, optimizer_kind: str | None) -> Contents:
+    """The contents as they will be stored: cast, tied tensors once, the optimizer's class known."""
+    contents = source.contents
+    absent = [n for n, r in {**contents.parameters, **contents.buffers}.items() if not r.is_stored]
+    if absent:
+        raise CheckpointError(
+            f"{source.path} holds no values of {len(absent)} tensors, first {absent[0]!r}",
+            hint="it was saved with an adapter whose base model lies elsewhere; load it in a run",
+        )
+    optimizer = contents.optimizer
+    if optimizer is not None:
+        if optimizer_kind and optimizer.kind and optimizer_kind != optimizer.kind:
+            raise ConfigError(f"{source.path} was saved with {optimizer.kind}, not with {optimizer_kind}")
+        if not (optimizer.kind or optimizer_kind):
+            raise ConfigError(
+                f"{source.path} does not say which optimizer its state is of",
+                hint="name its class, for example --optimizer AdamW, or leave it out with --no-optimizer",
+            )
+        optimizer = optimizer.model_copy(update={"kind": optimizer.kind or optimizer_kind})
+    parameters = dict(contents.parameters)
+    if contents.manifest is None:
+        for name, tied in _tied(source).items():
+            parameters[name] = parameters[name].model_copy(update={"aliases": (*parameters[name].aliases, *tied)})
+            for alias in tied:
+                del parameters[alias]
+        if optimizer is not None:
+            optimizer = _without(optimizer, {n for names in _aliases(parameters) for n in names})
+    return Contents(
+        parameters=_cast(parameters, dtype),
+        buffers=_cast(contents.buffers, dtype),
+        optimizer=optimizer,
+        states=contents.states,
+        manifest=contents.manifest,
+        notes=contents.notes,
+    )
+
+
+def _aliases(parameters: Mapping[str, TensorRecord]) -> Iterator[tuple[str, ...]]:
+    return (record.aliases for record in parameters.values())
+
+
+def _without(optimizer: OptimizerRecord, names: set[str]) -> OptimizerRecord:
+    """The optimizer without parameters that are tied to others, whose state is theirs."""
+    groups = tuple(
+        group.model_copy(update={"parameters": tuple(n for n in group.parameters if n not in names)})
+        for group in optimizer.groups
+    )
+    state = {name: values for name, values in optimizer.state.items() if name not in names}
+    return optimizer.model_copy(update={"groups": groups, "state": state})
+
+
+def _cast(records: Mapping[str, TensorRecord], dtype: torch.dtype | None) -> dict[str, TensorRecord]:
+    if dtype is None:
+        return dict(records)
+    name = str(dtype).removeprefix("torch.")
+    return {
+        key: record.model_copy(update={"dtype": name}) if dtype_of(record).is_floating_point else record
+        for key, record in records.items()
+    }
+
+
+def _tied(source: Source) -> dict[str, list[str]]:
+    """Names of one tensor: other formats store tied weights once per name, or do not say that they are tied.
+
+    Tensors are one if they hold the same bytes and have the same optimizer state, so nothing is lost if they are not
+    tied after all. Only matrices are looked at, and those that start differently are told apart by that.
+    """
+    parameters = source.contents.parameters
+    state = source.contents.optimizer.state if source.contents.optimizer else {}
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, record in parameters.items():
+        if len(record.shape) > 1 and record.numel:
+            alike.setdefault((record.shape, record.dtype), []).append(name)
+    tied: dict[str, list[str]] = {}
+    for names in alike.values():
+        first: dict[bytes, list[str]] = {}
+        for name in names if len(names) > 1 else ():
+            probe = Interval(0, min(_PROBE_NUMEL, parameters[name].numel))
+            found = first.setdefault(tensor_bytes(source.read("model", name, probe)).tobytes(), [])
+            other = next((o for o in found if _is_same(source, "model", o, name, parameters[name])), None)
+            if other is None or not _has_same_state(source, state, other, name):
+                found.append(name)
+            else:
+                tied.setdefault(other, []).append(name)
+    return tied
+
+
+def _has_same_state(source: Source, state: Mapping[str, Mapping[str, object]], one: str, other: str) -> bool:
+    mine, theirs = state.get(one, {}), state.get(other, {})
+    if not theirs:
+        return True
+    if mine != theirs:
+        return False
+    return all(
+        _is_same(source, "optimizer", f"{one}/{key}", f"{other}/{key}", record)
+        for key, record in mine.items()
+        if isinstance(record, StateTensorRecord)
+    )
+
+
+def _is_same(source: Source, kind: Kind, one: str, other: str, record: TensorRecord) -> bool:
+    return all(
+        (tensor_bytes(source.read(kind, one, part)) == tensor_bytes(source.read(kind, other, part))).all()
+        for part in chunks(record)
+    )
+
+
+_Cut = dict[tuple[Kind, str], tuple[TensorRecord, list[Interval]]]
+"""Every stored tensor with what each rank holds of it."""
+
+
+def _cut(contents: Contents, size: int) -> _Cut:
+    """One bucket per dtype and kind of file; replicated state goes to the first rank."""
+    specs: dict[tuple[Kind, str], list[ParameterSpec]] = {}
+    cut: _Cut = {}
+    for kind, name, record in contents.tensors():
+        if isinstance(record, StateTensorRecord) and record.layout == "replicated":
+            intervals = [Interval(0, record.numel)] + [Interval(0, 0)] * (size - 1)
+            cut[kind, name] = record, intervals
+        else:
+            specs.setdefault((kind, record.dtype), []).append(ParameterSpec(name, record.shape))
+            cut[kind, name] = record, []
+    for (kind, dtype), members in specs.items():
+        layout = BucketLayout.build(members, itemsize=DTYPES[dtype][1], world_size=size)
+        for index, spec in enumerate(members):
+            cut[kind, spec.name][1].extend(layout.interval(index, rank) for rank in range(size))
+    return cut
+
+
+def _write_rank_file(
+    path: Path, parts: list[_Part], source: Source, save_id: str, rank: int, progress: Progress
+) -> FileRecord:
+    by_name = {part.name: part for part in parts}
+    entries = [
+        # as the ranks of a run write them: replicated state in its shape, all else as 1-D slices
+        TensorEntry(p.name, p.record.dtype, p.record.shape if _is_replicated(p.record) else (p.interval.numel,))
+        for p in parts
+    ]
+    with TensorFileWriter(path, entries, _metadata(save_id, rank)) as writer:
+        for entry in storage_order(entries):
+            part = by_name[entry.name]
+            bytes_ = stream(
+                source, part.kind, part.name, part.record, interval=part.interval, dtype=dtype_of(part.record)
+            )
+            writer.write_parts(entry.name, reported(bytes_, progress))
+        return writer.finish()
+
+
+def _is_replicated(record: TensorRecord) -> bool:
+    return isinstance(record, StateTensorRecord) and record.layout == "replicated"
+
+
+def _metadata(save_id: str, rank: int) -> dict[str, str]:
+    return {"format": "pt", "save_id": save_id, "rank": str(rank)}
+
+
+def _write_rank_states(
+    directory: Path, source: Source, contents: Contents, save_id: str, world_size: int, notes: list[str]
+) -> dict[str, FileRecord]:
+    """What ranks saved for themselves: all of it at the same world size, else that of rank 0 without generators."""
+    files = {}
+    saved = contents.manifest.world_size if contents.manifest else 0
+    if saved and saved != world_size:
+        notes.append(f"random number generators: saved by {saved} ranks, of no use to {world_size}")
+    for rank in range(saved if saved == world_size else min(saved, 1)):
+        tensors = source.rank_state(rank)
+        if saved != world_size:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_RNG)}
+        if tensors:
+            name = rank_file_name("state", rank)
+            entries = [TensorEntry(n, dtype_name(t, where=n), tuple(t.shape)) for n, t in tensors.items()]
+            with TensorFileWriter(directory / name, entries, _metadata(save_id, rank)) as writer:
+                for entry in storage_order(entries):
+                    writer.write(entry.name, tensor_bytes(tensors[entry.name]))
+                files[name] = writer.finish()
+    return files
+
+
+def _manifest(
+    contents: Contents, cut: _Cut, files: dict[str, FileRecord], save_id: str, world_size: int, shard_size: int
+) -> Manifest:
+    pieces = {
+        key: tuple(PieceRecord(rank=rank, start=i.start, stop=i.stop) for rank, i in enumerate(intervals) if i.numel)
+        for key, (_, intervals) in cut.items()
+    }
+
+    def placed(kind: Kind, records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
+        return {name: r.model_copy(update={"pieces": pieces[kind, name]}) for name, r in records.items()}
+
+    optimizer = contents.optimizer
+    if optimizer is not None:
+        state = {
+            name: {
+                key: value.model_copy(update={"pieces": pieces["optimizer", f"{name}/{key}"]})
+                if isinstance(value, StateTensorRecord)
+                else value
+                for key, value in values.items()
+            }
+            for name, values in optimizer.state.items()
+        }
+        optimizer = optimizer.model_copy(update={"state": state})
+    saved = contents.manifest
+    return Manifest(
+        save_id=save_id,
+        saved_at=saved.saved_at if saved else time.time(),
+        fullshard_version=fullshard.__version__,
+        torch_version=str(torch.__version__),
+        world_size=world_size,
+        mesh=MeshRecord(replicate=world_size // shard_size, shard=shard_size),
+        files=files,
+        parameters=placed("model", contents.parameters),
+        buffers=placed("model", contents.buffers),
+        optimizer=optimizer,
+        states=dict(contents.states),
+    )

@@ -1,0 +1,130 @@
+"""Write the model of any source as safetensors: one file, or several with an index. No model, no process group.
+
+With a configuration beside them they are a Hugging Face directory. One chunk of one tensor is held at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fullshard.checkpoint.format import TensorRecord
+from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
+from fullshard.checkpoint.offline.progress import Progress, reported, silent
+from fullshard.checkpoint.offline.source import Source, dtype_of, stream
+from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
+from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, committed_directory, storage_order
+from fullshard.core.errors import CheckpointError
+
+_MAX_CONFIG_NBYTES = 2**26
+
+
+def write_weights(
+    source: Source,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    config_from: str | Path | None = None,
+    needs_config: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> list[str]:
+    """Write parameters and buffers, each once, and copy configuration and tokenizer if they are found.
+
+    Args:
+        source: what to write; its optimizer is left out.
+        path: directory to create; it appears when it is complete.
+        dtype: store floating-point tensors as this; default: as they are.
+        max_shard_size: bytes of tensors per file, a number or text such as `5GB`.
+        config_from: directory to copy configuration and tokenizer from; default: the source itself.
+        needs_config: refuse to write without a configuration.
+        overwrite: replace `path` if it exists.
+        progress: told of bytes written.
+
+    Returns:
+        Names of the files copied.
+
+    Raises:
+        CheckpointError: a damaged source, adapters, or no configuration; nothing is left at `path`.
+        ConfigError: `max_shard_size` or `dtype` that cannot be understood.
+    """
+    limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
+    records = {**source.contents.parameters, **source.contents.buffers}
+    _refuse_what_is_no_model(source, records, needs_config=needs_config)
+    copied = _configuration(source, config_from, needs_config=needs_config)
+    entries = [TensorEntry(name, _stored_dtype(record, cast), record.shape) for name, record in records.items()]
+    numbers = file_numbers((entry.nbytes for entry in entries), limit)
+    names = file_names(max(numbers, default=0) + 1)
+    files = {
+        name: storage_order([e for e, n in zip(entries, numbers, strict=True) if n == number])
+        for number, name in enumerate(names)
+    }
+    with committed_directory(Path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
+        for name, members in files.items():
+            with TensorFileWriter(temp / name, members, {"format": "pt"}) as writer:
+                for entry in members:
+                    parts = stream(
+                        source, "model", entry.name, records[entry.name], dtype=_cast(records[entry.name], cast)
+                    )
+                    writer.write_parts(entry.name, reported(parts, progress))
+                writer.finish()
+        write_index(temp, files)
+        for file in copied:
+            shutil.copyfile(file, temp / file.name)
+        if cast is not None and (temp / CONFIG_NAME).exists():
+            _set_dtype(temp / CONFIG_NAME, cast)
+    return [file.name for file in copied]
+
+
+def _cast(record: TensorRecord, cast: torch.dtype | None) -> torch.dtype | None:
+    return cast if dtype_of(record).is_floating_point else None
+
+
+def _stored_dtype(record: TensorRecord, cast: torch.dtype | None) -> str:
+    return record.dtype if _cast(record, cast) is None else str(cast).removeprefix("torch.")
+
+
+def _refuse_what_is_no_model(source: Source, records: dict[str, TensorRecord], *, needs_config: bool) -> None:
+    absent = [name for name, record in records.items() if not record.is_stored]
+    if absent:
+        raise CheckpointError(
+            f"{source.path} holds no values of {len(absent)} tensors, first {absent[0]!r}",
+            hint="merge the adapter into its base model: fullshard merge",
+        )
+    adapters = [name for name in records if ".lora_" in name or ".base_layer." in name]
+    if adapters and needs_config:
+        raise CheckpointError(
+            f"{source.path} carries adapters ({adapters[0]!r}), whose names no plain model has",
+            hint="merge them into the base model: fullshard merge; or take the tensors as they are: consolidate",
+        )
+
+
+def _configuration(source: Source, config_from: str | Path | None, *, needs_config: bool) -> Sequence[Path]:
+    directory = source.path if config_from is None else Path(config_from)
+    directory = directory if directory.is_dir() else directory.parent
+    found = files_beside_weights(directory)
+    if needs_config and not any(file.name == CONFIG_NAME for file in found):
+        raise CheckpointError(
+            f"{directory} holds no {CONFIG_NAME}, without which from_pretrained reads nothing",
+            hint="name the directory of the model that training started from: --config-from DIRECTORY",
+        )
+    return found
+
+
+def _set_dtype(path: Path, cast: torch.dtype) -> None:
+    """Let the configuration say the dtype that the files now have."""
+    if path.stat().st_size > _MAX_CONFIG_NBYTES:
+        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes, more than any configuration")
+    try:
+        config = json.loads(path.read_bytes())
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        config[key] = str(cast).removeprefix("torch.")
+    except (ValueError, TypeError, RecursionError):
+        raise CheckpointError(f"{path.name} is not the JSON it should be") from None
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

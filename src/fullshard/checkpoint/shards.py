@@ -1,0 +1,65 @@
+"""How tensors are spread over the files of a Hugging Face directory, for exports of live models and of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fullshard.checkpoint.format import DTYPES
+from fullshard.checkpoint.storage import TensorEntry, write_file
+from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME
+from fullshard.core.errors import ConfigError
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
+    """Which file each tensor goes into: in order, a new one when the limit would be passed."""
+    numbers, number, filled = [], 0, 0
+    for nbytes in sizes:
+        if filled and filled + nbytes > limit:
+            number, filled = number + 1, 0
+        numbers.append(number)
+        filled += nbytes
+    return numbers
+
+
+def file_names(count: int) -> list[str]:
+    """Names of so many files."""
+    if count == 1:
+        return [SINGLE_NAME]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> None:
+    """Write the index of several files; a single one needs none."""
+    if len(files) == 1:
+        return
+    places = {entry.name: (name, entry.nbytes) for name, entries in files.items() for entry in entries}
+    index = {
+        "metadata": {"total_size": sum(nbytes for _, nbytes in places.values())},
+        "weight_map": {tensor: name for tensor, (name, _) in sorted(places.items())},
+    }
+    write_file(directory / INDEX_NAME, json.dumps(index, indent=2).encode())
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or a text such as `5GB` (10**9) or `5GiB` (2**30). Raises `ConfigError` for anything else."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
+    nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
+    if nbytes < 1:
+        raise ConfigError(f"cannot read {size!r} as a size", hint="use bytes, or text such as 5GB or 500MiB")
+    return nbytes
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point dtype from its name. Raises `ConfigError` for anything else."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    is_usable = isinstance(found, torch.dtype) and found.is_floating_point and str(found)[len("torch.") :] in DTYPES
+    if dtype is not None and not is_usable:
+        raise ConfigError(f"cannot export as {dtype!r}", hint="use float32, bfloat16 or float16")
+    return found
