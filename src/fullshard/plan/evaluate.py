@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.events import Event
 from fullshard.core.sizes import format_nbytes
 from fullshard.core.strategy import Axis
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
-from fullshard.plan.layout import lay_out
+from fullshard.plan.layout import ModelLayout, lay_out
 from fullshard.plan.memory import Memory, Setting, memory_of
 from fullshard.plan.methods import apply_method
-from fullshard.plan.schedule import predict_step
+from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.shapes import ModelShape
 from fullshard.plan.time import StepTime, time_of
 from fullshard.plan.traffic import Traffic, traffic_of
@@ -79,25 +81,46 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
         shard_size=resolved_shard_size(job, cluster),
         dtypes=job.dtypes,
     )
-    events = predict_step(layout, job.schedule)
+    repeats, step = _repeats(job)
+    events = predict_step(layout, step)
     is_cpu = cluster.device.framework == 0
     setting = Setting(
-        trained, layout, job, framework=cluster.device.framework, peers_at_once=is_cpu, foreach=not is_cpu
+        trained,
+        layout,
+        job,
+        framework=cluster.device.framework,
+        peers_at_once=is_cpu and cluster.hosts > 1,
+        on_cpu=is_cpu,
     )
     full_numel = sum(bucket.layout.full_numel for bucket in layout.buckets)
     return Plan(
         model,
         job,
         cluster,
-        memory_of(events, setting, ranks_per_host=cluster.per_host),
-        traffic_of(events, layout),
-        time_of(events, setting, cluster),
+        memory_of(_few(layout, job), setting, ranks_per_host=cluster.per_host),
+        traffic_of(events, layout).times(repeats),
+        time_of(events, setting, cluster, repeats=repeats),
         parameters=trained.numel,
         trainable=trained.trainable_numel,
         units=len(layout.units),
         buckets=len(layout.buckets),
         padding=1 - sum(bucket.layout.numel for bucket in layout.buckets) / full_numel,
     )
+
+
+def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
+    """How often the step's communication and computing repeat, and the options of one repetition.
+
+    Micro-batches that reduce are alike and nothing is under way between them, so one stands for all.
+    """
+    if job.sync_each_micro_batch:
+        return job.accumulation, dataclasses.replace(job.schedule, accumulation=1)
+    return 1, job.schedule
+
+
+def _few(layout: ModelLayout, job: Job) -> list[Event]:
+    """As many micro-batches as it takes to see everything that is ever in memory: two."""
+    return predict_step(layout, dataclasses.replace(job.schedule, accumulation=min(2, job.accumulation)))
 
 
 def resolved_shard_size(job: Job, cluster: Cluster) -> int | None:

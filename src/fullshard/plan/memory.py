@@ -141,8 +141,9 @@ class Setting:
         job: the run.
         framework: bytes the framework holds on the device from the start.
         peers_at_once: whether the interval of every other rank is received into a buffer of its own before they are
-            summed, which the engine does over Gloo.
-        foreach: whether the optimizer works on all parameters at once, as torch does on accelerators.
+            summed, which the engine does over Gloo (between hosts without accelerators).
+        on_cpu: whether torch's CPU rules hold: optimizers take one parameter after the other, and a product in half
+            precision has a float32 copy of its result for a moment.
     """
 
     model: ModelShape
@@ -150,7 +151,7 @@ class Setting:
     job: Job
     framework: int = 0
     peers_at_once: bool = False
-    foreach: bool = True
+    on_cpu: bool = False
 
 
 def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int) -> Memory:
@@ -310,6 +311,9 @@ class _Ledger:
             self.collecting.add(unit.name)
             self.now["reduce buffers"] += sum(bucket.reduce_nbytes for bucket in unit.trainable)
         largest = max(bucket.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
+        if self.setting.on_cpu:
+            halves = (b.largest_numel for b in unit.trainable if itemsize(b.compute_dtype) == 2)
+            working += 4 * max(halves, default=0)
         return self._for_a_moment({"reduce buffers": largest, "activations": working})
 
     def _leave_backward(self) -> None:
@@ -380,7 +384,7 @@ class _Ledger:
         optimizer = self.setting.job.optimizer
         if optimizer not in ("adamw", "sgd-momentum", "sgd") or self.setting.job.offload:
             temporaries = 0
-        elif self.setting.foreach:
+        elif not self.setting.on_cpu:
             # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
             temporaries = self.now["main weights"] if optimizer == "adamw" else 0
         else:

@@ -1,7 +1,7 @@
 """What other engines need for the same job: the same activations and logits, their own way of holding parameters.
 
 Used to check the formulas against published figures and to show what differs. Two moments can be the fullest: the
-loss's backward (all activations and the logits) and a layer's backward (all inputs of layers, and one layer recomputed).
+loss's backward (all activations and the logits) and a layer's backward (all inputs of layers, one layer recomputed).
 
 | term | FSDP1 with Transformers and PEFT | FSDP2 (torchtitan) | here |
 |---|---|---|---|

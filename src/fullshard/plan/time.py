@@ -83,23 +83,21 @@ class StepTime:
         return self.model_flops / self.total / self.peak_flops
 
 
-def time_of(events: Sequence[Event], setting: Setting, cluster: Cluster) -> StepTime:
-    """Run the clocks over one step."""
+def time_of(events: Sequence[Event], setting: Setting, cluster: Cluster, *, repeats: int = 1) -> StepTime:
+    """Run the clocks over one step, in which these events come `repeats` times."""
     clock = _Clock(setting, cluster)
     for event in events:
         clock.apply(event)
     device, job = cluster.device, setting.job
-    flops = _step_flops(setting.model, job) * cluster.count
-    peak = _peak(cluster, job)
     return StepTime(
-        clock.compute,
-        clock.exposed,
+        clock.compute * repeats,
+        clock.exposed * repeats,
         _copies(setting, cluster),
         _optimizer(setting, device.memory_bandwidth * device.link_efficiency),
-        clock.communication,
+        clock.communication * repeats,
         job.tokens * job.accumulation * cluster.count,
-        flops,
-        peak * cluster.count,
+        _step_flops(setting.model, job) * cluster.count,
+        _peak(cluster, job) * cluster.count,
     )
 
 

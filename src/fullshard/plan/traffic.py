@@ -12,6 +12,7 @@ section 7; Patarasuk and Yuan 2009 for all-reduce), and what ring algorithms sen
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,6 +36,10 @@ class Traffic:
     replicate_nbytes: int
     gathers: int
     reductions: int
+
+    def times(self, repeats: int) -> Traffic:
+        """That of `repeats` such steps."""
+        return Traffic(*(repeats * getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @property
     def total_nbytes(self) -> int:
