@@ -25,7 +25,10 @@ def _fullshard(*arguments: str) -> subprocess.CompletedProcess[str]:
     return _python("from fullshard.cli.main import main; main()", *arguments)
 
 
-@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "command",
+    [["--help"], ["train", "--help"], ["config", "--help"], ["config", "explain"], ["doctor", "--help"], ["--version"]],
+)
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
     """`--help` is quick because torch, transformers and rich are not imported."""
     code = (

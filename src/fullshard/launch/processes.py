@@ -11,14 +11,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from fullshard.config.hardware import usable_cpu_count as usable_cpu_count
+
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_SECONDS = 1.0
 """How long a killed process may take to be gone."""
-
-
-def usable_cpu_count() -> int:
-    """Processors this process may run on, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def adopt_orphans() -> None:
