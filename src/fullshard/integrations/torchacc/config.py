@@ -83,7 +83,7 @@ class _Group(BaseModel):
 
     def _unknown(self, name: str) -> ConfigError:
         known = list(type(self).model_fields)
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
         return ConfigError(f"{self.path} has no field {name!r}", hint=hint)
 
