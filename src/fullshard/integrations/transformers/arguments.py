@@ -75,6 +75,11 @@ def join_accelerate() -> None:
 class ShardedArguments:
     """In front of `TrainingArguments`: reads `fsdp` and `fsdp_config`, and joins the job as the engine needs it."""
 
+    def __post_init__(self: Any) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # Transformers would refuse bf16, which a CPU computes in, too
+        super().__post_init__()  # type: ignore[misc]
+
     def _process_fsdp_args(self: Any) -> None:
         """Called by Transformers when all fields are set. Replaces its own reading of the two fields."""
         join_accelerate()

@@ -17,7 +17,7 @@ What it replaces: the making of the Accelerator, saving and loading. The loop st
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,14 @@ class ShardedTraining:
             resume_from_checkpoint = str(newest)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
+    def _validate_args(self: Any) -> None:
+        # An optimizer of the script's own is re-pointed to the sharded parameters, so it need not be refused.
+        self.is_fsdp_enabled = False
+        try:
+            super()._validate_args()  # type: ignore[misc]
+        finally:
+            self.is_fsdp_enabled = True
+
     def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
         """6 x tokens x parameters, embeddings left out, of the whole model."""
         main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
@@ -101,6 +109,9 @@ class ShardedTraining:
             return 0
         tables = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
         return 6 * int(main_input.numel()) * _whole_numel(p for p in self.model.parameters() if id(p) not in tables)
+
+    def _get_train_sampler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _of_global_batches(super()._get_train_sampler(*args, **kwargs), self.accelerator.num_processes)  # type: ignore[misc]
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -206,6 +217,25 @@ def _teach_to_skip_batches() -> None:
 
     skip.knows_fullshard = True  # type: ignore[attr-defined]
     home.skip_first_batches = skip
+
+
+def _of_global_batches(sampler: Any, world_size: int) -> Any:
+    """The sampler, so that it orders the samples of all ranks; the loader deals them out."""
+    match type(sampler).__name__:
+        case "LengthGroupedSampler":
+            sampler.batch_size *= world_size  # lengths are alike over a whole step, at any number of ranks
+        case "BatchRebalanceSampler":
+            cls = type(sampler)
+
+            def every_rank(self: Any, indices: list[int]) -> Iterator[list[int]]:
+                batches = self._assign(indices, [self.lengths[i] for i in indices])
+                for micro_batch in range(self.grad_accum):
+                    for rank in range(self.dp_size):
+                        yield batches[rank][micro_batch]
+
+            members = {"_yield_global_batch": every_rank, "__len__": lambda self: cls.__len__(self) * self.dp_size}
+            sampler.__class__ = type(cls.__name__, (cls,), members)
+    return sampler
 
 
 def _newest_complete(directory: Path) -> Path | None:

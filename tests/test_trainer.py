@@ -1,0 +1,446 @@
+"""Transformers' Trainer on fullshard's engine, against Transformers' own on one process.
+
+pytest tests/test_trainer.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_ranks
+from tests.trainers import arguments, build, close, pad, result, run, samples, trainer
+
+
+def compare(tmp_path: Path, family: str = "llama", world_size: int = 2, **options: Any) -> Any:
+    """Losses and gradient norms of `world_size` ranks must be those of one process with the same global batch."""
+    [stock] = run_ranks(run, 1, str(tmp_path / "stock"), family, True, options)
+    ranks = run_ranks(run, world_size, str(tmp_path / "sharded"), family, False, options)
+    assert close(ranks[0]["losses"], stock["losses"]), (ranks[0]["losses"], stock["losses"])
+    assert close(ranks[0]["norms"], stock["norms"], 1e-4)
+    for name, value in stock["weights"].items():
+        torch.testing.assert_close(ranks[0]["weights"][name], value, rtol=1e-3, atol=1e-4)
+    return ranks, stock
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen", "gemma"])
+def test_losses_are_those_of_one_process(tmp_path: Path, family: str) -> None:
+    ranks, stock = compare(tmp_path, family)
+    for rank in ranks:
+        assert abs(rank["own"] - rank["total"] / 2) <= 16  # 1/W, up to the rounding of a bucket
+        assert rank["losses"] == ranks[0]["losses"]
+    assert sum(rank["own"] for rank in ranks) == ranks[0]["total"]
+    assert ranks[0]["flos"] == stock["flos"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "qwen", "gemma", "experts"])
+def test_losses_on_four_ranks(tmp_path: Path, family: str) -> None:
+    ranks, _ = compare(tmp_path, family, world_size=4)
+    assert all(abs(rank["own"] - rank["total"] / 4) <= 64 for rank in ranks)
+
+
+def test_accumulation(tmp_path: Path) -> None:
+    compare(tmp_path, gradient_accumulation_steps=3, max_steps=3, lengths=(12, 5, 9))
+
+
+def test_label_smoothing(tmp_path: Path) -> None:
+    compare(tmp_path, label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance", "sequential"])
+def test_sampling_strategies(tmp_path: Path, strategy: str) -> None:
+    options = {"train_sampling_strategy": strategy, "lengths": (12, 5, 9, 3), "gradient_accumulation_steps": 2}
+    one = run_ranks(run, 1, str(tmp_path), "llama", False, options)[0]
+    two = run_ranks(run, 2, str(tmp_path), "llama", False, options)[0]
+    assert close(two["losses"], one["losses"])
+
+
+def seen(output: str, strategy: str) -> list[list[int]]:
+    rows = samples(96, lengths=(12, 5, 9, 3))
+    args = arguments(output, train_sampling_strategy=strategy, max_steps=-1, num_train_epochs=1)
+    loader = trainer(build(), args, train_dataset=rows).get_train_dataloader()
+    return [[int(length) for length in batch["attention_mask"].sum(1)] for batch in loader]
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_every_sample_is_dealt_once(tmp_path: Path, strategy: str) -> None:
+    ranks = run_ranks(seen, 2, str(tmp_path), strategy)
+    assert sorted(n for rank in ranks for batch in rank for n in batch) == sorted([12, 5, 9, 3] * 24)
+    if strategy == "group_by_length":
+        assert all(len(set(a + b)) <= 2 for a, b in zip(*ranks, strict=True))  # alike over both ranks
+
+
+@pytest.mark.parametrize("spelling", ["gradient_checkpointing", "activation_checkpointing", "fsdp_config"])
+def test_activation_checkpointing(tmp_path: Path, spelling: str) -> None:
+    [stock] = run_ranks(run, 1, str(tmp_path / "stock"), "llama", True, {})
+    options = (
+        {"fsdp_config": {"activation_checkpointing": True}}
+        if spelling == "fsdp_config"
+        else {spelling: True, f"{spelling}_kwargs": {"use_reentrant": spelling == "gradient_checkpointing"}}
+    )
+    sharded = run_ranks(run, 2, str(tmp_path / "sharded"), "llama", False, options)
+    assert close(sharded[0]["losses"], stock["losses"])
+
+
+def bf16(output: str) -> Any:
+    made = trainer(build(), arguments(output, bf16=True))
+    made.train()
+    assert all(p.dtype is torch.float32 for p in made.model.parameters())
+    return result(made)["losses"], made.accelerator.mixed_precision
+
+
+def test_bf16(tmp_path: Path) -> None:
+    [stock] = run_ranks(run, 1, str(tmp_path / "stock"), "llama", True, {"bf16": True, "use_cpu": True})
+    losses, mode = run_ranks(bf16, 2, str(tmp_path / "sharded"))[0]
+    assert mode == "bf16"
+    assert close(losses, stock["losses"], 2e-2)
+
+
+# -- saving and resuming --------------------------------------------------------------------------------------------
+
+
+def interrupted(output: str, kind: str, family: str) -> tuple[Any, Any, list[str]]:
+    """A run of 6 steps in one go, and the same in two halves."""
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "fsdp_config": {"state_dict_type": kind}}
+    whole = trainer(build(family), arguments(f"{output}/whole", **options))
+    whole.train()
+    files = sorted(str(p.relative_to(f"{output}/whole/checkpoint-3")) for p in Path(output).rglob("checkpoint-3/**/*"))
+    torch.manual_seed(99)  # nothing but the checkpoint may make the second half equal
+    again = trainer(build(family), arguments(f"{output}/whole", **options))
+    again.train(resume_from_checkpoint=f"{output}/whole/checkpoint-3")
+    return result(whole), result(again), files
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("SHARDED_STATE_DICT", "llama"), ("FULL_STATE_DICT", "tied"), ("FULL_STATE_DICT", "experts")]
+)
+def test_resume_is_bit_exact(tmp_path: Path, kind: str, family: str) -> None:
+    whole, again, files = run_ranks(interrupted, 2, str(tmp_path), kind, family)[0]
+    assert again["losses"] == whole["losses"]
+    for name, value in whole["weights"].items():
+        assert torch.equal(again["weights"][name], value), name
+    assert {"config.json", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= set(files)
+    weights = [f for f in files if Path(f).name.startswith("model") and f.endswith(".safetensors")]
+    if kind == "SHARDED_STATE_DICT":
+        assert weights == [f"training_state/model-rank{rank:05d}.safetensors" for rank in range(2)]
+    elif family == "tied":
+        assert weights == ["model.safetensors"]  # written once
+
+
+def other_world_size(output: str) -> Any:
+    """On whatever number of ranks: go on from step 2 to step 4."""
+    made = trainer(build(), arguments(output, save_strategy="steps", save_steps=2))
+    last = Path(output) / "checkpoint-2"
+    made.train(resume_from_checkpoint=str(last) if last.is_dir() else None)
+    return result(made)
+
+
+def test_resume_at_another_world_size(tmp_path: Path) -> None:
+    two = run_ranks(other_world_size, 2, str(tmp_path))[0]
+    [one] = run_ranks(other_world_size, 1, str(tmp_path))
+    assert close(one["losses"], two["losses"])
+
+
+def resume_newest(output: str) -> tuple[int, str]:
+    options = {"save_strategy": "steps", "save_steps": 2}
+    trainer(build(), arguments(output, **options)).train()
+    torn = Path(output) / "checkpoint-9"
+    if dist.get_rank() == 0:
+        (torn / "training_state").mkdir(parents=True)
+    dist.barrier()
+    again = trainer(build(), arguments(output, **options | {"max_steps": 6}))
+    again.train(resume_from_checkpoint=True)
+    return int(again.state.global_step), str(again.state.log_history[-2]["step"])
+
+
+def test_resume_takes_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(resume_newest, 2, str(tmp_path))[0] == (6, "6")
+
+
+def save_both(output: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made = trainer(build("tied"), arguments(output))
+    made.train()
+    whole = result(made)["weights"]
+    assert made.is_fsdp_enabled
+    plugin = made.accelerator.state.fsdp_plugin
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        plugin.set_state_dict_type(kind)
+        assert kind in str(made.accelerator.state.fsdp_plugin.state_dict_type)
+        made.save_model(f"{output}/{kind}")
+        loaded = AutoModelForCausalLM.from_pretrained(f"{output}/{kind}")
+        if dist.get_rank() == 0:
+            for name, value in loaded.state_dict().items():
+                assert torch.equal(whole[name], value), name
+
+
+def test_save_model_always_writes_a_loadable_model(tmp_path: Path) -> None:
+    run_ranks(save_both, 2, str(tmp_path))
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        names = sorted(p.name for p in (tmp_path / kind).iterdir())
+        assert names == ["config.json", "generation_config.json", "model.safetensors", "training_args.bin"]
+        args = torch.load(tmp_path / kind / "training_args.bin", weights_only=False)
+        assert type(args).__module__.startswith("transformers")
+
+
+def best(output: str, kind: str) -> tuple[float, float, str]:
+    args = arguments(
+        output, max_steps=6, learning_rate=0.5, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+        save_steps=2, load_best_model_at_end=True, save_total_limit=1, fsdp_config={"state_dict_type": kind},
+    )  # fmt: skip
+    made = trainer(build(), args, eval_dataset=samples(8))
+    made.train()
+    return made.state.best_metric, made.evaluate()["eval_loss"], made.state.best_model_checkpoint
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_load_best_model_at_end(tmp_path: Path, kind: str) -> None:
+    best_loss, loaded_loss, directory = run_ranks(best, 2, str(tmp_path), kind)[0]
+    assert loaded_loss == pytest.approx(best_loss, rel=1e-6)
+    assert Path(directory).is_dir()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1  # save_total_limit
+
+
+def only_model(output: str) -> None:
+    made = trainer(build(), arguments(output, save_strategy="steps", save_steps=4, save_only_model=True))
+    made.train()
+
+
+def test_save_only_model(tmp_path: Path) -> None:
+    run_ranks(only_model, 2, str(tmp_path))
+    names = {p.name for p in (tmp_path / "checkpoint-4").iterdir()}
+    assert "model.safetensors" in names and "training_state" not in names
+
+
+def push(output: str) -> list[str]:
+    import huggingface_hub
+
+    calls: list[str] = []
+
+    class Url:
+        repo_id = "someone/model"
+
+    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append("create_repo")
+        return Url
+
+    def upload(self: Any, **kwargs: Any) -> str:
+        calls.append(f"upload_folder {'model.safetensors' in {p.name for p in Path(kwargs['folder_path']).iterdir()}}")
+        return "url"
+
+    huggingface_hub.HfApi.create_repo, huggingface_hub.HfApi.upload_folder = create, upload
+    made = trainer(build(), arguments(output, push_to_hub=True, hub_model_id="someone/model", max_steps=1))
+    made.train()
+    made.save_model()  # pushes
+    return calls
+
+
+def test_push_to_hub_up_to_the_network(tmp_path: Path) -> None:
+    ranks = run_ranks(push, 2, str(tmp_path))
+    assert ranks[0][0] == "create_repo" and "upload_folder True" in ranks[0]
+    assert ranks[1] == []
+
+
+# -- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def evaluate(output: str, stock: bool) -> tuple[float, Any, Any, dict[str, float]]:
+    def accuracy(prediction: Any) -> dict[str, float]:
+        hits = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+        return {"accuracy": float(hits.mean()), "rows": float(len(hits))}
+
+    made = trainer(build(), arguments(output, stock=stock), stock=stock, eval_dataset=samples(8),
+                   compute_metrics=accuracy)  # fmt: skip
+    first = made.evaluate()
+    predicted = made.predict(samples(6))
+    return first["eval_loss"], predicted.predictions, predicted.label_ids, first
+
+
+def test_evaluate_and_predict_on_a_fresh_trainer(tmp_path: Path) -> None:
+    [(loss, logits, labels, metrics)] = run_ranks(evaluate, 1, str(tmp_path), True)
+    for rank in run_ranks(evaluate, 2, str(tmp_path), False):
+        assert rank[0] == pytest.approx(loss, rel=1e-5)
+        assert rank[1].shape == logits.shape and (rank[2] == labels).all()
+        assert abs(rank[1] - logits).max() < 1e-4
+        assert rank[3]["eval_accuracy"] == pytest.approx(metrics["eval_accuracy"])
+        assert rank[3]["eval_rows"] == 8
+
+
+def generate(output: str, train_first: bool) -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration, Trainer
+
+    from fullshard.integrations.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    torch.manual_seed(1)
+    config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    size = dist.get_world_size()
+    args = Seq2SeqTrainingArguments(
+        output, predict_with_generate=True, generation_max_length=9, per_device_eval_batch_size=2 // size,
+        per_device_train_batch_size=2 // size, max_steps=2, report_to=[], disable_tqdm=True, log_level="error",
+        save_strategy="no", fsdp="full_shard",
+    )  # fmt: skip
+    rows = samples(4, lengths=(12, 5, 7))  # rank 0 reads other lengths than rank 1
+    made = Seq2SeqTrainer(model, args, train_dataset=rows, data_collator=pad)
+    assert isinstance(made, Trainer)
+    if train_first:
+        made.train()
+    return made.predict(rows).predictions
+
+
+@pytest.mark.parametrize("train_first", [False, True])
+def test_predict_with_generate(tmp_path: Path, train_first: bool) -> None:
+    [expected] = run_ranks(generate, 1, str(tmp_path), train_first)
+    for predictions in run_ranks(generate, 2, str(tmp_path), train_first):
+        assert predictions.shape == expected.shape and (predictions == expected).all()
+
+
+# -- settings -------------------------------------------------------------------------------------------------------
+
+
+def callbacks(output: str) -> list[str]:
+    from transformers import TrainerCallback
+
+    seen: list[str] = []
+
+    class Recorder(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(f"step {state.global_step} {type(kwargs['model']).__name__}")
+            control.should_training_stop = state.global_step == 2
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append("save")
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append("evaluate")
+
+    args = arguments(output, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=2)
+    trainer(build(), args, eval_dataset=samples(4), callbacks=[Recorder()]).train()
+    return seen
+
+
+def test_callbacks(tmp_path: Path) -> None:
+    expected = ["step 1 LlamaForCausalLM", "save", "step 2 LlamaForCausalLM", "evaluate", "save"]
+    assert run_ranks(callbacks, 2, str(tmp_path)) == [expected] * 2
+
+
+def policies(output: str) -> tuple[int, int, int]:
+    from peft.utils.other import fsdp_auto_wrap_policy
+
+    from fullshard.engine import describe
+
+    named = trainer(
+        build(), arguments(output, fsdp_config={"transformer_layer_cls_to_wrap": "LlamaMLP, LlamaAttention"})
+    )
+    named.train()
+    assigned = trainer(build(), arguments(output))
+    assigned.accelerator.state.fsdp_plugin.auto_wrap_policy = lambda module: type(module).__name__ == "LlamaMLP"
+    assigned.train()
+    pefts = trainer(build(), arguments(output))
+    pefts.accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(pefts.model)
+    pefts.train()
+    return describe(named.model).units, describe(assigned.model).units, describe(pefts.model).units
+
+
+def test_auto_wrap_policy(tmp_path: Path) -> None:
+    assert run_ranks(policies, 2, str(tmp_path))[0] == (5, 3, 3)
+
+
+def own_optimizer(output: str, stock: bool) -> tuple[str, list[float]]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = trainer(model, arguments(output, stock=stock), stock=stock, optimizers=(optimizer, None))
+    made.train()
+    return type(made.optimizer.optimizer).__name__, result(made)["losses"]
+
+
+def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    [(_, expected)] = run_ranks(own_optimizer, 1, str(tmp_path), True)
+    name, losses = run_ranks(own_optimizer, 2, str(tmp_path), False)[0]
+    assert name == "SGD" and close(losses, expected)
+
+
+def refused(output: str, options: dict[str, Any]) -> str:
+    from fullshard.core.errors import FullshardError
+
+    try:
+        trainer(build(), arguments(output, **options))
+    except FullshardError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"fsdp_config": {"offload_param": True}}, "offload_param"),
+        ({"fsdp_config": {"fsdp_sharding_strategi": 1}}, "did you mean"),
+        ({"fsdp": "full_shard auto_warp"}, "auto"),
+        ({"fsdp": "offload"}, "full_shard offload"),
+        ({"fsdp": "full_shard", "fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}}, "SHARD_GRAD_OP"),
+        ({"fsdp_config": {"activation_checkpointing": True}, "activation_checkpointing": True}, "leave"),
+        ({"bf16_full_eval": True}, "bf16=True"),
+        ({"deepspeed": None, "torch_compile": True, "torch_compile_mode": "max-autotune"}, "torch_compile_mode"),
+    ],
+)
+def test_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
+    [message] = run_ranks(refused, 1, str(tmp_path), options)
+    assert expected in message and "hint" in message, message
+
+
+def settings_of(output: str, options: dict[str, Any]) -> tuple[str, bool, str]:
+    made = trainer(build(), arguments(output, **options))
+    config = made.accelerator.setup.sharding
+    return config.resolved_strategy().name, config.cpu_offload, made.accelerator.state_dict_type
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"fsdp": "full shard, offload"}, ("FULL_SHARD", True, "SHARDED_STATE_DICT")),
+        ({"fsdp": "shard_grad_op"}, ("SHARD_GRAD_OP", False, "SHARDED_STATE_DICT")),
+        ({"fsdp_config": {"state_dict_type": "full_state_dict"}}, ("FULL_SHARD", False, "FULL_STATE_DICT")),
+        ({"fsdp_config": {"reshard_after_forward": False}}, ("SHARD_GRAD_OP", False, "SHARDED_STATE_DICT")),
+        ({"fsdp": None, "fsdp_config": {"sharding_strategy": 2}}, ("SHARD_GRAD_OP", False, "SHARDED_STATE_DICT")),
+    ],
+)  # fmt: skip
+def test_settings_are_honoured(tmp_path: Path, options: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    assert run_ranks(settings_of, 1, str(tmp_path), options) == [expected]
+
+
+def from_file(output: str, path: str) -> tuple[str, bool, str]:
+    return settings_of(output, {"fsdp": "full_shard", "fsdp_config": path})
+
+
+def test_fsdp_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps({"fsdp_offload_params": True, "state_dict_type": "FULL_STATE_DICT"}))
+    assert run_ranks(from_file, 1, str(tmp_path), str(path)) == [("FULL_SHARD", True, "FULL_STATE_DICT")]
+    path.write_text('{\n "state_dict_typ": "FULL_STATE_DICT"}')
+    [message] = run_ranks(refused, 1, str(tmp_path), {"fsdp_config": str(path)})
+    assert "fsdp.json:2:2" in message and "state_dict_type" in message
+
+
+def iterable(output: str) -> list[float]:
+    from torch.utils.data import IterableDataset
+
+    class Stream(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(samples(24))
+
+    made = trainer(build(), arguments(output), train_dataset=Stream())
+    made.train()
+    return list(result(made)["losses"])
+
+
+def test_iterable_dataset(tmp_path: Path) -> None:
+    [one] = run_ranks(iterable, 1, str(tmp_path))
+    two = run_ranks(iterable, 2, str(tmp_path))[0]
+    assert close(two, one)
