@@ -159,11 +159,14 @@ def _print_rows(rows: list[Any]) -> None:
             line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False))
             print(f"{line}  {f'default {row[3]}' if row[3] else ''}".rstrip())
         return
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("setting", "value", "source", "default")
+    table = Table(box=SIMPLE)
+    for title in ("setting", "value", "source", "default"):
+        table.add_column(title, overflow="fold")  # on a narrow terminal nothing is cut off
     for explained, row in zip(rows, cells, strict=True):
         table.add_row(*(Text(text) for text in row), style="bold" if explained.is_set else "dim")
     Console().print(table)
