@@ -80,6 +80,7 @@ _LAUNCHER_KEYS = (
     Key("rdzv_endpoint", Status.TRANSLATED, "launch.main_process_ip", read=_endpoint),
     Key("local_addr", Status.NO_EFFECT, because="the address that reaches the main process is taken"),
     Key("start_method", Status.NO_EFFECT, read=_start_method),
+    Key("shutdown_timeout", Status.NO_EFFECT, because="processes have 3 seconds to end after a signal"),
     *_plain("use_megatron_lm", because="models are divided by sharding alone"),
     *_plain("tpu", "tpu_cluster", "no_tpu_cluster", "vm", "env", because=_NOT_TPU),
     *_plain("mpirun_hostfile", "mpirun_ccl", because="processes are started by the launcher or by Slurm"),
@@ -302,7 +303,9 @@ def _is_truth(name: str) -> bool:
 
 def _suggestion(spelled: str) -> str:
     known = [option.name for option in OPTIONS] + FLAGS.spellings()
-    close = difflib.get_close_matches(spelled.lstrip("-").replace("-", "_").lower(), known, n=1, cutoff=0.6)
+    wanted = spelled.lstrip("-").replace("-", "_").lower()
+    longer = [name for name in known if name.startswith(wanted) and len(wanted) > 2]  # argparse takes abbreviations
+    close = longer or difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
     if close:
         return f"did you mean --{close[0]}?"
     return "flags of the script come after the script; `fullshard launch --help` lists the others"

@@ -78,6 +78,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)  # or the lines of ranks that write into a pipe come late
+    sys.meta_path.insert(0, _ShardTrainers())
     try:
         _run_module(target) if kind == "module" else _run_script(target)
     except SystemExit as end:
@@ -87,6 +88,18 @@ def main() -> None:
     except Exception as error:
         _fail(error)
     _say_if_nothing_was_sharded()
+
+
+class _ShardTrainers:
+    """Waits for the script to import Transformers, to have its Trainer work on fullshard's engine."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Find nothing, but notice."""
+        if name == "transformers":
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            from fullshard.integrations.transformers.install import install
+
+            install()
 
 
 def _become(program: str, arguments: list[str]) -> NoReturn:
@@ -103,6 +116,8 @@ def _fresh_main() -> types.ModuleType:
     """A `__main__` of its own: the script must not see the names of this file."""
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        module.__dict__["__annotations__"] = {}
     sys.modules["__main__"] = module
     return module
 
@@ -156,7 +171,7 @@ def _say_if_nothing_was_sharded() -> None:
     sys.stderr.write(
         f"fullshard: no model was sharded on rank 0; the settings of sharding and precision had no effect, and unless "
         f"the script divides the work itself, each of the {count} processes did all of it\n"
-        "hint: use fullshard's Accelerator, accelerate() or fully_shard in the script\n"
+        "hint: use fullshard's Accelerator, accelerate() or fully_shard in the script, or Transformers' Trainer\n"
     )
 
 

@@ -1,0 +1,237 @@
+"""The command line of `fullshard launch`: which flags it takes, what they set, and what it says about the rest.
+
+Run: pytest tests/test_launch_flags.py. Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.cli.launch import help_text
+from fullshard.config.dialect import Status
+from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, parse
+from fullshard.config.resolve import Resolved, resolve
+from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.core.errors import ConfigError
+from fullshard.launch.plan import make_plan
+from fullshard.launch.streams import StreamPlan
+from tests.launching import environment, launch
+
+
+def resolved(*argv: str) -> Resolved:
+    return resolve(parse([*argv, "train.py"]).readings())
+
+
+def test_the_command_line_is_cut_at_the_script() -> None:
+    line = parse(["--num-processes=2", "-q", "--debug", "train.py", "--num_processes", "9", "-m"])
+    assert (line.kind, line.target, line.arguments) == ("script", "train.py", ["--num_processes", "9", "-m"])
+    assert line.option("quiet") is True
+    line = parse(["-m", "pack.age", "--x"])
+    assert (line.kind, line.target, line.arguments) == ("module", "pack.age", ["--x"])
+    line = parse(["--no-python", "--", "-strange", "--", "y"])
+    assert (line.kind, line.target, line.arguments) == ("program", "-strange", ["--", "y"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "value"),
+    [
+        (["--num-processes", "8"], "launch.num_processes", 8),
+        (["--nnodes", "2:2"], "launch.num_machines", 2),
+        (["--node_rank", "1", "--nnodes", "2"], "launch.machine_rank", 1),
+        (["--rdzv-endpoint", "node1:1234"], "launch.main_process_port", 1234),
+        (["--rdzv_endpoint=[fe80::1]:7"], "launch.main_process_ip", "fe80::1"),
+        (["--rdzv_endpoint=fe80::1"], "launch.main_process_ip", "fe80::1"),
+        (["--cpu"], "launch.device", "cpu"),
+        (["--use_cpu"], "launch.device", "cpu"),
+        (["--gpu_ids", "0,2"], "launch.gpu_ids", ("0", "2")),
+        (["--debug"], "launch.debug", True),
+        (["--mixed_precision", "bf16"], "precision.mode", "bf16"),
+        (["--use_fsdp", "--fsdp_offload_params", "true"], "sharding.cpu_offload", True),
+        (["--fsdp_sharding_strategy=2"], "sharding.strategy", "SHARD_GRAD_OP"),
+        (["--multi_gpu"], "sharding.strategy", "NO_SHARD"),
+        (["--cpu_offload"], "sharding.cpu_offload", True),
+        (["--no_sync_module_states"], "sharding.sync_module_states", False),
+        (["--reshard-after-forward", "false"], "sharding.reshard_after_forward", False),
+        (["--strategy", "hybrid_shard", "--shard_size", "4"], "sharding.shard_size", 4),
+        (["--wrap_classes", "A, B"], "sharding.wrap_classes", ("A", "B")),
+        (["--dynamo_backend", "inductor"], "sharding.compile", True),
+        (["--state_dict_type", "FULL_STATE_DICT"], "checkpoint.state_dict_type", "FULL_STATE_DICT"),
+        (["--fsdp=full shard"], "sharding.strategy", "FULL_SHARD"),
+        (["--fsdp", "shard_grad_op auto_wrap offload"], "sharding.cpu_offload", True),
+        (["--fsdp_config", '{"min_num_params": 1000}'], "sharding.wrap_min_numel", 1000),
+        (["--gradient_accumulation_steps", "4"], "training.gradient_accumulation_steps", 4),
+        (["--log_dir", "logs"], "launch.log_dir", "logs"),
+    ],
+)
+def test_what_flags_set(argv: list[str], path: str, value: Any) -> None:
+    found = resolved(*argv)
+    assert found.value(path) == value
+    assert found.origin(path).text.startswith("-")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["--fsdp_offload_param", "true"],
+            ["--fsdp_offload_param: unknown flag", "did you mean --fsdp_offload_params?"],
+        ),
+        (["--nproc", "2"], ["--nproc: unknown flag", "--nproc_per_node"]),
+        (["--epochs", "3"], ["--epochs: unknown flag", "come after the script"]),
+        (["-x"], ["-x: unknown flag"]),
+        (["--num_processes", "--debug"], ["--num_processes: needs a value", "--num_processes=VALUE"]),
+        (["--quiet=yes"], ["takes no value"]),
+        (["--megatron_lm_tp_degree", "2"], ["divided by sharding alone"]),
+        (["--use_megatron_lm"], ["use_megatron_lm", "divided by sharding alone"]),
+        (["--tpu"], ["TPUs are not supported yet"]),
+        (["--mixed_precision", "fp8"], ["--mixed_precision", "fp8 is not supported", "use bf16"]),
+        (["--nnodes", "1:4"], ["1 to 4 hosts", "give one number"]),
+        (["--nnodes", "2", "--num_machines", "3"], ["--nnodes, --num_machines", "keep one of the two"]),
+        (["--fsdp_sharding_strategy", "FUL_SHARD"], ["--fsdp_sharding_strategy", "'FUL_SHARD'"]),
+        (["--fsdp_config", "path/to/ train.py"], ["is a closing quote missing?"]),
+        (["--fsdp_config", "."], [". is a directory"]),
+        (["--fsdp", "full_shrad"], ["--fsdp: unknown option 'full' in 'full_shrad'"]),
+        (["--config_file", "a", "--config_file", "b"], ["given twice"]),
+    ],
+)
+def test_what_is_refused_and_how(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(*argv)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flag", ["same_network", "main_training_function=f", "fsdp_use_orig_params", "start_method=fork"]
+)
+def test_flags_without_effect_say_why(flag: str) -> None:
+    (note,) = resolved(f"--{flag}").notes
+    assert note.status is Status.NO_EFFECT
+    assert "has no effect here: " in str(note)
+    assert len(str(note)) > 40
+
+
+def test_every_setting_has_a_flag_and_every_flag_is_found() -> None:
+    targets = {key.target for key in FLAGS.keys}
+    for group in SECTIONS:
+        model: Any = RunConfig.model_fields[group].annotation
+        assert {f"{group}.{name}" for name in model.model_fields} <= targets
+    names = [key.name for key in FLAGS.keys] + [option.name for option in OPTIONS]
+    assert len(names) == len(set(names))
+    text = help_text()
+    assert all(f"--{option.name}" in text for option in OPTIONS)
+
+
+def test_every_flag_of_accelerate_and_torchrun_is_known() -> None:
+    """Read from their own parsers. Known means used, translated, explained or refused, never taken for the script."""
+    code = (
+        "from accelerate.commands.launch import launch_command_parser as a\n"
+        "from torch.distributed.run import get_args_parser as t\n"
+        "for parser in (a(), t()):\n"
+        "    for action in parser._actions: print(*action.option_strings)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    flags = {word for line in done.stdout.splitlines() for word in line.split() if word.startswith("-")}
+    assert len(flags) > 150
+    unknown = []
+    for flag in sorted(flags):
+        try:
+            parse([f"{flag}=x" if flag.startswith("--") else flag, "x", "train.py"])
+        except ConfigError as error:
+            if "unknown flag" in str(error):
+                unknown.append(flag)
+    assert unknown == []
+
+
+def plan(*argv: str, **environ: str) -> Any:
+    line = parse([*argv, "train.py"])
+    return make_plan(line, line.readings(), environ)
+
+
+def test_plan_fills_in_what_is_not_said() -> None:
+    made = plan("--cpu", "--num_processes", "4", "--num_cpu_threads_per_process", "3")
+    assert (made.device, made.per_host, made.world_size, made.mesh()) == ("cpu", 4, 4, (1, 4))
+    assert made.variables == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}
+    made = plan("--gpu_ids", "1,3", "--debug", OMP_NUM_THREADS="5")
+    assert (made.device, made.per_host) == ("cuda", 2)
+    assert made.variables["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert made.variables["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert "OMP_NUM_THREADS" not in made.variables
+    hosts = ("--nnodes", "2", "--master_addr", "a", "--strategy", "HYBRID_SHARD", "--cpu", "--num_processes", "8")
+    assert plan(*hosts).mesh() == (2, 4)
+    assert plan(SLURM_GPUS_ON_NODE="8").world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num_machines", "2", "--cpu"], "2 hosts, and main_process_ip is not given"),
+        (["--gpu_ids", "0", "--num_processes", "2"], "2 processes per host, and this host has 1 GPU"),
+        (["--num_processes", "15", "--num_machines", "2"], "cannot be shared equally"),
+        (["--cpu", "--rdzv_conf", "read_timeout=3"], "expected join_timeout=SECONDS"),
+        (["--cpu", "--strategy", "HYBRID_SHARD"], "without shard_size"),
+        (["--cpu", "--num_processes", "4", "--strategy", "HYBRID_SHARD", "--shard_size", "3"], "does not divide"),
+        (["--cpu", "--num_machines", "2", "--machine_rank", "2"], "machine_rank = 2 of num_machines = 2"),
+    ],
+)
+def test_plan_refuses_before_anything_starts(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(*argv)
+
+
+def test_streams_are_checked() -> None:
+    with pytest.raises(ConfigError, match="--tee: expected 0 to 3"):
+        StreamPlan(Path("logs"), tee="4")
+    with pytest.raises(ConfigError, match="--redirects writes files"):
+        StreamPlan(None, redirects="3")
+    assert StreamPlan(Path("logs"), tee="1:1").of(1, "stdout") == (True, True)
+    assert StreamPlan(Path("logs"), tee="1:1").of(0, "stdout") == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "no script was named"),
+        (["trian.py"], "the script trian.py does not exist\nhint: . has train.py"),
+        (["--nproc_per_node", "all", "train.py"], "--nproc_per_node: expected a number, auto, gpu or cpu"),
+        (["--num_processes", "2", "--nproc_per_node", "4", "train.py"], "keep one of the two"),
+        (["--standalone", "--nnodes", "2", "train.py"], "--nnodes"),
+        (["--config_file", "nothing.yaml", "train.py"], "nothing.yaml does not exist"),
+        (["--print", "pbs", "train.py"], "expected slurm or kubernetes, got 'pbs'"),
+    ],
+)
+def test_mistakes_are_a_message_with_exit_code_2(tmp_path: Path, argv: list[str], words: str) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = launch("--cpu", *argv, cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_per_host_count_becomes_the_total(tmp_path: Path) -> None:
+    """Also when the number of hosts comes from elsewhere."""
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "run.yaml").write_text("launch:\n  num_machines: 3\n  main_process_ip: 10.0.0.1\n")
+    flags = ["--config_file", "run.yaml", "--nproc_per_node", "2", "--cpu", "--dry_run"]
+    done = launch(*flags, "train.py", cwd=tmp_path, timeout=60)
+    assert "starting 6 processes on 3 hosts (2 each)" in done.stdout, done.stderr
+
+
+def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "run.yaml").write_text("mixed_precision: fp16\nfsdp_config:\n  fsdp_sharding_strategy: 1\n")
+    flags = ["--config_file", "run.yaml", "--cpu", "--dry_run", "--num_processes", "2"]
+    variables = {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_SHARDING_STRATEGY": "2"}
+    done = launch(*flags, "--strategy", "NO_SHARD", "train.py", cwd=tmp_path, timeout=60, **variables)
+    assert "precision.mode = bf16  ($ACCELERATE_MIXED_PRECISION)" in done.stdout, done.stderr
+    assert "sharding.strategy = NO_SHARD  (--strategy)" in done.stdout
+    assert "FSDP_SHARDING_STRATEGY" not in environment()
+
+
+def test_an_empty_command_line_has_no_target() -> None:
+    assert parse([]) == CommandLine()
