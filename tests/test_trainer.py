@@ -6,6 +6,9 @@ pytest tests/test_trainer.py
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -444,3 +447,60 @@ def test_iterable_dataset(tmp_path: Path) -> None:
     [one] = run_ranks(iterable, 1, str(tmp_path))
     two = run_ranks(iterable, 2, str(tmp_path))[0]
     assert close(two, one)
+
+
+# -- scripts that know nothing of fullshard -------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parent / "scripts" / "trainer_script.py"
+
+
+def script(command: list[str], output: Path, *options: str) -> tuple[list[float], list[list[str]]]:
+    """Losses, and whether the model was sharded and how many parameters each rank held."""
+    words = [
+        *command,
+        str(SCRIPT),
+        "--output_dir",
+        str(output),
+        "--report_to",
+        "none",
+        "--logging_steps",
+        "1",
+        *options,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("[rank 1] ").split() for line in done.stdout.splitlines()]
+    losses = [float(line[1]) for line in lines if line[:1] == ["LOSS"]]
+    return losses, [line[1:] for line in lines if line[:1] == ["PARAMETERS"]]
+
+
+def test_an_unchanged_script_under_fullshard_launch(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    common = ("--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2")
+    plain = [sys.executable]
+    launched = [
+        str(Path(sys.executable).parent / "fullshard"),
+        "launch",
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "no",
+    ]
+    expected, parameters = script(plain, tmp_path / "plain", *common, "--per_device_train_batch_size", "4")
+    assert parameters == [["False", "24800"]]
+    losses, parameters = script(launched, tmp_path / "sharded", *common, "--per_device_train_batch_size", "2")
+    assert close(losses, expected) and parameters == [["True", "12400"]] * 2
+    AutoModelForCausalLM.from_pretrained(tmp_path / "sharded")
+    checkpoint = str(tmp_path / "sharded" / "checkpoint-2")
+    resumed, _ = script(
+        launched,
+        tmp_path / "again",
+        *common,
+        "--per_device_train_batch_size",
+        "2",
+        "--resume_from_checkpoint",
+        checkpoint,
+    )
+    assert resumed == losses[2:]

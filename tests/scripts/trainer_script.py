@@ -1,0 +1,37 @@
+"""A Trainer script as people have it: not a word about fullshard."""
+
+import argparse
+
+import torch
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+class MyTrainer(Trainer):
+    def log(self, logs, *args, **kwargs):
+        if self.is_world_process_zero() and "loss" in logs:
+            print("LOSS", logs["loss"], flush=True)
+        super().log(logs, *args, **kwargs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=24)
+    own, rest = parser.parse_known_args()
+    [args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(rest)
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_key_value_heads=2, **SMALL))
+    generator = torch.Generator().manual_seed(7)
+    rows = [torch.randint(1, 97, (12,), generator=generator) for _ in range(own.samples)]
+    trainer = MyTrainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    checkpoint = args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=checkpoint)
+    print("PARAMETERS", trainer.is_fsdp_enabled, sum(p.numel() for p in trainer.model.parameters()), flush=True)
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()
