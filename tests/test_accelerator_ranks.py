@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from fullshard.api import (
     ProjectConfiguration,
     accelerate,
 )
-from fullshard.checkpoint import full_state_dict
+from fullshard.checkpoint import full_state_dict, verify_checkpoint
 from fullshard.core.errors import CheckpointError, CommunicationError, OptimizerError
 from fullshard.engine import ShardedParameter
 from tests.distributed import run_ranks
@@ -540,3 +542,65 @@ def test_the_one_call_form() -> None:
         assert len(losses) == 9
         assert losses[-1] < losses[0]
     assert results[0][0] != results[1][0], "ranks must see different data"
+
+
+# -- saving in the background -----------------------------------------------------------------------------------------
+
+
+def _background(directory: str) -> tuple[list[float], list[float], str, int]:
+    project = ProjectConfiguration(
+        project_dir=directory, automatic_checkpoint_naming=True, total_limit=2, async_save=True
+    )
+    accelerator = Accelerator(project_config=project, cpu=True)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(4000), 2, shuffle=True))
+    batches = iter(loader)
+
+    def steps(count: int) -> list[float]:
+        losses = []
+        for x, y in itertools.islice(batches, count):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    steps(1)
+    for _ in range(3):  # each but the first waits for the one before, and the first goes in the end
+        saved = accelerator.save_state()
+        expected = steps(3)
+    accelerator.load_state(saved)
+    batches = iter(loader)  # goes on in mid-epoch
+    got = steps(3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if accelerator.process_index == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    count = 0
+    try:
+        accelerator.save_state()
+        with pytest.raises(CheckpointError, match="rank 1: cannot write") as caught:
+            for _ in range(900):
+                count += len(steps(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    path = accelerator.save_state(wait=True)
+    assert Path(path).exists()
+    accelerator.end_training()
+    return expected, got, str(caught.value), count
+
+
+def test_training_goes_on_while_the_state_is_saved(tmp_path: Path) -> None:
+    first, second = run_ranks(_background, 2, str(tmp_path))
+    assert first[2:] == second[2:]
+    for expected, got, _, _ in (first, second):
+        assert got == expected
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["LATEST", "checkpoint_2", "checkpoint_4"]
+    for name in names[1:]:
+        found = verify_checkpoint(tmp_path / "checkpoints" / name)
+        assert found.is_valid
+        assert found.manifest is not None
+        extra: Any = found.manifest.states["extra"]
+        assert extra["config"]["sharding"]["strategy"] == "FULL_SHARD"

@@ -69,7 +69,7 @@ class _Gate:
             assert opened.wait(60)
             return complete(pending, ranks)
 
-        PendingSave.complete = wait_and_complete  # type: ignore[method-assign]
+        PendingSave.complete = wait_and_complete  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *error: object) -> None:

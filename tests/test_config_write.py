@@ -113,7 +113,11 @@ CONFIGS = groups(
         gradient_accumulation_steps=st.integers(1, 10**6),
         gradient_clipping=st.none() | st.floats(1e-3, 1e3),
     ),
-    checkpoint=groups(CheckpointConfig, state_dict_type=st.sampled_from(["FULL_STATE_DICT", "SHARDED_STATE_DICT"])),
+    checkpoint=groups(
+        CheckpointConfig,
+        state_dict_type=st.sampled_from(["FULL_STATE_DICT", "SHARDED_STATE_DICT"]),
+        async_save=st.booleans(),
+    ),
 )
 SCHEMA = json_schema()
 PROPERTY = settings(

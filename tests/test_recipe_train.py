@@ -136,8 +136,11 @@ def test_export_is_the_trained_model(whole: tuple[Path, str]) -> None:
 
 
 def test_killed_rank_then_resume_equals_the_whole_run(whole: tuple[Path, str], inputs: Path, tmp_path: Path) -> None:
-    """kill -9 of one rank in the middle of the run; `--resume auto` ends bit for bit where the whole run ended."""
-    killed_at = _kill_a_rank(_command(inputs, tmp_path), tmp_path / "metrics.jsonl", after_step=SAVE_EVERY + 2)
+    """kill -9 of one rank in the middle of the run; `--resume auto` ends bit for bit where the whole run ended.
+
+    The run that is killed saves in the background, the whole one did not.
+    """
+    killed_at = _kill_a_rank(_command(inputs, tmp_path, "--async-save"), tmp_path / "metrics.jsonl", after_step=SAVE_EVERY + 2)
     assert killed_at < STEPS
     done = _train(inputs, tmp_path)
     assert done.returncode == 0, done.stderr

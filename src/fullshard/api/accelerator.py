@@ -162,6 +162,7 @@ class Accelerator(Gathering):
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[ShardedDataLoader] = []
         self._custom_objects: list[Any] = []
+        self._saver = checkpoint.AsyncSaver()
         self._said_schedule = False
 
     def __getattr__(self, name: str) -> Any:
@@ -371,6 +372,8 @@ class Accelerator(Gathering):
             loss: a scalar, the mean over this rank's micro-batch.
             options: passed to `Tensor.backward`.
         """
+        if self.sync_gradients:
+            self._saver.check()
         loss = loss / self.gradient_accumulation_steps
         (loss if self.scaler is None else self.scaler.scale(loss)).backward(**options)
 
@@ -424,13 +427,22 @@ class Accelerator(Gathering):
             raise ConfigError(f"cannot checkpoint {', '.join(wrong)}: no state_dict() and load_state_dict()")
         self._custom_objects.extend(objects)
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        wait: bool | None = None,
+    ) -> str:
         """Save models, optimizers, schedulers, scaler, loader positions, random states and registered objects.
 
         Args:
             output_dir: directory to create; an earlier checkpoint there is replaced once the new one is complete. With
                 `automatic_checkpoint_naming` it is `project_dir/checkpoints/checkpoint_N` instead.
             safe_serialization: must not be False: there is no other.
+            wait: whether training waits until it is written. If not, an error is raised by the `backward` that ends a
+                step, by the next `save_state` or by `end_training`. Default: as `async_save` of the project or of the
+                configuration says; without either it waits.
 
         Returns:
             The directory.
@@ -440,6 +452,9 @@ class Accelerator(Gathering):
         config = self.project_configuration
         if config.save_on_each_node:
             raise ConfigError("save_on_each_node: a checkpoint lies in storage that all hosts share")
+        awaited = self._is_awaited(wait)
+        if awaited:
+            self._saver.wait()  # for an earlier save that was not
         # Rank 0 looks, because others may see the file system a moment earlier or later.
         path, overwrite = run_on_main(self.process.environment, lambda: saving.next_path(config, output_dir))
         saving.save(
@@ -449,6 +464,7 @@ class Accelerator(Gathering):
             total_limit=config.total_limit if config.automatic_checkpoint_naming else None,
             overwrite=overwrite,
             whole_weights=self._state_dict_type() == "FULL_STATE_DICT",
+            saver=None if awaited else self._saver,
         )
         config.iteration += 1
         return str(path)
@@ -460,6 +476,7 @@ class Accelerator(Gathering):
             input_dir: the directory; None: the newest complete one under `project_dir/checkpoints`.
         """
         config = self.project_configuration
+        self._saver.wait()
         path = run_on_main(self.process.environment, lambda: saving.existing_path(config, input_dir))
         self.step = saving.load(path, self._training_state())
         if config.automatic_checkpoint_naming:
@@ -516,7 +533,8 @@ class Accelerator(Gathering):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Wait for all ranks and leave the process group."""
+        """Wait for all ranks, and for a checkpoint that is being written, and leave the process group."""
+        self._saver.wait()
         self.wait_for_everyone()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -531,6 +549,12 @@ class Accelerator(Gathering):
         """What `save_state` writes: SHARDED_STATE_DICT, or FULL_STATE_DICT for the whole weights besides."""
         chosen: str | None = getattr(self.fsdp_plugin, "state_dict_type", None)  # a script may change it at any time
         return chosen or self._config.checkpoint.state_dict_type
+
+    def _is_awaited(self, wait: bool | None) -> bool:
+        """Whether training waits for a save."""
+        if wait is not None:
+            return wait
+        return not (getattr(self.project_configuration, "async_save", False) or self._config.checkpoint.async_save)
 
     def _synchronize_rng(self) -> None:
         if "torch" in self.rng_types:
@@ -549,6 +573,7 @@ class Accelerator(Gathering):
             loaders=self._dataloaders,
             objects=self._custom_objects,
             step=self.step,
+            config=self._config.model_dump(mode="json"),
         )
 
 

@@ -67,6 +67,7 @@ class ProjectConfiguration:
         total_limit: checkpoints to keep; the oldest goes after the new one is complete.
         iteration: number of the next checkpoint.
         save_on_each_node: must not be true: a checkpoint lives in storage that all hosts share.
+        async_save: training goes on while `save_state` writes; not in Accelerate.
     """
 
     project_dir: str | None = None
@@ -75,6 +76,7 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         self.logging_dir = self.logging_dir or self.project_dir

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,14 @@ import torch
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.api.collectives import broadcast_object
 from fullshard.api.data import ShardedDataLoader
 from fullshard.checkpoint.adapters import is_adapted, save_adapters
-from fullshard.checkpoint.catalog import LATEST_NAME
-from fullshard.checkpoint.format import MANIFEST_NAME, read_manifest
+from fullshard.checkpoint.collect import SaveArguments
+from fullshard.checkpoint.format import EXTRAS, MANIFEST_NAME, PART_PREFIX, read_manifest
+from fullshard.checkpoint.save import PendingParts, PendingSave, prepare_parts, prepare_save
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.launch.environment import RankEnvironment, run_on_main
 
-_PART = "part_"
 _WHOLE = "model"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
@@ -45,6 +42,7 @@ class TrainingState:
         loaders: their positions are saved.
         objects: registered by the script.
         step: a counter the script keeps.
+        config: the resolved configuration, for people; nothing depends on it.
     """
 
     models: Sequence[nn.Module]
@@ -54,6 +52,7 @@ class TrainingState:
     loaders: Sequence[ShardedDataLoader]
     objects: Sequence[Any]
     step: int
+    config: Mapping[str, Any]
 
     def parts(self) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
         """Models with their optimizers. A model with two optimizers comes twice.
@@ -74,9 +73,21 @@ class TrainingState:
         covered = {id(model) for model, _ in pairs}
         return pairs + [(model, None) for model in self.models if id(model) not in covered]
 
-    def counters(self) -> dict[str, Any]:
-        """What goes into the checkpoint's `extra`."""
-        return {"step": self.step, "loaders": [loader.state_dict() for loader in self.loaders]}
+    @property
+    def scheduler(self) -> Any:
+        """The schedule, if there is exactly one."""
+        return self.schedulers[0] if len(self.schedulers) == 1 else None
+
+    @property
+    def all_objects(self) -> list[Any]:
+        """The objects, after the schedules if there are several."""
+        return [*(self.schedulers if len(self.schedulers) != 1 else ()), *self.objects]
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What is no object of its own: counters, positions of the loaders, the configuration."""
+        loaders = [loader.state_dict() for loader in self.loaders]
+        return {"step": self.step, "loaders": loaders, "config": dict(self.config)}
 
 
 def next_path(config: Any, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
@@ -117,10 +128,10 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | None) -> Path
     if not (config.automatic_checkpoint_naming and config.project_dir):
         raise ConfigError("load_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")
     base = Path(config.project_dir) / "checkpoints"
-    numbered = [path for path in base.glob("checkpoint_*") if _AUTOMATIC.fullmatch(path.name)]
-    if not numbered:
-        raise CheckpointError(f"there is no checkpoint under {base}")
-    return max(numbered, key=number_of)
+    newest = checkpoint.latest_checkpoint(base)
+    if newest is None:
+        raise CheckpointError(f"there is no complete checkpoint under {base}")
+    return newest
 
 
 def number_of(path: Path) -> int:
@@ -137,6 +148,7 @@ def save(
     total_limit: int | None,
     overwrite: bool,
     whole_weights: bool = False,
+    saver: checkpoint.AsyncSaver | None = None,
 ) -> None:
     """Save everything. A collective.
 
@@ -147,30 +159,43 @@ def save(
         total_limit: checkpoints to keep; None: all.
         overwrite: whether a checkpoint there is replaced.
         whole_weights: also write each model whole, into a directory `model` in the checkpoint, for other programs.
+        saver: writes while training goes on; None: training waits.
+
+    Raises:
+        CheckpointError: nothing new is left at `path`; or, with a `saver`, an earlier save failed.
+        ConfigError: whole weights in the background.
     """
-    parts = state.parts()
-    schedulers = {"scheduler": state.schedulers[0] if len(state.schedulers) == 1 else None}
-    objects = [*(state.schedulers if len(state.schedulers) != 1 else ()), *state.objects]
-    if len(parts) == 1:
-        model, optimizer = parts[0]
-        checkpoint.save_checkpoint(
-            path, model=model, optimizer=optimizer, **schedulers, scaler=state.scaler, extra=state.counters(),
-            objects=objects, total_limit=total_limit, overwrite=overwrite,
-        )  # fmt: skip
-        if whole_weights:
-            # Into the complete checkpoint: what resumes a run must not wait for what only other programs read.
-            save_model(model, path / _WHOLE, "10GB", environment)
-        return
-    temp = path.with_name(f".tmp-{path.name}-{broadcast_object(uuid.uuid4().hex[:16])}")
-    for number, (model, optimizer) in enumerate(parts):
-        # Schedules, counters and random states are those of the whole run; the first part has them.
-        whole = (
-            {**schedulers, "scaler": state.scaler, "extra": state.counters(), "objects": objects} if number == 0 else {}
+    if whole_weights and saver is not None:
+        raise ConfigError(
+            "FULL_STATE_DICT cannot be saved in the background: the ranks must put the weights together first",
+            hint="use SHARDED_STATE_DICT and `fullshard ckpt consolidate`, or let training wait",
         )
-        checkpoint.save_checkpoint(temp / f"{_PART}{number}", model=model, optimizer=optimizer, **whole)
-        if whole_weights:
-            save_model(model, temp / f"{_PART}{number}" / _WHOLE, "10GB", environment)
-    run_on_main(environment, lambda: _commit(temp, path, total_limit))
+    if saver is not None:
+        saver.make_room()
+    memory = None if saver is None else saver.memory
+    parts = state.parts()
+    # Schedules, counters and random states are those of the whole run; the first part has them.
+    first = SaveArguments(
+        model=parts[0][0], optimizer=parts[0][1], scheduler=state.scheduler, scaler=state.scaler,
+        objects=state.all_objects, extra=state.extra,
+    )  # fmt: skip
+    pending: PendingSave | PendingParts
+    if len(parts) == 1:
+        first["total_limit"], first["overwrite"] = total_limit, overwrite
+        pending = prepare_save(path, memory, **first)
+    else:
+        arguments = [first, *(SaveArguments(model=model, optimizer=optimizer) for model, optimizer in parts[1:])]
+        named = {f"{PART_PREFIX}{number}": part for number, part in enumerate(arguments)}
+        pending = prepare_parts(path, named, memory, total_limit=total_limit, overwrite=overwrite)
+    if saver is not None:
+        saver.begin(pending)
+        return
+    pending.complete(pending.ranks)
+    if whole_weights:
+        # Into the complete checkpoint: what resumes a run must not wait for what only other programs read.
+        for number, (model, _) in enumerate(parts):
+            part = path if len(parts) == 1 else path / f"{PART_PREFIX}{number}"
+            save_model(model, part / _WHOLE, "10GB", environment)
 
 
 def load(path: Path, state: TrainingState) -> int:
@@ -180,20 +205,18 @@ def load(path: Path, state: TrainingState) -> int:
         CheckpointError: damaged, incomplete, or of other objects than those in `state`.
     """
     parts = state.parts()
-    saved = len(list(path.glob(f"{_PART}*")))
+    saved = len(list(path.glob(f"{PART_PREFIX}*")))
     if max(saved, 1) != len(parts):
         raise CheckpointError(
             f"{path} holds {max(saved, 1)} models with optimizers, {len(parts)} are prepared",
             hint="prepare the same models and optimizers, in the same order, as when it was saved",
         )
-    schedulers = {"scheduler": state.schedulers[0] if len(state.schedulers) == 1 else None}
-    objects = [*(state.schedulers if len(state.schedulers) != 1 else ()), *state.objects]
     extra: dict[str, Any] = {}
     # Backwards, so that the first part's random states are the ones that stay.
     for number, (model, optimizer) in reversed(list(enumerate(parts))):
-        whole = {**schedulers, "scaler": state.scaler, "objects": objects} if number == 0 else {}
-        part = path / f"{_PART}{number}" if saved else path
-        extra = checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, **whole)
+        whole: dict[str, Any] = {"scheduler": state.scheduler, "scaler": state.scaler, "objects": state.all_objects}
+        part = path / f"{PART_PREFIX}{number}" if saved else path
+        extra = checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, **(whole if number == 0 else {}))
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):
         raise CheckpointError(
@@ -244,28 +267,11 @@ def save_object(obj: Any, path: Path, *, safe: bool) -> None:
     temp.replace(path)
 
 
-def _commit(temp: Path, path: Path, total_limit: int | None) -> None:
-    """Give the complete directory of parts its name, and remove what is older than the limit."""
-    aside = temp.with_name(temp.name.replace(".tmp-", ".old-"))
-    try:
-        (temp / LATEST_NAME).unlink(missing_ok=True)
-        if path.exists():
-            path.rename(aside)
-        temp.rename(path)
-        if aside.exists():
-            shutil.rmtree(aside)
-        siblings = sorted((p for p in path.parent.iterdir() if number_of(p) >= 0), key=number_of)
-        for old in siblings[:-total_limit] if total_limit else ():
-            shutil.rmtree(old)
-    except OSError as error:
-        raise CheckpointError(f"cannot save {path}: {error}") from error
-
-
 def _foreign_entries(path: Path) -> list[str]:
     """Names in a directory that no checkpoint of ours put there."""
     if not path.is_dir():
         return []
     names = {entry.name for entry in path.iterdir()}
     if (path / MANIFEST_NAME).is_file():
-        return sorted(names - {MANIFEST_NAME, _WHOLE, *read_manifest(path).files})
+        return sorted(names - {MANIFEST_NAME, *EXTRAS, *read_manifest(path).files})
     return sorted(name for name in names if not (path / name / MANIFEST_NAME).is_file())

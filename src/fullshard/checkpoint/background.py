@@ -15,13 +15,13 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Literal, Protocol, Self, Unpack
 
+from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.save import PendingSave, SaveArguments, prepare_save
+from fullshard.checkpoint.save import prepare_save
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.core.errors import CheckpointError
 
@@ -29,6 +29,21 @@ logger = logging.getLogger(__name__)
 
 WhenBusy = Literal["wait", "refuse"]
 """What a save does while an earlier one is still being written."""
+
+
+class Pending(Protocol):
+    """A save whose state is collected; see `PendingSave`."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that collected it."""
+
+    @property
+    def final(self) -> Path:
+        """The directory it will be."""
+
+    def complete(self, ranks: Ranks) -> Path:
+        """Write it and make it count."""
 
 
 class AsyncSaver:
@@ -75,7 +90,7 @@ class AsyncSaver:
         """
         self.make_room()
         pending = prepare_save(path, self.memory, **arguments)
-        self.begin([pending], pending.final)
+        self.begin(pending)
         return pending.final
 
     def make_room(self) -> None:
@@ -93,21 +108,13 @@ class AsyncSaver:
             )
         self.memory.reuse()
 
-    def begin(self, pending: Sequence[PendingSave], path: Path, then: Callable[[], None] | None = None) -> None:
-        """Write saves that were prepared with `memory`. A collective.
-
-        Args:
-            pending: the saves, after `make_room`.
-            path: what they are called in messages.
-            then: run on rank 0 when all are written.
-        """
-        self._ranks = pending[0].ranks
+    def begin(self, pending: Pending) -> None:
+        """Write what was prepared with `memory` after `make_room`. A collective."""
+        self._ranks = pending.ranks
         if self._background is None:
             self._background = self._ranks.apart()
-        self._path, self._error = path, None
-        self._thread = threading.Thread(
-            target=self._write, args=(self._background, tuple(pending), then), name="fullshard-save"
-        )
+        self._path, self._error = pending.final, None
+        self._thread = threading.Thread(target=self._write, args=(pending, self._background), name="fullshard-save")
         # Not a daemon: an interpreter that ends waits for it. Then, and only then, it looks for an error nobody saw.
         atexit.register(self._report)
         self._thread.start()
@@ -149,12 +156,9 @@ class AsyncSaver:
                 raise
             logger.exception("besides, the checkpoint %s was not saved", self._path)
 
-    def _write(self, ranks: Ranks, pending: tuple[PendingSave, ...], then: Callable[[], None] | None) -> None:
+    def _write(self, pending: Pending, ranks: Ranks) -> None:
         try:
-            for one in pending:
-                one.complete(ranks)
-            if then is not None:
-                ranks.on_rank_0(f"committing {self._path}", then)
+            pending.complete(ranks)
         except BaseException as error:  # whatever it is, it belongs to the thread that asked for the save
             self._error = error
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, read_manifest
+from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, Manifest, read_manifest
 from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX, remove_directory
 from fullshard.checkpoint.verify import quick_problems, verify_checkpoint
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,12 @@ def latest_checkpoint(root: str | Path, *, thorough: bool = False) -> Path | Non
     Returns:
         Its path, or None if there is none.
     """
-    for directory, manifest in _newest_first(Path(root)):
-        problems = list(verify_checkpoint(directory).problems) if thorough else quick_problems(directory, manifest)
+    for directory, parts in _newest_first(Path(root)):
+        problems = [
+            problem
+            for part, manifest in parts
+            for problem in (verify_checkpoint(part).problems if thorough else quick_problems(part, manifest))
+        ]
         if not problems:
             return directory
         logger.warning("skipping checkpoint %s: %s (%d problems)", directory, problems[0], len(problems))
@@ -52,21 +57,76 @@ def remove_oldest(newest: Path, *, keep: int) -> list[Path]:
     return removed
 
 
-def _newest_first(root: Path) -> list[tuple[Path, Manifest]]:
-    """Checkpoints with a readable manifest, newest first; the others are logged."""
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What `prune` did, or would have done.
+
+    Attributes:
+        kept, removed: whole checkpoints, newest first.
+        damaged: what was left alone because it is no whole checkpoint, each with the first reason.
+    """
+
+    kept: tuple[Path, ...]
+    removed: tuple[Path, ...]
+    damaged: tuple[tuple[Path, str], ...]
+
+
+def prune(root: Path, *, keep: int, thorough: bool = False, dry_run: bool = False) -> Pruned:
+    """Remove the oldest whole checkpoints directly inside `root` until `keep` are left. Not a collective.
+
+    Only whole ones count, so the newest whole one always stays; what is damaged is nobody's last resort and nobody's
+    to remove without looking.
+
+    Args:
+        root: directory that checkpoints are saved into.
+        keep: at least 1.
+        thorough: read and check every byte before a checkpoint counts as whole.
+        dry_run: remove nothing.
+    """
+    if keep < 1:
+        raise ConfigError(f"keep = {keep} would leave no checkpoint", hint="use 1 or more")
+    whole, damaged = [], []
+    for directory in sorted(path for path in root.iterdir() if path.is_dir()):
+        if directory.name.startswith((TEMP_PREFIX, OLD_PREFIX)):
+            damaged.append((directory, "left by a save that was killed, or a save under way"))
+        elif (directory / MANIFEST_NAME).exists():
+            found = verify_checkpoint(directory) if thorough else None
+            try:
+                manifest = read_manifest(directory)
+                problems = list(found.problems) if found else quick_problems(directory, manifest)
+            except CheckpointError as error:
+                problems = [str(error)]
+            if problems:
+                damaged.append((directory, problems[0]))
+            else:
+                whole.append((manifest.saved_at, directory))
+        elif any(directory.glob("model-rank*.safetensors")):
+            damaged.append((directory, f"it has no {MANIFEST_NAME}"))
+        elif any(directory.glob(f"*/{MANIFEST_NAME}")):
+            damaged.append((directory, "it holds checkpoints itself"))
+    newest_first = [directory for _, directory in sorted(whole, reverse=True)]
+    for directory in [] if dry_run else reversed(newest_first[keep:]):
+        remove_directory(directory)
+    return Pruned(tuple(newest_first[:keep]), tuple(newest_first[keep:]), tuple(damaged))
+
+
+def _newest_first(root: Path) -> list[tuple[Path, list[tuple[Path, Manifest]]]]:
+    """Checkpoints with readable manifests (one, or one per part), newest first; the others are logged."""
     found = []
     for directory in sorted(root.iterdir()) if root.is_dir() else []:
         if directory.name.startswith(TEMP_PREFIX) or not directory.is_dir() or _is_superseded(directory):
             continue
-        if not (directory / MANIFEST_NAME).exists():
+        parts = [directory, *sorted(directory.glob(f"{PART_PREFIX}*"))]
+        parts = [part for part in parts if (part / MANIFEST_NAME).exists()]
+        if not parts:
             if any(directory.glob("model-rank*.safetensors")):
                 logger.warning("skipping checkpoint %s: it has no %s", directory, MANIFEST_NAME)
             continue
         try:
-            found.append((directory, read_manifest(directory)))
+            found.append((directory, [(part, read_manifest(part)) for part in parts]))
         except CheckpointError as error:
             logger.warning("skipping checkpoint %s: %s", directory, error)
-    return sorted(found, key=lambda item: item[1].saved_at, reverse=True)
+    return sorted(found, key=lambda item: item[1][0][1].saved_at, reverse=True)
 
 
 def _is_superseded(directory: Path) -> bool:

@@ -29,6 +29,10 @@ FORMAT_VERSION = 1
 """Raised when a manifest of the old version can no longer be written; every older version stays readable."""
 
 MANIFEST_NAME = "manifest.json"
+PART_PREFIX = "part_"
+"""A directory of `part_0`, `part_1`, ... holds a checkpoint for each of several models."""
+EXTRAS = frozenset({"model", "pytorch_model_fsdp_0", "optimizer_0"})
+"""Directories in a checkpoint that are for other programs; it is whole without them."""
 CHUNK_NBYTES = 4 * 2**20
 """Bytes under one checksum: the least a rank reads to prove one element, and few enough checksums for a terabyte."""
 

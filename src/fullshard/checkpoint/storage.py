@@ -352,7 +352,8 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
 def discard_directory(temp: Path) -> None:
     """Remove the directory of a save that failed. What cannot be removed the next save beside it removes."""
     shutil.rmtree(temp, ignore_errors=True)
-    _let_go(temp)
+    for held in [path for path in _HELD if path.is_relative_to(temp)]:
+        _let_go(held)
 
 
 @contextlib.contextmanager

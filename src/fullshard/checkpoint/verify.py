@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fullshard.checkpoint.format import (
     DTYPES,
+    EXTRAS,
     MANIFEST_NAME,
     Manifest,
     StateTensorRecord,
@@ -75,7 +76,7 @@ def verify_checkpoint(path: str | Path) -> Verification:
     for name in manifest.files:
         problems += _file_problems(directory / name, manifest)
     for entry in sorted(directory.iterdir()):
-        if entry.name != MANIFEST_NAME and entry.name not in manifest.files:
+        if entry.name not in {MANIFEST_NAME, *manifest.files, *EXTRAS}:
             problems.append(f"{entry} is not part of the checkpoint")
     nbytes = sum(record.nbytes for record in manifest.files.values())
     return Verification(directory, tuple(problems), len(manifest.files), nbytes, manifest)

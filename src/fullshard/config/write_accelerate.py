@@ -62,6 +62,7 @@ _IN_THE_SCRIPT = {
     "training.gradient_clipping": "call accelerator.clip_grad_norm_ in the script",
     "sharding.activation_checkpointing_reentrant": "Accelerate has no such setting",
     "launch.rdzv_id": "Accelerate has no such setting",
+    "checkpoint.async_save": "Accelerate has no such setting",
 }
 _DYNAMO_BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "onnxrt", "tensorrt", "tvm")
 

@@ -74,6 +74,9 @@ class TrainArguments(BaseModel):
     )
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only after the last step")
     keep_checkpoints: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed")
+    async_save: bool = Field(
+        False, description="Go on training while a checkpoint is written, from a copy of the state"
+    )
     log_every: int = Field(10, ge=1, description="Steps between two lines")
     tensorboard: bool = Field(False, description="Write TensorBoard events too")
     plot: bool = Field(True, description="Draw the loss curve")

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.loop import Trainer
@@ -43,10 +43,12 @@ def find_checkpoint(arguments: TrainArguments) -> Path | None:
     return None if arguments.resume == "never" else Path(arguments.resume)
 
 
-def save(trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int) -> Path:
-    """Write the checkpoint after `step` steps. Collective."""
+def save(
+    trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int, saver: AsyncSaver | None = None
+) -> Path:
+    """Write the checkpoint after `step` steps, with a `saver` while training goes on. Collective."""
     path = arguments.checkpoint_dir / f"step-{step:06d}"
-    save_checkpoint(
+    (save_checkpoint if saver is None else saver.save)(
         path,
         model=trainer.model,
         optimizer=trainer.optimizer,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint import export_hf
+from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.core.errors import FullshardError
 from fullshard.engine import MixedPrecisionPolicy, describe, shard_model
 from fullshard.launch import (
@@ -221,30 +221,46 @@ def _train_steps(
     tokens = arguments.batch_size * arguments.seq_len
     rate = RateMeter()
     reset_memory_peak(device)
-    for step in range(first_step + 1, arguments.steps + 1):
-        begin = time.perf_counter()
-        result = trainer.step(step - 1)
-        loss_sum, data_wait, memory = sum_over_ranks(result, memory_nbytes(device), environment)
-        metrics = StepMetrics(
-            step=step,
-            loss=loss_sum / tokens,
-            learning_rate=learning_rate(step - 1, arguments),
-            grad_norm=result.grad_norm,
-            tokens=tokens,
-            tokens_seen=step * tokens,
-            step_seconds=time.perf_counter() - begin,
-            tokens_per_second=rate.add(tokens),
-            data_wait_seconds=data_wait,
-            memory_nbytes=memory,
-        )
-        for sink in console.sinks:
-            sink.write(metrics)
-        _check_finite(metrics, arguments)
-        due = arguments.save_every and step % arguments.save_every == 0
-        if due or step == arguments.steps:
-            console.say(f"checkpoint: {save(trainer, arguments, step=step, checksum=data.checksum)}")
-        if due or step % arguments.log_every == 0:
-            rate.restart()  # so that a line's rate is of its own steps, and without the time of a save
+    with AsyncSaver() as saver:
+        for step in range(first_step + 1, arguments.steps + 1):
+            if (written := saver.check()) is not None:
+                console.say(f"checkpoint: {written}")
+            begin = time.perf_counter()
+            result = trainer.step(step - 1)
+            loss_sum, data_wait, memory = sum_over_ranks(result, memory_nbytes(device), environment)
+            metrics = StepMetrics(
+                step=step,
+                loss=loss_sum / tokens,
+                learning_rate=learning_rate(step - 1, arguments),
+                grad_norm=result.grad_norm,
+                tokens=tokens,
+                tokens_seen=step * tokens,
+                step_seconds=time.perf_counter() - begin,
+                tokens_per_second=rate.add(tokens),
+                data_wait_seconds=data_wait,
+                memory_nbytes=memory,
+            )
+            for sink in console.sinks:
+                sink.write(metrics)
+            _check_finite(metrics, arguments)
+            due = arguments.save_every and step % arguments.save_every == 0
+            if due or step == arguments.steps:
+                _save(trainer, arguments, data, saver, step=step, console=console)
+            if due or step % arguments.log_every == 0:
+                rate.restart()  # so that a line's rate is of its own steps, and without the time of a save
+        if (written := saver.wait()) is not None:
+            console.say(f"checkpoint: {written}")
+
+
+def _save(
+    trainer: Trainer, arguments: TrainArguments, data: TrainingData, saver: AsyncSaver, *, step: int, console: Console
+) -> None:
+    """Save after `step` steps; what is written in the background is reported when it is complete."""
+    if (earlier := saver.wait()) is not None:
+        console.say(f"checkpoint: {earlier}")
+    written = save(trainer, arguments, step=step, checksum=data.checksum, saver=saver if arguments.async_save else None)
+    if not saver.is_saving:
+        console.say(f"checkpoint: {written}")
 
 
 def _check_finite(metrics: StepMetrics, arguments: TrainArguments) -> None:

@@ -1,0 +1,299 @@
+"""What one rank contributes to a checkpoint, and how rank 0 puts the contributions together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Required, TypedDict
+
+import google_crc32c
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+import fullshard
+from fullshard.checkpoint.format import (
+    FileRecord,
+    Manifest,
+    MeshRecord,
+    OptimizerRecord,
+    PieceRecord,
+    StateTensorRecord,
+    StateValueRecord,
+    TensorRecord,
+    rank_file_name,
+)
+from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
+from fullshard.checkpoint.rng import rng_tensors
+from fullshard.checkpoint.staging import HostMemory
+from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, storage_order
+from fullshard.checkpoint.tensors import (
+    LocalTensor,
+    device_of,
+    dtype_name,
+    local_buffers,
+    local_parameters,
+    modules_with_extra_state,
+    rest,
+    tensor_bytes,
+)
+from fullshard.checkpoint.values import encode_value
+from fullshard.checkpoint.verify import structure_problems
+from fullshard.core.errors import CheckpointError
+from fullshard.engine import ShardedParameter
+
+
+class SaveArguments(TypedDict, total=False):
+    """The keyword arguments of `save_checkpoint`."""
+
+    model: Required[nn.Module]
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    scaler: Any
+    extra: Mapping[str, Any] | None
+    objects: Sequence[Any]
+    weights: Container[str] | None
+    total_limit: int | None
+    overwrite: bool
+
+
+class PieceReport(BaseModel):
+    """A piece of a parameter or buffer that a rank wrote."""
+
+    dtype: str
+    start: int
+    stop: int
+
+
+class StateReport(BaseModel):
+    """What a rank holds of one value of optimizer state; compared over ranks where it must be the same.
+
+    Attributes:
+        record: the record as this rank would write it, its own piece included.
+        digest: checksum of a replicated tensor; 0 for others.
+    """
+
+    record: StateTensorRecord | StateValueRecord
+    digest: int = 0
+
+
+class RankReport(BaseModel):
+    """What one rank wrote."""
+
+    files: dict[str, FileRecord]
+    tensors: dict[str, PieceReport]
+    state: dict[str, dict[str, StateReport]]
+
+
+class RankWriter:
+    """One rank's part of a save: everything that can be refused is refused here, before a byte is written."""
+
+    def __init__(self, directory: Path, save_id: str, rank: int, arguments: SaveArguments) -> None:
+        model, optimizer = arguments["model"], arguments.get("optimizer")
+        rest(model)
+        self._weights = arguments.get("weights")
+        self.directory, self.save_id, self.rank, self.optimizer = directory, save_id, rank, optimizer
+        self.mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
+        self.parameters = local_parameters(model, rank=rank)
+        self.buffers = local_buffers(model, rank=rank)
+        state = [] if optimizer is None else list(state_entries(optimizer, self.parameters))
+        stored: dict[str, torch.Tensor] = {}
+        # Every rank asks for the states, because a state_dict() may be a collective; only rank 0 keeps them.
+        values = _states(model, arguments)
+        self.states = {name: encode_value(value, where=name, tensors=stored) for name, value in values.items()}
+        self.groups = [] if optimizer is None else group_records(optimizer, self.parameters, stored)
+        mine = [
+            local
+            for local in (*self.parameters, *self.buffers)
+            if local.is_writer and local.interval.numel and self._is_stored(local)
+        ]
+        self._tensors = {
+            local.name: PieceReport(
+                dtype=dtype_name(local.tensor, where=local.name),
+                start=local.interval.start,
+                stop=local.interval.stop,
+            )
+            for local in mine
+        }
+        self._state: dict[str, dict[str, StateReport]] = {}
+        for entry in state:
+            self._state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, rank)
+        self._contents: dict[str, dict[str, torch.Tensor]] = {
+            "model": {local.name: local.tensor.detach().reshape(-1) for local in mine},
+            "optimizer": {e.name: _stored(e) for e in state if e.layout is not None and e.is_stored_here},
+            "state": (stored if rank == 0 else {}) | rng_tensors(device_of(model)),
+        }
+
+    def stage(self, memory: HostMemory) -> None:
+        """Copy what is to be written, so that it stays what it is now."""
+        self._contents = memory.copy(self._contents)
+
+    def write(self) -> RankReport:
+        """Write the rank's files and say what is in them."""
+        files = {}
+        for kind, named in self._contents.items():
+            if named:
+                name = rank_file_name(kind, self.rank)
+                files[name] = self._write_file(self.directory / name, named)
+        return RankReport(files=files, tensors=self._tensors, state=self._state)
+
+    def _is_stored(self, local: LocalTensor) -> bool:
+        return self._weights is None or any(name in self._weights for name in local.names)
+
+    def _write_file(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+        entries = [TensorEntry(n, dtype_name(t, where=n), tuple(t.shape)) for n, t in tensors.items()]
+        metadata = {"format": "pt", "save_id": self.save_id, "rank": str(self.rank)}
+        try:
+            with TensorFileWriter(path, entries, metadata) as writer:
+                for entry in storage_order(entries):
+                    writer.write(entry.name, tensor_bytes(tensors[entry.name]))
+                return writer.finish()
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path.parent}, which rank 0 made, is not there for rank {self.rank}",
+                hint="save to a directory that all hosts share",
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
+
+    def manifest(self, reports: Sequence[RankReport]) -> Manifest:
+        """Put the reports of all ranks together. Rank 0 only.
+
+        Raises:
+            CheckpointError: ranks contradict each other, or an element is stored never or twice.
+        """
+        mesh, optimizer = self.mesh, None
+        if self.optimizer is not None:
+            optimizer = OptimizerRecord(
+                kind=type(self.optimizer).__name__, groups=tuple(self.groups), state=_merge_state(reports)
+            )
+        manifest = Manifest(
+            save_id=self.save_id,
+            saved_at=time.time(),
+            fullshard_version=fullshard.__version__,
+            torch_version=str(torch.__version__),
+            world_size=len(reports),
+            mesh=MeshRecord(
+                replicate=mesh.replicate_size if mesh else len(reports), shard=mesh.shard_size if mesh else 1
+            ),
+            files={name: record for report in reports for name, record in report.files.items()},
+            parameters=_merge_tensors(self.parameters, reports, self._is_stored),
+            buffers=_merge_tensors(self.buffers, reports, self._is_stored),
+            optimizer=optimizer,
+            states=self.states,
+        )
+        unknown = {name for r in reports for name in (*r.tensors, *r.state)} - {
+            *manifest.parameters,
+            *manifest.buffers,
+        }
+        problems = [f"rank 0 does not know {name!r}, which another rank saved" for name in sorted(unknown)]
+        problems += structure_problems(manifest)
+        for name, record in manifest.files.items():
+            # proof that all ranks wrote into the same directory, not each into one of the same name
+            if not (self.directory / name).exists() or (self.directory / name).stat().st_size != record.nbytes:
+                problems.append(
+                    f"rank 0 does not see {name} of {record.nbytes} bytes: do all hosts share the directory?"
+                )
+        if problems:
+            raise CheckpointError("the ranks saved no complete state:\n" + "\n".join(problems))
+        return manifest
+
+
+def _states(model: nn.Module, arguments: SaveArguments) -> dict[str, Any]:
+    """The Python values that are saved, by the name they have in the manifest."""
+    sources = {
+        "scheduler": arguments.get("scheduler"),
+        "scaler": arguments.get("scaler"),
+        "objects": list(arguments.get("objects", ())) or None,
+    }
+    values = {name: _state_dict(source) for name, source in sources.items() if source is not None}
+    if modules := modules_with_extra_state(model):
+        values["module_extra"] = {path: module.get_extra_state() for path, module in modules.items()}
+    if (extra := arguments.get("extra")) is not None:
+        values["extra"] = dict(extra)
+    return values
+
+
+def _state_dict(source: Any) -> Any:
+    return [one.state_dict() for one in source] if isinstance(source, list) else source.state_dict()
+
+
+def _stored(entry: StateEntry) -> torch.Tensor:
+    tensor: torch.Tensor = entry.value.detach()
+    return tensor.reshape(-1) if entry.layout == "interval" else tensor
+
+
+def _state_report(entry: StateEntry, rank: int) -> StateReport:
+    if entry.layout is None:
+        tensors: dict[str, torch.Tensor] = {}
+        record = StateValueRecord(value=encode_value(entry.value, where=entry.name, tensors=tensors))
+        if tensors:
+            raise CheckpointError(f"optimizer state {entry.name} holds tensors inside a Python value")
+        return StateReport(record=record)
+    tensor: torch.Tensor = entry.value
+    interval = entry.parameter.interval
+    start, stop = (interval.start, interval.stop) if entry.layout == "interval" else (0, tensor.numel())
+    piece = PieceRecord(rank=rank, start=start, stop=stop)
+    return StateReport(
+        record=StateTensorRecord(
+            shape=entry.parameter.shape if entry.layout == "interval" else tuple(tensor.shape),
+            dtype=dtype_name(tensor, where=entry.name),
+            pieces=(piece,) if entry.is_stored_here and stop > start else (),
+            layout=entry.layout,
+            is_on_host=tensor.device.type == "cpu",
+        ),
+        digest=google_crc32c.value(tensor_bytes(tensor)) if entry.layout == "replicated" else 0,
+    )
+
+
+def _merge_tensors(
+    known: Sequence[LocalTensor], reports: Sequence[RankReport], is_stored: Callable[[LocalTensor], bool]
+) -> dict[str, TensorRecord]:
+    """Records of the parameters or buffers that rank 0 knows, with the pieces that all ranks wrote."""
+    records = {}
+    for local in known:
+        pieces = []
+        dtype = dtype_name(local.tensor, where=local.name)
+        for rank, report in enumerate(reports):
+            if (piece := report.tensors.get(local.name)) is None:
+                continue
+            if piece.dtype != dtype:
+                raise CheckpointError(f"{local.name!r} is {dtype} on rank 0 and {piece.dtype} on rank {rank}")
+            pieces.append(PieceRecord(rank=rank, start=piece.start, stop=piece.stop))
+        pieces.sort(key=lambda piece: piece.start)
+        records[local.name] = TensorRecord(
+            shape=local.shape,
+            dtype=dtype,
+            pieces=tuple(pieces),
+            aliases=local.names[1:],
+            is_stored=is_stored(local),
+        )
+    return records
+
+
+def _merge_state(reports: Sequence[RankReport]) -> dict[str, dict[str, StateTensorRecord | StateValueRecord]]:
+    """Optimizer state of all ranks; what must be the same on all of them is compared."""
+    merged: dict[str, dict[str, StateTensorRecord | StateValueRecord]] = {}
+    first: dict[tuple[str, str], tuple[int, StateReport]] = {}
+    pieces: dict[tuple[str, str], list[PieceRecord]] = {}
+    for rank, report in enumerate(reports):
+        for name, state in report.state.items():
+            for key, item in state.items():
+                other, seen = first.setdefault((name, key), (rank, item))
+                if _comparable(item) != _comparable(seen):
+                    raise CheckpointError(f"optimizer state {name}/{key} differs between rank {other} and rank {rank}")
+                if isinstance(item.record, StateTensorRecord):
+                    pieces.setdefault((name, key), []).extend(item.record.pieces)
+    for (name, key), (_, item) in first.items():
+        record = item.record
+        if isinstance(record, StateTensorRecord):
+            ordered = sorted(pieces[name, key], key=lambda piece: piece.start)
+            record = record.model_copy(update={"pieces": tuple(ordered)})
+        merged.setdefault(name, {})[key] = record
+    return merged
+
+
+def _comparable(report: StateReport) -> tuple[Any, int]:
+    """All of a report but which piece the rank wrote."""
+    return report.record.model_dump(exclude={"pieces"}), report.digest
