@@ -10,7 +10,7 @@ model, loader = torchacc.accelerate(model, loader, config)
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from fullshard.integrations.torchacc import amp, config, dist
 from fullshard.integrations.torchacc.config import Config
@@ -58,6 +58,8 @@ _ABSENT = {
 }
 
 
-def __getattr__(name: str) -> NoReturn:
-    reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
-    raise AttributeError(f"fullshard.torchacc has no {name!r}{reason}")
+if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+
+    def __getattr__(name: str) -> NoReturn:
+        reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"fullshard.torchacc has no {name!r}{reason}")

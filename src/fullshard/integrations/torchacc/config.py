@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -61,13 +61,15 @@ class _Group(BaseModel):
         except ValidationError as error:
             raise self._explained(error, str(error.errors()[0]["loc"][0])) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in type(self).model_fields and not name.startswith("_"):
-            raise self._unknown(name)
-        try:
-            super().__setattr__(name, value)
-        except ValidationError as error:
-            raise self._explained(error, name) from None
+    if not TYPE_CHECKING:  # a type checker would take it as leave to assign anything
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in type(self).model_fields and not name.startswith("_"):
+                raise self._unknown(name)
+            try:
+                super().__setattr__(name, value)
+            except ValidationError as error:
+                raise self._explained(error, name) from None
 
     def _explained(self, error: ValidationError, name: str) -> ConfigError:
         item = error.errors()[0]

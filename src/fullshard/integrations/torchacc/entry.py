@@ -35,7 +35,7 @@ class AcceleratedModel:
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return joined().device
+        return next(self.parameters()).device  # type: ignore[attr-defined, no-any-return]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients to a norm of at most `max_norm` over all ranks. Returns the norm before."""

@@ -13,6 +13,7 @@ ranks; these functions are for scripts that have them.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -254,7 +255,8 @@ def _write(value: Any, path: Path) -> None:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
         temporary.replace(path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise CheckpointError(f"cannot write {path}: {error}") from error
     if unsafe:
         warnings.warn(f"{path} holds {', '.join(unsafe)}: torch.load(weights_only=True) refuses it", stacklevel=4)
@@ -305,9 +307,11 @@ def _check_ranks(files: list[Path], metadata: list[dict[str, Any]]) -> None:
         )
     ranks = [part["rank"] for part in metadata]
     missing = sorted(set(range(sizes.pop())) - set(ranks))
-    if missing or len(set(ranks)) < len(ranks):
-        problem = f"no file of ranks {missing}" if missing else f"several files of one rank: {sorted(ranks)}"
-        raise CheckpointError(f"{problem} among {', '.join(file.name for file in files)}")
+    names = ", ".join(file.name for file in files)
+    if len(set(ranks)) < len(ranks):
+        raise CheckpointError(f"{names} are of ranks {ranks}: two of them are the same rank's")
+    if missing:
+        raise CheckpointError(f"no file of ranks {missing} among {names}", hint="copy every rank's file here")
 
 
 def _joined_pieces(name: str, pieces: list[tuple[torch.Tensor, dict[str, Any]]]) -> torch.Tensor:

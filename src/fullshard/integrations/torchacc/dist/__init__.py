@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fullshard.api.collectives import all_gather_object
 from fullshard.core.errors import CommunicationError, ConfigError
@@ -36,9 +36,11 @@ _ABSENT = {
 }
 
 
-def __getattr__(name: str) -> NoReturn:
-    reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
-    raise AttributeError(f"fullshard.torchacc.dist has no {name!r}{reason}")
+if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+
+    def __getattr__(name: str) -> NoReturn:
+        reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"fullshard.torchacc.dist has no {name!r}{reason}")
 
 
 def world_size() -> int:
