@@ -11,6 +11,7 @@ from fullshard.cli.config import app as config
 from fullshard.cli.doctor import doctor
 from fullshard.cli.launch import RawCommand, launch
 from fullshard.cli.plan import plan
+from fullshard.cli.simulate import simulate
 from fullshard.cli.train import train
 from fullshard.core.errors import FullshardError
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command("launch", cls=RawCommand, help=launch.__doc__)(launch)
 app.command("train", help=train.__doc__)(train)
 app.command("plan", help=plan.__doc__)(plan)
+app.command("simulate", help=simulate.__doc__)(simulate)
 app.add_typer(config, name="config")
 app.command("doctor", help=doctor.__doc__)(doctor)
 

@@ -123,6 +123,7 @@ def shard_model(
     sync_module_states: bool = False,
     param_init_fn: InitFunction | None = None,
     device: torch.device | None = None,
+    mesh: Mesh | None = None,
     event_sink: EventSink | None = None,
 ) -> ModuleT:
     """Shard a whole model in one call. Tied parameters may lie in different units.
@@ -141,14 +142,16 @@ def shard_model(
         sync_module_states: take rank 0's parameters and buffers on all ranks.
         param_init_fn: initialises one module that is on the meta device.
         device: where to compute; the accelerator if there is one.
+        mesh: the ranks, instead of all there are (`fullshard simulate` has one of its own).
         event_sink: receives the engine's events.
 
     Raises:
         ConfigError, WrapError: as for `fully_shard`.
     """
     row = parse_strategy(strategy)
-    world = init_mesh(device=device)
-    mesh = init_mesh(shard_size=row.mesh_shape(world.world_size, shard_size)[1], device=device)
+    if mesh is None:
+        world = init_mesh(device=device)
+        mesh = init_mesh(shard_size=row.mesh_shape(world.world_size, shard_size)[1], device=device)
     _check_offload(offload_policy, mesh)
     try:
         prefetch = BackwardPrefetch(str(backward_prefetch).upper())

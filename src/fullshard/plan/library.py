@@ -85,12 +85,25 @@ def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[M
             f"{', '.join(flags)}: shape flags go with a number of parameters, not with {text!r}",
             hint="leave them out, or write --model 7B",
         )
+    name, values = _configuration(text)
+    return from_config(values, where=text, name=name)
+
+
+def load_config(text: str) -> dict[str, Any] | None:
+    """The `config.json` a user names, by a name of `MODELS` or a path; None for a number of parameters.
+
+    Raises:
+        ConfigError: as for `load_model`.
+    """
+    return None if _parameter_count(text) is not None else _configuration(text)[1]
+
+
+def _configuration(text: str) -> tuple[str | None, dict[str, Any]]:
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        name = path.parent.name if path.name == "config.json" else path.stem
-        return from_config(_read(path), where=str(path), name=name or None)
+        return (path.parent.name if path.name == "config.json" else path.stem) or None, _read(path)
     by_key = {_key(name): name for name in MODELS}
     known_name = by_key.get(_key(text.rsplit("/", 1)[-1]))
     if known_name is None:
@@ -100,7 +113,7 @@ def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[M
             f"no model {text!r}: not a file, not a directory with a config.json, not a known name, not a number",
             hint=f"{'did you mean ' if close else 'known names: '}{known}; or give the path of a config.json",
         )
-    return from_config(MODELS[known_name], where=known_name, name=known_name)
+    return known_name, MODELS[known_name]
 
 
 def _key(name: str) -> str:

@@ -3,6 +3,9 @@
 The rules are the engine's (`engine/unit`, `engine/schedule`), on the same layout and in the same event types, so
 `predict_step(...) == recorded` is a test, and whatever is derived from a predicted step (memory, traffic, time) holds
 for a recorded one.
+
+What shapes do not show is assumed: every unit runs once per forward, one after the other, and the root computes
+something after the last of them (a norm, a head). Where it returns a unit's own output, backward meets that unit first.
 """
 
 from __future__ import annotations
@@ -143,7 +146,7 @@ class _Run:
             self.ready.add(unit.name)
         while self.queue and self.queue[0][0].name in self.ready:
             self.launch(*self.queue.popleft(), reduces=reduces)
-        if not has_input_gradient and unit.trainable == unit.buckets:
+        if not has_input_gradient and unit.trainable and unit.trainable == unit.buckets:
             # Nothing else tells that backward has left the unit.
             self.awaiting.discard(unit.name)
             self.reshard(unit)

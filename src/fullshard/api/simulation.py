@@ -1,0 +1,210 @@
+"""The real engine as rank r of N, without the other ranks and without data: every tensor is on the meta device.
+
+Layout, hooks, schedule and bytes are the engine's own. What is not there is arithmetic and the network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.api.planning import model_shape
+from fullshard.comm.simulated import SimulatedCollectives, simulated_mesh
+from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.events import Event
+from fullshard.core.layout import Interval
+from fullshard.engine import MixedPrecisionPolicy, describe, meta_parameters, shard_model
+from fullshard.engine.materialize import WEIGHTS
+from fullshard.engine.module import units_of
+from fullshard.engine.sharding import Sharding
+from fullshard.plan.job import Job
+from fullshard.plan.layout import lay_out
+from fullshard.plan.schedule import predict_step
+from fullshard.plan.traffic import Traffic, traffic_of
+from fullshard.wrap.partition import Slot
+from fullshard.wrap.policies import checkpoint_modules, unit_modules
+
+Step = Callable[[nn.Module], torch.Tensor]
+"""Runs a forward and returns the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What the engine did, and what the planner had said.
+
+    Attributes:
+        sharding: the line at start-up.
+        events: of one step, after the first.
+        predicted: the same by the planner.
+        traffic, counted: bytes this rank sends in it: predicted, and (gather, reduce, replicate) as they were sent.
+        main_nbytes, predicted_main_nbytes: bytes of the main weights.
+        build_seconds, shard_seconds, step_seconds: of this process.
+        unit_seconds: of a step, per unit and micro-batch: what the host spends, arithmetic left out.
+    """
+
+    sharding: Sharding
+    events: list[Event]
+    predicted: list[Event]
+    traffic: Traffic
+    counted: tuple[int, int, int]
+    main_nbytes: int
+    predicted_main_nbytes: int
+    build_seconds: float
+    shard_seconds: float
+    step_seconds: float
+    unit_seconds: float
+
+    @property
+    def differences(self) -> list[str]:
+        """What differs between the engine and the planner, in words; empty if nothing does."""
+        found = []
+        for index, (got, expected) in enumerate(zip(self.events, self.predicted, strict=False)):
+            if got != expected:
+                found.append(f"event {index}: the engine has {got}, the planner {expected}")
+                break
+        if len(self.events) != len(self.predicted):
+            found.append(f"the engine has {len(self.events)} events, the planner {len(self.predicted)}")
+        sent = (self.traffic.gather_nbytes, self.traffic.reduce_nbytes, self.traffic.replicate_nbytes)
+        if sent != self.counted:
+            found.append(f"(gather, reduce, replicate) bytes: the engine sends {self.counted}, the planner says {sent}")
+        if self.main_nbytes != self.predicted_main_nbytes:
+            found.append(f"main weights: {self.main_nbytes} bytes, the planner says {self.predicted_main_nbytes}")
+        return found
+
+
+class NoWeights:
+    """A source that says it has every parameter and gives none: on the meta device there is nothing to fill."""
+
+    def start(self, model: nn.Module) -> None:
+        """Nothing to look up."""
+
+    def make_whole(self, module: nn.Module, device: torch.device) -> None:
+        """Buffers come with the model, and lose their data when they are moved to the meta device."""
+
+    def holds(self, slot: Slot) -> bool:
+        """Every one."""
+        return True
+
+    def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
+        """There is nothing to write to."""
+
+    def initialize(self, module: nn.Module) -> bool:
+        """What has no data needs no values."""
+        return True
+
+
+def simulate(
+    build: Callable[[], nn.Module], job: Job, *, world_size: int, rank: int = 0, run: Step | None = None
+) -> Simulation:
+    """Shard a model for `world_size` ranks and run two steps as one of them.
+
+    Args:
+        build: makes the model; its parameters end up on the meta device as they are made.
+        job: how it is trained; whole models only (`method="full"`).
+        world_size: ranks to pretend.
+        rank: which of them to be.
+        run: a forward and its loss. Default: token ids of the job's shape into a causal language model.
+
+    Raises:
+        ConfigError: a rank that does not exist, a job that cannot be simulated, or a mesh that does not fit.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
+    if job.method != "full" or job.checkpointing == "selective":
+        raise ConfigError("only full training, with no or full checkpointing, can be simulated")
+    replicate_size, shard_size = job.row.mesh_shape(world_size, job.shard_size)
+    meta = torch.device("meta")
+    start = time.perf_counter()
+    with meta_parameters():
+        model = build().float()
+    shape = model_shape(model)
+    built = time.perf_counter()
+    mesh = simulated_mesh(rank=rank, replicate_size=replicate_size, shard_size=shard_size, device=meta)
+    units = unit_modules(model)
+    if job.checkpointing == "full":
+        checkpoint_modules(model, units, reentrant=job.reentrant)
+    events: list[Event] = []
+    model.__dict__[WEIGHTS] = NoWeights()
+    dtypes = job.dtypes
+    shard_model(
+        model,
+        unit_modules=units,
+        strategy=job.strategy,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=_dtype(dtypes.compute_dtype), reduce_dtype=_dtype(dtypes.reduce_dtype)
+        ),
+        forward_prefetch=job.forward_prefetch,
+        backward_prefetch=job.backward_prefetch,
+        event_sink=events.append,
+    )
+    sharded = time.perf_counter()
+    run = run or _causal_step(job)
+    collectives = [mesh.gather, mesh.reduce, mesh.replicate]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        events.clear()
+        before = [_sent(c) for c in collectives]
+        begin = time.perf_counter()
+        for _ in range(job.accumulation):
+            run(model).backward()
+        optimizer.step()
+        seconds = time.perf_counter() - begin
+        optimizer.zero_grad()
+    after = [_sent(c) for c in collectives]
+    layout = lay_out(shape, strategy=job.row, world_size=world_size, shard_size=job.shard_size, dtypes=dtypes)
+    predicted = predict_step(layout, job.schedule)
+    return Simulation(
+        sharding=describe(model),
+        events=list(events),
+        predicted=predicted,
+        traffic=traffic_of(predicted, layout),
+        counted=tuple(a - b for a, b in zip(after, before, strict=True)),  # type: ignore[arg-type]
+        main_nbytes=sum(bucket.main.nbytes for unit in units_of(model) for bucket in unit.buckets),
+        predicted_main_nbytes=sum(bucket.main_nbytes for bucket in layout.buckets),
+        build_seconds=built - start,
+        shard_seconds=sharded - built,
+        step_seconds=seconds,
+        unit_seconds=seconds / len(layout.units) / job.accumulation,
+    )
+
+
+def transformers_model(values: dict[str, Any]) -> Callable[[], nn.Module]:
+    """Builds the causal language model that a `config.json` describes."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise MissingExtraError("transformers", extra="hf", purpose="simulating a Transformers model") from None
+
+    def build() -> nn.Module:
+        config = AutoConfig.for_model(**values)
+        config.use_cache = False
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        return model
+
+    return build
+
+
+def _causal_step(job: Job) -> Step:
+    def run(model: nn.Module) -> torch.Tensor:
+        tokens = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.long, device="meta")
+        # A whole mask, because Transformers would look at the values of anything less.
+        mask = torch.ones(job.micro_batch, 1, job.seq_len, job.seq_len, dtype=torch.bool, device="meta")
+        logits: torch.Tensor = model(input_ids=tokens, attention_mask=mask).logits
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+    return run
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _sent(collectives: Any) -> int:
+    assert isinstance(collectives, SimulatedCollectives)  # noqa: S101 -- this module made the mesh
+    return collectives.sent_nbytes

@@ -1,0 +1,66 @@
+"""Collectives of a group that is not there: one process plays rank r of N, to see what the engine would do.
+
+Results have the right shape and no meaning, so this is for tensors without data. Bytes are counted as a rank would send
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.comm.base import Work, own_interval
+from fullshard.comm.mesh import Mesh
+from fullshard.comm.torch_dist import Done
+
+
+@dataclass(slots=True)
+class SimulatedCollectives:
+    """One of `size` ranks that never hears from the others.
+
+    Attributes:
+        rank, size: the part that is played.
+        sent_nbytes: bytes this rank would have sent so far.
+        calls: collectives so far.
+    """
+
+    rank: int
+    size: int
+    sent_nbytes: int = 0
+    calls: int = 0
+
+    def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
+        """Count, and leave `full` as it is."""
+        return self._done(full, full.nbytes // self.size * (self.size - 1))
+
+    def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
+        """Count, and take this rank's own interval for the sum."""
+        own = own_interval(full, self.rank, self.size)
+        return self._done(own, own.nbytes * (self.size - 1))
+
+    def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
+        """Count, and take this rank's own values for the sum."""
+        return self._done(tensor, 2 * tensor.nbytes * (self.size - 1) // self.size)
+
+    def _done(self, result: torch.Tensor, nbytes: int) -> Work:
+        self.sent_nbytes += nbytes
+        self.calls += self.size > 1
+        return Done(result)
+
+
+def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
+    """The mesh that rank `rank` of `replicate_size` x `shard_size` ranks would have, without the others."""
+    replicate_rank, shard_rank = divmod(rank, shard_size)
+    return Mesh(
+        device,
+        rank=rank,
+        world_size=replicate_size * shard_size,
+        shard_rank=shard_rank,
+        shard_size=shard_size,
+        replicate_rank=replicate_rank,
+        replicate_size=replicate_size,
+        gather=SimulatedCollectives(shard_rank, shard_size),
+        reduce=SimulatedCollectives(shard_rank, shard_size),
+        replicate=SimulatedCollectives(replicate_rank, replicate_size),
+    )

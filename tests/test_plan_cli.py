@@ -1,0 +1,214 @@
+"""`fullshard plan` and what it recommends.
+
+pytest tests/test_plan_cli.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fullshard.config.load import load_file
+from fullshard.config.resolve import resolve
+from fullshard.core.errors import ConfigError
+from fullshard.plan.evaluate import changes_that_fit, evaluate, pareto, search
+from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, write_calibration
+from fullshard.plan.job import Job
+from fullshard.plan.layout import lay_out
+from fullshard.plan.library import load_model
+from fullshard.plan.memory import Setting, memory_of
+from fullshard.plan.schedule import predict_step
+from fullshard.plan.time import time_of
+from fullshard.plan.traffic import traffic_of
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from fullshard.cli.main import main; main()", "plan", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_it_answers_in_tables_and_imports_no_torch() -> None:
+    done = run("--model", "Llama-3.1-8B", "--devices", "8xH100", "--checkpointing", "full")
+    assert done.returncode == 0, done.stderr
+    for word in ("main weights", "optimizer state", "logits", "tokens/s", "MFU", "fits", "disk"):
+        assert word in done.stdout
+    code = (
+        "import sys; sys.argv = ['fullshard', 'plan', '-m', '70B', '-d', '64xA100']\n"
+        "from fullshard.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    start = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    assert time.monotonic() - start < 10
+
+
+def test_json_has_everything(tmp_path: Path) -> None:
+    done = run("-m", "GPT-2", "-d", "2xCPU", "--precision", "fp32", "--json")
+    values = json.loads(done.stdout)
+    assert values["model"]["parameters"] == 124_439_808
+    assert values["memory"]["persistent"] == pytest.approx(12 * 124_439_808 / 2, rel=1e-3)
+    assert set(values["memory"]["phases"]) == {"load", "forward", "backward", "optimizer", "save"}
+    assert values["traffic"]["reduce"] == pytest.approx(4 * 124_439_808 / 2, rel=1e-3)
+
+
+def test_what_does_not_fit_comes_with_changes() -> None:
+    done = run("-m", "Llama-2-7B", "-d", "8xRTX4090", "--micro-batch", "4")
+    assert done.returncode == 1
+    assert "does not fit" in done.stdout and "what would make it fit" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["-m", "Lama-2-7B", "-d", "8xH100"], "did you mean Llama-2-7B"),
+        (["-m", "Llama-2-7B", "-d", "8xH1000"], "did you mean H100"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "FULL"], "use one of FULL_SHARD"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--hosts", "3"], "shared equally by 3 hosts"),
+        (["-m", "Llama-2-7B", "-d", "0xH100"], "8xH100"),
+        (["-m", "Llama-2-7B"], "--devices 8xH100"),
+        (["-d", "8xH100"], "--model Llama"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--method", "lora", "--lora-targets", "query"], "it has down_proj"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "4", "--shard-size", "3"], "does not divide world size 8"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--layers", "3"], "number of parameters"),
+        (["-m", "GPT-2", "-d", "8xH100", "--plot", "out.gif"], ".png"),
+        (["-m", "GPT-2", "-d", "2xnothing.json"], "--calibrate"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], expected: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert expected in done.stderr
+
+
+def test_an_unknown_setting_in_python() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'micro_batch'"):
+        Job.of({"microbatch": 3})
+
+
+def test_accelerate_yaml_is_planned_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_machines: 1\nnum_processes: 8\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_activation_checkpointing: true\n",
+        encoding="utf-8",
+    )
+    done = run("-m", "GPT-2", "-d", "A100", "--config", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert values["devices"] == {"kind": "A100-80", "count": 8, "hosts": 1}
+    assert values["job"]["strategy"] == "SHARD_GRAD_OP"
+    assert values["job"]["checkpointing"] == "full"
+    wrong = run("-m", "GPT-2", "-d", "4xA100", "--config", str(path))
+    assert wrong.returncode == 2 and "starts 8 processes" in wrong.stderr
+
+
+def test_the_best_is_written_as_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "best.yaml"
+    done = run("-m", "Llama-2-7B", "-d", "16xA100", "--micro-batch", "4", "--auto", "--write", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    config = resolve([load_file(path)]).config
+    assert config.launch.num_processes == 16 and config.launch.num_machines == 2
+    assert config.sharding.strategy == values["job"]["strategy"]
+    assert config.sharding.activation_checkpointing == (values["job"]["checkpointing"] == "full")
+    assert config.training.gradient_accumulation_steps == values["job"]["accumulation"]
+    assert [p["fits"] for p in values["pareto"]] == [True] * len(values["pareto"])
+    again = run("-m", "GPT-2", "-d", "2xA100", "--write", str(path))
+    assert again.returncode == 2 and "--overwrite" in again.stderr
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_pictures(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"plan{suffix}"
+    assert run("-m", "GPT-2", "-d", "4xA100", "--plot", str(path)).returncode == 0
+    assert path.stat().st_size > 10_000
+
+
+MODELS = st.sampled_from(["GPT-2", "Qwen2.5-0.5B", "Llama-2-7B", "Mixtral-8x7B", "Llama-2-70B"])
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=MODELS,
+    device=st.sampled_from([name for name in DEVICES if name != "CPU"]),
+    count=st.sampled_from([1, 2, 8, 16, 64]),
+    micro_batch=st.integers(1, 8),
+    seq_len=st.sampled_from([512, 2048, 8192]),
+    method=st.sampled_from(["full", "lora", "qlora"]),
+    gigabytes=st.integers(2, 200),
+)
+def test_what_is_recommended_fits(
+    model: str, device: str, count: int, micro_batch: int, seq_len: int, method: str, gigabytes: int
+) -> None:
+    """On devices with any memory: nothing that is found, proposed or on the front needs more than there is."""
+    shape, _ = load_model(model)
+    cluster = parse_cluster(f"{count}x{device}")
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=gigabytes * 10**9))
+    job = Job.of({"micro_batch": micro_batch, "seq_len": seq_len, "method": method})
+    try:
+        found = search(shape, job, cluster)
+    except ConfigError as error:
+        assert "nothing fits" in str(error)
+        found = []
+    plan = evaluate(shape, job, cluster)
+    proposed = [change.plan for change in changes_that_fit(plan)] if not plan.fits else []
+    for recommended in [*found, *pareto(found), *proposed]:
+        again = evaluate(shape, recommended.job, recommended.cluster)  # from its job alone, not as it was found
+        assert again.memory.needed <= again.cluster.device.memory
+        assert again.memory.needed == recommended.memory.needed
+    assert all(a.time.tokens_per_second >= b.time.tokens_per_second for a, b in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_one_micro_batch_stands_for_all(sync: bool) -> None:
+    """The short cut for accumulation gives what replaying every event gives."""
+    shape, _ = load_model("GPT-2")
+    job = Job.of({"accumulation": 5, "sync_each_micro_batch": sync})
+    cluster = parse_cluster("8xA100")
+    plan = evaluate(shape, job, cluster)
+    layout = lay_out(shape, strategy=job.row, world_size=8, dtypes=job.dtypes)
+    setting = Setting(shape, layout, job, framework=cluster.device.framework)
+    events = predict_step(layout, job.schedule)
+    whole = time_of(events, setting, cluster)
+    assert plan.traffic == traffic_of(events, layout)
+    assert plan.time.total == pytest.approx(whole.total, rel=1e-9)
+    assert plan.memory.phases == memory_of(events, setting, ranks_per_host=8).phases
+
+
+def test_more_of_everything_costs_more() -> None:
+    shape, _ = load_model("Llama-2-7B")
+    cluster = parse_cluster("8xA100")
+    base = evaluate(shape, Job.of({}), cluster)
+    assert evaluate(shape, Job.of({"micro_batch": 2}), cluster).memory.needed > base.memory.needed
+    assert evaluate(shape, Job.of({"checkpointing": "full"}), cluster).memory.needed < base.memory.needed
+    assert evaluate(shape, Job.of({"checkpointing": "full"}), cluster).time.total > base.time.total
+    assert evaluate(shape, Job.of({"strategy": "NO_SHARD"}), cluster).memory.persistent > 7 * base.memory.persistent
+    far = parse_cluster("8xA100", hosts=8)
+    assert evaluate(shape, Job.of({}), far).time.communication > base.time.communication
+
+
+def test_calibrations_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    device = dataclasses.replace(DEVICES["CPU"], link=3e9, source="measured")
+    write_calibration(device, path)
+    assert find_device(str(path)) == device
+    assert parse_cluster(f"2x{path}").device == device
+    values: dict[str, Any] = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "link": -1}))
+    with pytest.raises(ConfigError, match="link must be positive"):
+        find_device(str(path))

@@ -1,0 +1,97 @@
+"""One process plays a rank of many: the real engine on tensors without data.
+
+pytest tests/test_simulate.py
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.api.simulation import Simulation, simulate, transformers_model
+from fullshard.core.errors import ConfigError
+from fullshard.core.events import Event, EventKind
+from fullshard.plan.job import Job
+from fullshard.plan.library import MODELS
+
+SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 99,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 6])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"strategy": "SHARD_GRAD_OP", "accumulation": 2},
+        {"strategy": "NO_SHARD"},
+        {"strategy": "HYBRID_SHARD", "shard_size": 4, "checkpointing": "full"},
+        {"strategy": "HYBRID_SHARD_ZERO2", "shard_size": 2, "precision": "fp32", "forward_prefetch": False},
+    ],
+    ids=lambda settings: settings.get("strategy", "FULL_SHARD"),
+)
+def test_events_and_bytes_are_the_planners(settings: dict[str, object], rank: int) -> None:
+    result = simulate(transformers_model(SMALL), Job.of({"seq_len": 16, **settings}), world_size=8, rank=rank)
+    assert result.differences == []
+    assert len(result.events) > 30
+    assert result.sharding.world_size == 8
+
+
+def test_a_seventy_billion_model_on_a_thousand_ranks() -> None:
+    start = time.monotonic()
+    job = Job.of({"seq_len": 128})
+    result = simulate(transformers_model(MODELS["Llama-3-70B"]), job, world_size=1024, rank=1023)
+    assert result.differences == []
+    assert result.sharding.total_numel == 70_553_706_496
+    assert result.sharding.rank_nbytes == pytest.approx(4 * 70_553_706_496 / 1024, rel=0.001)
+    assert time.monotonic() - start < 60
+
+
+def test_four_thousand_ranks() -> None:
+    job = Job.of({"strategy": "HYBRID_SHARD", "shard_size": 512, "seq_len": 16})
+    result = simulate(transformers_model(SMALL), job, world_size=4096, rank=4095)
+    assert result.differences == []
+
+
+def test_differences_are_found() -> None:
+    result = simulate(transformers_model(SMALL), Job.of({"seq_len": 16}), world_size=4)
+    wrong = Event(EventKind.RESHARDED, "nowhere", 1)
+    changed = {**{name: getattr(result, name) for name in Simulation.__slots__}, "events": [wrong, *result.events[1:]]}
+    found = Simulation(**{**changed, "main_nbytes": 1, "counted": (0, 0, 0)}).differences
+    assert [text.split(":")[0] for text in found] == ["event 0", "(gather, reduce, replicate) bytes", "main weights"]
+
+
+class Halved(nn.Module):
+    """Layers, and something after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x) / 2
+        return out
+
+
+def test_a_model_of_ones_own() -> None:
+    def build() -> nn.Module:
+        return Halved()
+
+    def run(model: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = model(torch.zeros(2, 7, device="meta"))
+        return out.sum()
+
+    result = simulate(build, Job.of({"precision": "no"}), world_size=3, run=run)
+    assert result.differences == []
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="rank 4 of 4"):
+        simulate(transformers_model(SMALL), Job.of({}), world_size=4, rank=4)
+    with pytest.raises(ConfigError, match="only full training"):
+        simulate(transformers_model(SMALL), Job.of({"method": "lora"}), world_size=4)
+    with pytest.raises(ConfigError, match="does not divide"):
+        simulate(transformers_model(SMALL), Job.of({"strategy": "HYBRID_SHARD", "shard_size": 3}), world_size=4)
