@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def launch(context: typer.Context) -> None:
         sys.stdout.write(help_text())
         return
     script_exists(line)
+    gc.disable()  # importing torch makes a million objects, and none of them is garbage
     if line.option("print") is not None:
         from fullshard.launch.manifests import manifest
 
@@ -127,6 +129,8 @@ def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
     from fullshard.launch.local import Hosts, Job, run_job
 
+    gc.freeze()
+    gc.enable()
     launch = plan.launch
     hosts = Hosts(
         launch.num_machines,

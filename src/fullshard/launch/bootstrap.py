@@ -11,19 +11,14 @@ that plain Python would not have imported.
 from __future__ import annotations
 
 import builtins
-import ctypes
-import json
 import os
-import runpy
-import signal
 import sys
-import threading
-import time
-import traceback
 import types
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from typing import NoReturn
+
+TYPE_CHECKING = False  # that of `typing` costs a tenth of Python's own start
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Set by the launcher for its workers."""
@@ -43,9 +38,13 @@ def die_with_launcher() -> None:
     launcher_pid = os.environ.get(LAUNCHER_PID)
     if launcher_pid is None:
         return
+    import signal
+
     # The launcher handles Ctrl-C and passes it on; a KeyboardInterrupt on every rank would only be noise.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(launcher_pid):  # it ended before the request was made
             os._exit(1)
@@ -56,11 +55,14 @@ def write_report(message: str, callstack: str) -> bool:
     path = os.environ.get(ERROR_FILE)
     if not path:
         return False
+    import json
+    import time
+
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
     try:
-        part = Path(f"{path}.part")
-        part.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
-        part.rename(path)
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+        os.rename(f"{path}.part", path)
     except OSError:
         return False
     return True
@@ -74,7 +76,7 @@ def main() -> None:
         _become(target, arguments)
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path(target).resolve().parent) if kind == "script" else str(Path.cwd())
+        sys.path[0] = os.path.dirname(os.path.realpath(target)) if kind == "script" else os.getcwd()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)  # or the lines of ranks that write into a pipe come late
@@ -96,7 +98,7 @@ class _ShardTrainers:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Find nothing, but notice."""
         if name == "transformers":
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
             from fullshard.integrations.transformers.install import install
 
             install()
@@ -115,27 +117,33 @@ def _become(program: str, arguments: list[str]) -> NoReturn:
 def _fresh_main() -> types.ModuleType:
     """A `__main__` of its own: the script must not see the names of this file."""
     module = types.ModuleType("__main__")
-    module.__dict__["__builtins__"] = builtins
+    vars(module)["__builtins__"] = builtins
     if sys.version_info < (3, 14):
-        module.__dict__["__annotations__"] = {}
+        vars(module)["__annotations__"] = {}
     sys.modules["__main__"] = module
     return module
 
 
 def _run_script(target: str) -> None:
-    path = Path(target).absolute()
-    if not path.is_file() or path.suffix in (".zip", ".pyz"):
+    path = os.path.join(os.getcwd(), target)
+    if not os.path.isfile(path) or path.endswith((".zip", ".pyz")):
+        import runpy
+
         runpy.run_path(target, run_name="__main__")
         return
     module = _fresh_main()
     # Child processes of multiprocessing find the script again by __file__, and by there being no __spec__.
-    module.__file__ = str(path)
-    module.__loader__ = SourceFileLoader("__main__", str(path))
+    module.__file__ = path
+    module.__loader__ = SourceFileLoader("__main__", path)
     module.__dict__["__cached__"] = None
-    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+    with open(path, "rb") as file:
+        source = file.read()
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 
 def _run_module(name: str) -> None:
+    import runpy
+
     _fresh_main()
     # What `python -m` itself calls: it fills the `__main__` above, where `run_module` would make a temporary one.
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
@@ -143,11 +151,14 @@ def _run_module(name: str) -> None:
 
 def _fail(error: Exception) -> NoReturn:
     """Report and end; the launcher prints the report of the rank that failed first, so none is printed here."""
+    import threading
+    import traceback
+
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         frames = frames.tb_next
     # A report that is there already is that of torchelastic's `record` around the script's own main function.
-    reported = Path(os.environ.get(ERROR_FILE) or os.devnull).is_file()
+    reported = os.path.isfile(os.environ.get(ERROR_FILE, ""))
     if not reported:
         text = "".join(traceback.format_exception(type(error), error, frames))
         if not write_report("".join(traceback.format_exception_only(error)).strip(), text):
