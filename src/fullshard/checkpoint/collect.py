@@ -125,6 +125,11 @@ class RankWriter:
             "state": (stored if rank == 0 else {}) | rng_tensors(device_of(model)),
         }
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors this rank will write."""
+        return sum(tensor.nbytes for named in self._contents.values() for tensor in named.values())
+
     def stage(self, memory: HostMemory) -> None:
         """Copy what is to be written, so that it stays what it is now."""
         self._contents = memory.copy(self._contents)

@@ -30,6 +30,7 @@ from fullshard.checkpoint.storage import (
     commit_directory,
     discard_directory,
     make_temp_directory,
+    require_room,
     temp_directory,
     write_file,
 )
@@ -109,6 +110,8 @@ def prepare_save(path: str | Path, memory: HostMemory | None = None, **arguments
             f"saving {final}", lambda: make_temp_directory(final, save_id, overwrite=arguments.get("overwrite", False))
         )
         writer = ranks.together("collecting the state", lambda: RankWriter(temp, save_id, ranks.rank, arguments))
+        nbytes = sum(ranks.gather(writer.nbytes))
+        ranks.on_rank_0(f"saving {final}", lambda: require_room(temp, nbytes))
         if memory is not None:
             ranks.together("copying the state to host memory", lambda: writer.stage(memory))
     except BaseException:
