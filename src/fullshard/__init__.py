@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, accelerate
+    from fullshard.api.planning import plan_model
     from fullshard.checkpoint import from_pretrained
     from fullshard.engine import (
         CPUOffloadPolicy,
@@ -45,6 +46,8 @@ __all__ = [
     "fully_shard",
     "meta_parameters",
     "no_sync",
+    "plan",
+    "plan_model",
     "repoint",
     "shard_model",
     "unsharded",
@@ -53,12 +56,15 @@ __all__ = [
 _ELSEWHERE = {
     **dict.fromkeys(("Accelerator", "FullyShardedDataParallelPlugin", "accelerate"), "fullshard.api"),
     "from_pretrained": "fullshard.checkpoint",
+    "plan_model": "fullshard.api.planning",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "plan":  # a package that can be called
+        return importlib.import_module("fullshard.plan")
     module = importlib.import_module(_ELSEWHERE.get(name, "fullshard.engine"))
     value = getattr(module, name)
     globals()[name] = value

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
+from fullshard.core.errors import ConfigError
+from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.families import FAMILIES, from_config
+from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.job import Job
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 from fullshard.wrap.partition import Slot, UnitPlan, partition
 from fullshard.wrap.policies import unit_modules
@@ -49,6 +55,38 @@ def model_shape(
         encoder_decoder=family.encoder_decoder if family else False,
         calls=tuple(names[id(plan.modules[0])] for plan in calls),
     )
+
+
+def plan_model(
+    model: nn.Module, devices: str, *, hosts: int | None = None, policy: object = None, **settings: Any
+) -> Plan:
+    """Predict memory, traffic and time of training `model` as it is, with its own dtypes and `requires_grad`.
+
+    Args:
+        model: not sharded yet; best on the meta device.
+        devices: for example `8xH100`.
+        hosts: in how many hosts; default: full ones.
+        policy: which modules are units.
+        settings: fields of `fullshard.plan.job.Job`, but for `method`, `lora_*` and `base_dtype`: the model shows them.
+
+    Raises:
+        ConfigError: unknown hardware or settings, or settings that the model decides.
+        WrapError: the policy does not fit the model.
+    """
+    decided = sorted(name for name in settings if name == "method" or name.startswith(("lora_", "base_")))
+    if decided:
+        raise ConfigError(
+            f"{', '.join(decided)}: the model decides it", hint="leave it out, or plan from a config.json"
+        )
+    job = Job.of(settings)
+    shape = dataclasses.replace(model_shape(model, policy=policy), is_final=True)
+    if job.precision != "no":  # trainable parameters stored in half precision get float32 main weights
+        shape = shape.map(lambda _, p: [dataclasses.replace(p, dtype="float32") if _is_upcast(p) else p])
+    return evaluate(shape, job, parse_cluster(devices, hosts))
+
+
+def _is_upcast(parameter: ParameterShape) -> bool:
+    return parameter.trainable and parameter.dtype in ("bfloat16", "float16")
 
 
 def _family(model: nn.Module) -> ModelShape | None:

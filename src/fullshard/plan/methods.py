@@ -24,6 +24,8 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     Raises:
         ConfigError: a LoRA target that no layer has.
     """
+    if model.is_final:
+        return model
     if job.method == "full":
         return model.map(lambda unit, p: [p] if p.exact else [dataclasses.replace(p, dtype="float32")])
     names = {p.name.split(".")[-2] for unit in model.units[:-1] for p in unit.parameters if p.role == "matrix"}

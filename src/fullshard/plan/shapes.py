@@ -142,6 +142,7 @@ class ModelShape:
         tied: whether the head shares the embedding's parameter.
         encoder_decoder: whether half of the tokens pass an encoder.
         calls: names of the inner units in the order their forwards begin; empty: definition order.
+        is_final: whether dtypes and trainability are those of the run already, so that no training method applies.
     """
 
     name: str
@@ -151,6 +152,7 @@ class ModelShape:
     tied: bool = False
     encoder_decoder: bool = False
     calls: tuple[str, ...] = ()
+    is_final: bool = False
 
     @property
     def root(self) -> UnitShape:
