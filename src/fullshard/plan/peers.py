@@ -10,7 +10,7 @@ loss's backward (all activations and the logits) and a layer's backward (all inp
 | gathered | root and two units | root; two gather buffers and one unit of parameters | root and two units |
 | gradients of one unit | compute dtype, and the reduce input | the same | the reduce input |
 | root's gradient | compute dtype, reduced when it is complete | the same | the reduce input, from the start |
-| LoRA inputs | a dropped-out copy and its mask per target | | one, shared by the targets that read it |
+| LoRA inputs | with dropout, a copy and a mask per target | | PEFT's too; a plan assumes no dropout |
 | logits | float32, with a shifted copy (Transformers before 4.45) | one copy | one copy |
 
 Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), fully_shard/_fsdp_collectives.py (FSDP2),
