@@ -181,7 +181,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read '5 apples' as a size"):
         export_hf(tmp_path / "a", model=net, max_shard_size="5 apples")
     net.peft_config = {}
-    with pytest.raises(CheckpointError, match=r"carries adapters(.|\n)*hint: merge them"):
+    with pytest.raises(CheckpointError, match=r"carries adapters(.|\n)*hint: add them with"):
         export_hf(tmp_path / "a", model=net)
     assert list(tmp_path.iterdir()) == []
 

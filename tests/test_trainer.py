@@ -110,7 +110,12 @@ def test_bf16(tmp_path: Path) -> None:
 
 def interrupted(output: str, kind: str, family: str) -> tuple[Any, Any, list[str]]:
     """A run of 6 steps in one go, and the same in two halves."""
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "fsdp_config": {"state_dict_type": kind}}
+    options: dict[str, Any] = {
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "fsdp_config": {"state_dict_type": kind},
+    }
     whole = trainer(build(family), arguments(f"{output}/whole", **options))
     whole.train()
     files = sorted(str(p.relative_to(f"{output}/whole/checkpoint-3")) for p in Path(output).rglob("checkpoint-3/**/*"))
@@ -151,7 +156,7 @@ def test_resume_at_another_world_size(tmp_path: Path) -> None:
 
 
 def resume_newest(output: str) -> tuple[int, str]:
-    options = {"save_strategy": "steps", "save_steps": 2}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     trainer(build(), arguments(output, **options)).train()
     torn = Path(output) / "checkpoint-9"
     if dist.get_rank() == 0:
@@ -238,7 +243,8 @@ def push(output: str) -> list[str]:
         calls.append(f"upload_folder {'model.safetensors' in {p.name for p in Path(kwargs['folder_path']).iterdir()}}")
         return "url"
 
-    huggingface_hub.HfApi.create_repo, huggingface_hub.HfApi.upload_folder = create, upload
+    api: Any = huggingface_hub.HfApi
+    api.create_repo, api.upload_folder = create, upload
     made = trainer(build(), arguments(output, push_to_hub=True, hub_model_id="someone/model", max_steps=1))
     made.train()
     made.save_model()  # pushes
@@ -313,7 +319,7 @@ def callbacks(output: str) -> list[str]:
 
     seen: list[str] = []
 
-    class Recorder(TrainerCallback):  # type: ignore[misc]
+    class Recorder(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(f"step {state.global_step} {type(kwargs['model']).__name__}")
             control.should_training_stop = state.global_step == 2

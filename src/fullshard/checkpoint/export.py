@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.format import DTYPES
 from fullshard.checkpoint.full_state import full_tensor
+from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import (
@@ -55,7 +57,9 @@ def export_hf(
 
     Args:
         path: directory to create; only rank 0 writes.
-        model: a Transformers model, sharded or not. Of other modules only the weights are written.
+        model: a Transformers model, sharded or not. Of other modules only the weights are written. The adapters of a
+            PEFT model are merged on the way, layer by layer, as PEFT's `merge_and_unload` does; `save_adapters` writes
+            them alone.
         tokenizer: anything with `save_pretrained`: a tokenizer or a processor.
         dtype: store floating-point tensors as this; default: as they are.
         max_shard_size: bytes of tensors per file, a number or text such as `5GB` (10**9) or `5GiB` (2**30). A single
@@ -81,7 +85,7 @@ def export_hf(
 
         def finish() -> None:
             write_index(temp, {name: [e for m in members for e in m.entries] for name, members in plan})
-            _write_configuration(temp, model, cast)
+            _write_configuration(temp, model, cast, convert.merged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temp)
             commit_directory(temp, final, export_id)
@@ -129,8 +133,15 @@ class _Converter:
     such as all experts of a layer in one tensor, and other software reads the form on disk.
     """
 
-    def __init__(self, model: nn.Module, sources: Sequence[LocalTensor], *, cast: torch.dtype | None) -> None:
-        self._model, self._cast = model, cast
+    def __init__(
+        self,
+        model: nn.Module,
+        sources: Sequence[LocalTensor],
+        *,
+        cast: torch.dtype | None,
+        merged: MergedModel | None = None,
+    ) -> None:
+        self._model, self._cast, self.merged = model, cast, merged
         self._tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
         self._ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
         self._revert = _weight_conversion(model)
@@ -140,6 +151,15 @@ class _Converter:
                 type(model).__name__,
             )
             self._revert = None
+
+    def gather(self, source: LocalTensor) -> Callable[[], torch.Tensor]:
+        """Bring together what a source is made of, which is a collective; what is returned makes it."""
+        if self.merged is None:
+            whole = full_tensor(source)
+            return lambda: whole
+        merged = self.merged
+        wholes = {id(part): full_tensor(merged.local(part)) for part in merged.parts(source)}
+        return lambda: merged.merge(source, lambda tensor: wholes[id(tensor)])
 
     def __call__(self, source: LocalTensor, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """The stored tensors by name. Works on the meta device too, to learn names and shapes."""
@@ -185,14 +205,19 @@ def _weight_conversion(model: nn.Module) -> Callable[[Any, dict[str, torch.Tenso
 
 def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, _Converter]:
     """Which tensor goes into which file, the same on every rank."""
-    if hasattr(model, "peft_config"):
-        raise CheckpointError(
-            "the model carries adapters, whose names no plain model has",
-            hint="merge them into the base model first, or save the adapters alone",
-        )
     rest(model)
-    sources = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
-    convert = _Converter(model, sources, cast=cast)
+    if is_adapted(model):
+        merged = MergedModel(model)
+        sources = merged.sources
+        convert = _Converter(merged.base, sources, cast=cast, merged=merged)
+    elif hasattr(model, "peft_config"):
+        raise CheckpointError(
+            f"{type(model).__name__} carries adapters inside, whose names no plain model has",
+            hint="add them with peft.get_peft_model, whose model is merged on the way",
+        )
+    else:
+        sources = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
+        convert = _Converter(model, sources, cast=cast)
     pairs = [
         (source, TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)))
         for source in sources
@@ -219,14 +244,14 @@ def _write_weights(directory: Path, plan: _Plan, convert: _Converter, ranks: Ran
         with contextlib.ExitStack() as stack:
             writer: TensorFileWriter | None = None
             for member in members:
-                whole = full_tensor(member.source)
+                whole = convert.gather(member.source)
                 if ranks.rank != 0 or error is not None:
                     continue
                 try:
                     if writer is None:
                         entries = [entry for m in members for entry in m.entries]
                         writer = stack.enter_context(TensorFileWriter(directory / name, entries, {"format": "pt"}))
-                    converted = convert(member.source, whole)
+                    converted = convert(member.source, whole())
                     for entry in member.entries:
                         writer.write(entry.name, tensor_bytes(converted[entry.name]))
                     if member is members[-1]:
@@ -236,14 +261,20 @@ def _write_weights(directory: Path, plan: _Plan, convert: _Converter, ranks: Ran
         ranks.fail_together(f"writing {name}", error)
 
 
-def _write_configuration(directory: Path, model: nn.Module, cast: torch.dtype | None) -> None:
+def _write_configuration(
+    directory: Path, model: nn.Module, cast: torch.dtype | None, merged: MergedModel | None
+) -> None:
     """`config.json` and `generation_config.json`, if it is a Transformers model."""
+    if merged is not None:
+        model = merged.base
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
     config = copy.deepcopy(config)
     config.architectures = [type(model).__name__]
     dtype = cast or next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if merged is not None and getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = merged.ties_embeddings
     if dtype is not None:
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
     config.save_pretrained(directory)

@@ -1,0 +1,268 @@
+"""Adapters merged into their base model while it is sharded, one layer at a time.
+
+PEFT's own code merges each layer, on a copy of that layer whose parameters are whole, so the result is PEFT's bit by
+bit and no rank ever holds more than one layer. Where the whole parameters come from is the caller's business: shards
+of a running job (here) or files (`offline.merging`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.adapters import is_adapted
+from fullshard.checkpoint.full_state import full_tensor
+from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
+from fullshard.core.errors import CheckpointError
+from fullshard.core.layout import Interval
+from fullshard.engine import ShardedParameter
+from fullshard.engine.module import clean_name
+from fullshard.wrap.quantized import is_exact
+
+Whole = Callable[[torch.Tensor], torch.Tensor]
+"""Gives the whole of a parameter or buffer."""
+
+
+class MergedModel:
+    """What `PeftModel.merge_and_unload` would make of a model, without making it.
+
+    Args:
+        model: a PEFT model at rest; sharded, whole or on the meta device.
+
+    Attributes:
+        base: the model without adapters: its class and configuration are those of the result.
+        sources: the tensors of the result, in its order, under the names it has for them. The tensor inside is the
+            model's own where the adapters leave it as it is, else a stand-in on the meta device.
+        ties_embeddings: whether input and output embeddings are one tensor in the result.
+
+    Raises:
+        CheckpointError: adapters that cannot be merged (prompts), or a quantised base.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.base: nn.Module = model.get_base_model()  # type: ignore[operator]
+        check = getattr(model.base_model, "_check_merge_allowed", None)
+        if check is None:
+            raise CheckpointError(
+                f"{type(model).__name__}: its adapters are no change of weights, so they cannot be merged",
+                hint="save them alone, with save_model",
+            )
+        check()
+        locals_ = [*local_parameters(self.base, rank=0), *local_buffers(self.base, rank=0)]
+        self._local = {id(local.tensor): local for local in locals_}
+        self._layers: dict[int, list[nn.Module]] = {}
+        self._last: tuple[list[nn.Module], dict[str, torch.Tensor]] = ([], {})
+        self._paths: dict[int, str] = {}
+        self.sources = self._find_sources()
+
+    def parts(self, source: LocalTensor) -> list[torch.Tensor]:
+        """The model's own tensors that a tensor of the result is made of."""
+        layers = self._layers.get(id(source.tensor))
+        if layers is None:
+            return [source.tensor]
+        found = {id(t): t for layer in layers for t in (*layer.parameters(), *layer.buffers()) if id(t) in self._local}
+        return list(found.values())
+
+    def local(self, tensor: torch.Tensor) -> LocalTensor:
+        """What is known of one of the model's own tensors."""
+        return self._local[id(tensor)]
+
+    def merge(self, source: LocalTensor, whole: Whole) -> torch.Tensor:
+        """A tensor of the result, from the whole of its parts."""
+        layers = self._layers.get(id(source.tensor))
+        if layers is None:
+            return whole(source.tensor)
+        if self._last[0] != layers:  # weight and bias come one after the other
+            made: dict[int, torch.Tensor] = {}
+            results: dict[str, torch.Tensor] = {}
+            for layer in layers:
+                unloaded = _unload(_copy(layer, lambda t: whole(t).clone() if id(t) in self._local else t, made))
+                results |= dict(_named_tensors(unloaded, self._paths[id(layer)]))
+            self._last = (layers, results)
+        return self._last[1][source.name]
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether two names of the result stand for one embedding."""
+        tables = [f() for f in (_getter(self.base, "input"), _getter(self.base, "output")) if f is not None]
+        names = [name for name, module in _plain_modules(self.base) if any(module is table for table in tables)]
+        return any(sum(name.startswith(f"{path}.") for path in names for name in s.names) > 1 for s in self.sources)
+
+    def _find_sources(self) -> list[LocalTensor]:
+        """Merge on the meta device, to learn names, shapes and which tensors are one."""
+        stand_ins: dict[int, torch.Tensor] = {}
+        named: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        layers: dict[int, list[nn.Module]] = {}
+        for path, module, is_adapted_here in _walk(self.base):
+            copied = _copy(module, self._stand_in, stand_ins, deep=is_adapted_here)
+            if is_adapted_here:
+                self._paths[id(module)] = path
+                self._refuse_quantised(module, path)
+                copied = _unload(copied)
+            for name, tensor in _named_tensors(copied, path, recurse=is_adapted_here):
+                named.setdefault(id(tensor), (tensor, []))[1].append(name)
+                if is_adapted_here and module not in layers.setdefault(id(tensor), []):
+                    layers[id(tensor)].append(module)
+        originals = {id(stand_in): tensor for tensor, stand_in in self._pairs(stand_ins)}
+        sources = []
+        for key, (stand_in, names) in named.items():
+            tensor = stand_in
+            if key in layers:
+                self._layers[id(stand_in)] = layers[key]
+            else:
+                tensor = originals[key]
+            shape = tuple(stand_in.shape)
+            sources.append(LocalTensor(tuple(names), tensor, shape, Interval(0, stand_in.numel()), is_writer=True))
+        return sources
+
+    def _pairs(self, stand_ins: dict[int, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for key, stand_in in stand_ins.items():
+            if key in self._local:
+                yield self._local[key].tensor, stand_in
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        local = self._local.get(id(tensor))
+        shape = tensor.shape if local is None else local.shape
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    def _refuse_quantised(self, layer: nn.Module, path: str) -> None:
+        if any(is_exact(p) for p in layer.parameters()):
+            raise CheckpointError(
+                f"{path} is quantised: merging would round its adapter to the steps of the quantised weights",
+                hint="save the adapter, then `fullshard merge BASE ADAPTER OUT` merges it into the base as it was",
+            )
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Merge the active adapters of a PEFT model into its base weights, in place, sharded as they are. A collective.
+
+    Every rank gathers one layer at a time, has PEFT merge it, and keeps its own interval. Forwards then leave the
+    adapters out, as after PEFT's `merge_adapter`.
+
+    Raises:
+        CheckpointError: no PEFT model, a quantised base, or adapters that cannot be merged.
+    """
+    if not is_adapted(model):
+        raise CheckpointError(f"{type(model).__name__} has no adapters")
+    rest(model)
+    merged = MergedModel(model)
+    done: dict[int, nn.Module] = {}
+    for source in merged.sources:
+        layers = merged._layers.get(id(source.tensor), [])
+        wholes = {id(part): full_tensor(merged.local(part)) for part in merged.parts(source)} if layers else {}
+        for layer in layers:
+            if not hasattr(layer, "merged_adapters"):
+                continue  # modules_to_save: in use already
+            value = merged.merge(source, lambda tensor, wholes=wholes: wholes[id(tensor)])  # type: ignore[misc]
+            name = source.name.removeprefix(f"{merged._paths[id(layer)]}.")
+            _keep_own(layer.get_base_layer().get_parameter(name), value)  # type: ignore[operator]
+            done[id(layer)] = layer
+    for layer in done.values():
+        layer.merged_adapters = [  # type: ignore[assignment]
+            name
+            for name in layer.active_adapters
+            if name in layer._get_available_adapters()  # type: ignore[union-attr, operator]
+        ]
+
+
+def use_sharded_merge(model: nn.Module) -> None:
+    """Have PEFT's `merge_adapter` and `merge_and_unload`, which know nothing of slices, merge a sharded model right."""
+    model.merge_adapter = MethodType(_merge_adapter, model)
+    model.merge_and_unload = MethodType(_merge_and_unload, model)
+
+
+def _merge_adapter(self: nn.Module, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+    if adapter_names is not None:
+        raise CheckpointError(
+            f"merge_adapter(adapter_names={adapter_names!r}) of a sharded model",
+            hint="set_adapter(...) first: the active adapters are merged",
+        )
+    merge_adapters(self)
+
+
+def _merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    _merge_adapter(self, kwargs.get("adapter_names"))
+    return self.base_model.unload()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _keep_own(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    if isinstance(parameter, ShardedParameter):
+        own = whole.reshape(-1)[parameter.interval.start : parameter.interval.stop]
+        parameter.detach().copy_(own.view(parameter.detach().shape))
+    else:
+        parameter.copy_(whole)
+
+
+def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
+    """Modules by the name they have in the merged model, and whether adapters are at work in them."""
+    wraps = hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer")
+    yield path, module, wraps
+    if not wraps:
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _walk(child, clean_name(f"{path}.{name}" if path else name))
+
+
+def _plain_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module, _ in _walk(base):
+        yield path, module
+
+
+def _getter(model: nn.Module, which: str) -> Callable[[], nn.Module] | None:
+    return getattr(model, f"get_{which}_embeddings", None)
+
+
+def _unload(layer: Any) -> nn.Module:
+    """The plain module that PEFT makes of one of its own."""
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        plain: nn.Module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        return plain
+    layer.merge(safe_merge=False, adapter_names=None)
+    base: nn.Module = layer.get_base_layer()
+    return base
+
+
+def _copy(
+    module: nn.Module,
+    replace: Callable[[torch.Tensor], torch.Tensor],
+    made: dict[int, torch.Tensor],
+    *,
+    deep: bool = True,
+) -> nn.Module:
+    """A module like `module` without its hooks, with other tensors; tensors that are one stay one."""
+
+    def tensor(old: torch.Tensor | None) -> torch.Tensor | None:
+        if old is None:
+            return None
+        if id(old) not in made:
+            new = replace(old)
+            made[id(old)] = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
+        return made[id(old)]
+
+    twin = module.__class__.__new__(module.__class__)
+    for key, value in module.__dict__.items():
+        if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+            value = OrderedDict()
+        elif key == "_modules":
+            value = {n: m if m is None or not deep else _copy(m, replace, made) for n, m in value.items()}
+        elif key in ("_parameters", "_buffers"):
+            value = {name: tensor(old) for name, old in value.items()}
+        elif isinstance(value, list | dict | set):
+            value = copy.copy(value)  # PEFT notes in them what it has merged
+        twin.__dict__[key] = value
+    return twin
+
+
+def _named_tensors(module: nn.Module, path: str, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers by name."""
+    for inner_path, inner in module.named_modules() if recurse else [("", module)]:
+        for name, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
+            if tensor is not None and name not in inner._non_persistent_buffers_set:
+                yield ".".join(part for part in (path, clean_name(inner_path), name) if part), tensor

@@ -1,0 +1,197 @@
+"""LoRA while the base is sharded, against PEFT on one process.
+
+pytest tests/test_lora.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.checkpoint.format import read_manifest
+from tests.distributed import run_ranks
+from tests.trainers import arguments, build, close, result, samples, trainer
+
+CASES = ("plain", "rslora", "dora", "modules_to_save", "embeddings", "tied", "bias", "two", "resized")
+
+
+def adapted(case: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A PEFT model whose adapters are no longer zero."""
+    from peft import LoraConfig, get_peft_model
+
+    options: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    match case:
+        case "rslora":
+            options |= {"use_rslora": True}
+        case "dora":
+            options |= {"use_dora": True}
+        case "modules_to_save":
+            options |= {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "down_proj"]}
+        case "embeddings":
+            options |= {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}
+        case "tied":
+            options |= {"target_modules": ["embed_tokens", "v_proj"]}
+        case "bias":
+            options |= {"bias": "lora_only", "target_modules": ["q_proj", "k_proj"]}
+        case "resized":
+            options |= {"modules_to_save": ["embed_tokens", "lm_head"]}
+    base = build("qwen" if case in ("tied", "bias") else "llama").to(dtype)
+    if case == "resized":
+        torch.manual_seed(3)
+        base.resize_token_embeddings(104)
+    torch.manual_seed(2)
+    model = get_peft_model(base, LoraConfig(**options))
+    if case == "two":
+        model.add_adapter("other", LoraConfig(**options | {"r": 2}))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name and "magnitude" not in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def train(output: str, case: str, stock: bool, options: dict[str, Any]) -> Any:
+    made = trainer(adapted(case), arguments(output, stock=stock, **options), stock=stock)
+    made.train()
+    made.save_model(f"{output}/adapter")
+    return result(made)
+
+
+@pytest.mark.parametrize("case", ["plain", "dora", "modules_to_save", "tied", "two"])
+def test_losses_and_saved_adapters_are_those_of_one_process(tmp_path: Path, case: str) -> None:
+    from safetensors.torch import load_file
+
+    [stock] = run_ranks(train, 1, str(tmp_path / "stock"), case, True, {})
+    ranks = run_ranks(train, 2, str(tmp_path / "sharded"), case, False, {})
+    assert close(ranks[0]["losses"], stock["losses"])
+    for name in ["", "other"] if case == "two" else [""]:
+        ours, theirs = (tmp_path / side / "adapter" / name for side in ("sharded", "stock"))
+        assert (ours / "adapter_config.json").read_text() == (theirs / "adapter_config.json").read_text()
+        left, right = load_file(ours / "adapter_model.safetensors"), load_file(theirs / "adapter_model.safetensors")
+        assert left.keys() == right.keys()
+        for key in left:
+            torch.testing.assert_close(left[key], right[key], rtol=1e-3, atol=1e-4)
+    assert not list((tmp_path / "sharded" / "adapter").glob("model*.safetensors"))
+
+
+def memory(adapter_dtype: torch.dtype) -> Any:
+    from fullshard import Accelerator
+
+    model = adapted("plain", torch.bfloat16)
+    if adapter_dtype is torch.bfloat16:
+        model.to(torch.bfloat16)
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.stack([row["input_ids"] for row in samples(2)])
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.grad is None for p in frozen) and all(p.grad is not None for p in trained)
+    assert {p.dtype for p in frozen} == {torch.bfloat16} and {p.dtype for p in trained} == {adapter_dtype}
+    held = len(optimizer.state)
+    return sum(p.nbytes for p in frozen), sum(p.global_shape.numel() * 2 for p in frozen), held == len(trained)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_frozen_base_stays_as_it_is(dtype: torch.dtype) -> None:
+    ranks = run_ranks(memory, 2, dtype)
+    whole = ranks[0][1]
+    assert sum(own for own, _, _ in ranks) == whole and all(abs(own - whole / 2) <= 64 for own, _, _ in ranks)
+    assert all(only_adapters for _, _, only_adapters in ranks)
+
+
+def interrupted(output: str, case: str, kind: str) -> Any:
+    options: dict[str, Any] = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "fsdp_config": {"state_dict_type": kind},
+    }
+    whole = trainer(adapted(case), arguments(output, **options))
+    whole.train()
+    again = trainer(adapted(case), arguments(output, **options))
+    again.train(resume_from_checkpoint=f"{output}/checkpoint-2")
+    first, second = result(whole), result(again)
+    if dist.get_rank() == 0:
+        assert all(torch.equal(first["weights"][name], value) for name, value in second["weights"].items())
+    return first["losses"], second["losses"]
+
+
+@pytest.mark.parametrize(("case", "kind"), [("two", "SHARDED_STATE_DICT"), ("modules_to_save", "FULL_STATE_DICT")])
+def test_resume_is_bit_exact_and_holds_only_adapters(tmp_path: Path, case: str, kind: str) -> None:
+    first, second = run_ranks(interrupted, 2, str(tmp_path), case, kind)[0]
+    assert first == second
+    checkpoint = tmp_path / "checkpoint-2"
+    manifest = read_manifest(checkpoint / "training_state")
+    stored = [name for name, record in manifest.parameters.items() if record.is_stored]
+    assert stored and all("lora_" in name or "modules_to_save" in name for name in stored)
+    assert (checkpoint / "adapter_model.safetensors").is_file()
+
+
+# -- merging --------------------------------------------------------------------------------------------------------
+
+
+def export_merged(output: str, case: str) -> None:
+    from fullshard import Accelerator
+    from fullshard.checkpoint import export_hf
+
+    model = Accelerator(cpu=True).prepare(adapted(case))
+    export_hf(output, model=model)
+
+
+def pefts_merge(case: str) -> Any:
+    return adapted(case).merge_and_unload()
+
+
+@pytest.mark.filterwarnings("ignore:Model has:UserWarning", "ignore:Model with:UserWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_merging_while_sharded_is_bitwise_pefts(tmp_path: Path, case: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run_ranks(export_merged, 2, str(tmp_path / "merged"), case)
+    expected = pefts_merge(case)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    compare_bitwise(loaded, expected)
+
+
+def compare_bitwise(loaded: nn.Module, expected: nn.Module) -> None:
+    found, wanted = loaded.state_dict(), expected.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def merge_in_place(case: str) -> Any:
+    from fullshard import Accelerator
+    from fullshard.checkpoint import full_state_dict
+
+    model = Accelerator(cpu=True).prepare(adapted(case))
+    ids = samples(1)[0]["input_ids"][None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        model.merge_adapter()
+        after = model(input_ids=ids).logits
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    plain = model.merge_and_unload() if case == "plain" else None
+    weights = full_state_dict(model if plain is None else plain)
+    return weights, None if plain is None else type(plain).__name__
+
+
+@pytest.mark.parametrize("case", ["plain", "dora", "embeddings"])
+def test_merging_in_memory(case: str) -> None:
+    weights, name = run_ranks(merge_in_place, 2, case)[0]
+    whole = adapted(case)
+    whole.merge_adapter()
+    if case == "plain":
+        assert name == "LlamaForCausalLM"
+        return
+    for key, value in whole.state_dict().items():
+        assert torch.equal(weights[key], value), key
