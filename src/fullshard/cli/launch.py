@@ -127,6 +127,7 @@ def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
 
 
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
+    from fullshard.launch.bootstrap import TRAINER_HOOK
     from fullshard.launch.local import Hosts, Job, run_job
 
     gc.freeze()
@@ -142,6 +143,7 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="fullshard-config-") as directory:
         variables = hand_over(plan.resolved.config, Path(directory) / "config.json")
+        variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
         job = Job(
             command=plan.command,
             nproc=plan.per_host,

@@ -10,6 +10,7 @@ that plain Python would not have imported.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import os
 import sys
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Set by the launcher for its workers."""
+
+TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
+"""Set by the command line: the module whose `install()` is called when a script imports Transformers."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torchelastic looks for the failure of a worker."""
@@ -81,6 +85,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)  # or the lines of ranks that write into a pipe come late
     sys.meta_path.insert(0, _ShardTrainers())
+    atexit.register(leave_process_group)  # first registered, so it runs after the script's own
     try:
         _run_module(target) if kind == "module" else _run_script(target)
     except SystemExit as end:
@@ -92,6 +97,13 @@ def main() -> None:
     _say_if_nothing_was_sharded()
 
 
+def leave_process_group() -> None:
+    """Leave a process group that the script left open: its threads may abort the interpreter's shutdown."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 class _ShardTrainers:
     """Waits for the script to import Transformers, to have its Trainer work on fullshard's engine."""
 
@@ -99,9 +111,10 @@ class _ShardTrainers:
         """Find nothing, but notice."""
         if name == "transformers":
             sys.meta_path.remove(self)
-            from fullshard.integrations.transformers.install import install
+            if module := os.environ.get(TRAINER_HOOK):
+                from importlib import import_module
 
-            install()
+                import_module(module).install()
 
 
 def _become(program: str, arguments: list[str]) -> NoReturn:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fullshard.core.errors import ConfigError, DataError, MissingExtraError, WrapError
-from fullshard.launch.bootstrap import die_with_launcher
+from fullshard.launch.bootstrap import die_with_launcher, leave_process_group
 
 USER_ERROR = 2
 """Exit code of a mistake that the user can mend without reading a traceback."""
@@ -29,6 +29,7 @@ def run_worker(main: Callable[[], None]) -> None:
     handler.initialize()
     try:
         main()
+        leave_process_group()
     except Exception as error:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
