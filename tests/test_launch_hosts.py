@@ -100,6 +100,7 @@ def test_a_host_that_is_gone_ends_the_other(hosts: tuple[str, str], job: Path, k
     assert "because of another host" in output
 
 
+@pytest.mark.full
 def test_both_hosts_restart_when_the_lost_one_comes_back(hosts: tuple[str, str], job: Path) -> None:
     """The first waits for the second, whose launcher is started again, and then all ranks begin anew."""
     restarts = ("--max_restarts", "1")

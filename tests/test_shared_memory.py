@@ -60,7 +60,7 @@ def check_same_as_gloo() -> None:
         torch.testing.assert_close(shared.all_reduce(total, tag=tag).wait(), expected)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
 def test_same_numbers_as_gloo(size: int) -> None:
     run_ranks(check_same_as_gloo, size)
 

@@ -126,7 +126,12 @@ def interrupted(output: str, kind: str, family: str) -> tuple[Any, Any, list[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), [("SHARDED_STATE_DICT", "llama"), ("FULL_STATE_DICT", "tied"), ("FULL_STATE_DICT", "experts")]
+    ("kind", "family"),
+    [
+        ("SHARDED_STATE_DICT", "llama"),
+        ("FULL_STATE_DICT", "tied"),
+        pytest.param("FULL_STATE_DICT", "experts", marks=pytest.mark.full),
+    ],
 )
 def test_resume_is_bit_exact(tmp_path: Path, kind: str, family: str) -> None:
     whole, again, files = run_ranks(interrupted, 2, str(tmp_path), kind, family)[0]
@@ -149,6 +154,7 @@ def other_world_size(output: str) -> Any:
     return result(made)
 
 
+@pytest.mark.full
 def test_resume_at_another_world_size(tmp_path: Path) -> None:
     two = run_ranks(other_world_size, 2, str(tmp_path))[0]
     [one] = run_ranks(other_world_size, 1, str(tmp_path))
@@ -221,6 +227,7 @@ def only_model(output: str) -> None:
     made.train()
 
 
+@pytest.mark.full
 def test_save_only_model(tmp_path: Path) -> None:
     run_ranks(only_model, 2, str(tmp_path))
     names = {p.name for p in (tmp_path / "checkpoint-4").iterdir()}
@@ -370,6 +377,7 @@ def own_optimizer(output: str, stock: bool) -> tuple[str, list[float]]:
     return type(made.optimizer.optimizer).__name__, result(made)["losses"]
 
 
+@pytest.mark.full
 def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     [(_, expected)] = run_ranks(own_optimizer, 1, str(tmp_path), True)
     name, losses = run_ranks(own_optimizer, 2, str(tmp_path), False)[0]
