@@ -2,10 +2,10 @@
 
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.catalog import latest_checkpoint
-from fullshard.checkpoint.export import export_hf
+from fullshard.checkpoint.export import export_hf, is_exported_as_it_is
 from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict
 from fullshard.checkpoint.load import load_checkpoint
-from fullshard.checkpoint.pretrained import from_pretrained
+from fullshard.checkpoint.pretrained import from_pretrained, load_pretrained
 from fullshard.checkpoint.save import save_checkpoint
 from fullshard.checkpoint.verify import Verification, verify_checkpoint
 
@@ -15,9 +15,11 @@ __all__ = [
     "export_hf",
     "from_pretrained",
     "full_state_dict",
+    "is_exported_as_it_is",
     "latest_checkpoint",
     "load_checkpoint",
     "load_full_state_dict",
+    "load_pretrained",
     "save_checkpoint",
     "verify_checkpoint",
 ]

@@ -19,6 +19,7 @@ from torch import nn
 from fullshard.checkpoint.format import (
     DTYPES,
     MANIFEST_NAME,
+    GroupRecord,
     Manifest,
     StateTensorRecord,
     StateValueRecord,
@@ -164,6 +165,7 @@ class _Load:
         self.parameters = local_parameters(model, rank=rank)
         self._primary = {n: name for name, r in manifest.parameters.items() for n in (name, *r.aliases)}
         self._state: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        self._saved_groups: Sequence[GroupRecord] = ()
         problems: list[str] = []
         buffers = local_buffers(model, rank=rank)
         # An imported checkpoint has its buffers among the parameters: other formats do not tell them apart.
@@ -206,7 +208,7 @@ class _Load:
         """Give the optimizer the hyper-parameters and the state that was read. Needs no `step()` to make any."""
         if self.optimizer is None or self.manifest.optimizer is None:
             return
-        for group, record in zip(self.optimizer.param_groups, self.manifest.optimizer.groups, strict=True):
+        for group, record in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
             options = {key: decode_value(value, stored) for key, value in record.options.items()}
             group.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
         self.optimizer.state.clear()
@@ -244,8 +246,9 @@ class _Load:
         groups = group_parameters(optimizer, self.parameters)
         if len(groups) != len(saved.groups):
             problems.append(f"the optimizer has {len(groups)} parameter groups, saved were {len(saved.groups)}")
-        for number, (members, record) in enumerate(zip(groups, saved.groups, strict=False)):
-            mine = {self._primary.get(local.name, local.name) for _, local in members}
+        names = [{self._primary.get(local.name, local.name) for _, local in members} for members in groups]
+        self._saved_groups = _in_order_of(names, saved.groups)
+        for number, (mine, record) in enumerate(zip(names, self._saved_groups, strict=False)):
             theirs = set(record.parameters)
             problems += [f"parameter group {number} lacks {name!r}, which was saved in it" for name in theirs - mine]
             problems += [f"parameter group {number} has {name!r}, which was not saved in it" for name in mine - theirs]
@@ -347,6 +350,14 @@ def _fill(target: _Target, readers: Readers) -> None:
     readers.fill(tensor_bytes(staging), target.kind, target.name, target.record, target.interval)
     if not in_place:
         tensor.copy_(staging)
+
+
+def _in_order_of(names: Sequence[set[str]], saved: Sequence[GroupRecord]) -> Sequence[GroupRecord]:
+    """The saved groups in the optimizer's order, if the same ones are there: formats that flatten lose theirs."""
+    found = [next((record for record in saved if set(record.parameters) == mine), None) for mine in names]
+    ordered = [record for record in found if record is not None]
+    is_permutation = len(ordered) == len(saved) == len({id(record) for record in ordered})
+    return ordered if is_permutation else saved
 
 
 def _match(

@@ -66,7 +66,7 @@ def from_pretrained(
     """
     transformers = _transformers()
     hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
-    directory = _directory(name_or_path, hub)
+    directory = model_directory(name_or_path, hub)
     if config is None:
         config = transformers.AutoConfig.from_pretrained(directory)
     if dtype is None or dtype == "auto":
@@ -330,7 +330,12 @@ def _replace_linear_layers(model: nn.Module, quantization_config: Any) -> None:
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = is_4bit, not is_4bit  # type: ignore[assignment]
 
 
-def _directory(name_or_path: str | Path, hub: Mapping[str, Any]) -> Path:
+def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = None) -> Path:
+    """The directory itself, or that of the hub's cache, downloaded first if need be.
+
+    Raises:
+        CheckpointError: a path that does not exist.
+    """
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -338,7 +343,7 @@ def _directory(name_or_path: str | Path, hub: Mapping[str, Any]) -> Path:
         raise CheckpointError(f"there is no directory {name_or_path}", hint="give a directory or a hub name")
     hub_module: Any = importlib.import_module("huggingface_hub")
     patterns = ["*.safetensors", "*.json"]
-    return Path(hub_module.snapshot_download(str(name_or_path), allow_patterns=patterns, **hub))
+    return Path(hub_module.snapshot_download(str(name_or_path), allow_patterns=patterns, **(hub or {})))
 
 
 def _transformers() -> Any:

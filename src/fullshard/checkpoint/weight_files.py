@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullshard.checkpoint.storage import Bytes
+from fullshard.checkpoint.storage import Bytes, file_beside
 from fullshard.checkpoint.tensors import torch_dtype
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
@@ -80,9 +80,7 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, StoredWeights]]:
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"{index} has no weight_map")
         for name in sorted(set(weight_map.values())):
-            if Path(name).name != name:
-                raise CheckpointError(f"{index} points to {name!r}, outside its directory")
-            tensors = dict(_file_tensors(directory / name))
+            tensors = dict(_file_tensors(file_beside(directory, name, where=str(index))))
             for key in (key for key, file in weight_map.items() if file == name):
                 if key not in tensors:
                     raise CheckpointError(f"{directory / name} does not hold {key!r}, which {index.name} promises")

@@ -11,10 +11,11 @@ import io
 import math
 import pickle
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.format import DTYPES
+from fullshard.checkpoint.storage import file_beside
 from fullshard.core.errors import CheckpointError
 from fullshard.core.sizes import MIB
 
@@ -207,13 +208,13 @@ def _problems(directory: Path, stored: StoredObject) -> list[str]:
     name = ".".join(map(str, stored.path))
     problems = []
     for box in stored.boxes:
-        if PurePosixPath(box.file).name != box.file or box.file in ("", ".", "..") or "\\" in box.file:
-            return [f"{name}: its file {box.file!r} is outside the directory"]
         try:
-            size = (directory / box.file).stat().st_size
+            size = file_beside(directory, box.file, where=name).stat().st_size
         except OSError:
             problems.append(f"{name}: its file {box.file} is missing")
             continue
+        except CheckpointError as error:
+            return [str(error)]
         if box.start < 0 or box.nbytes < 0 or box.start + box.nbytes > size:
             problems.append(f"{name}: bytes {box.start} to {box.start + box.nbytes} of {box.file}, which has {size}")
         elif stored.dtype and box.numel * DTYPES[stored.dtype][1] > box.nbytes:

@@ -75,7 +75,7 @@ def _accelerate_full(path: Path, optimizer: bool, index: int) -> Source | None:
     if not model.is_file():
         return None
     found: Path | bool = state if optimizer and state.is_file() else False
-    notes = _left_over(path, {model.name, state.name})
+    notes = _left_over(path, {model.name, *([state.name] if found else [])})
     return open_torch_state("Accelerate / Trainer checkpoint (full)", path, [model], optimizer=found, notes=notes)
 
 

@@ -20,6 +20,7 @@ from fullshard.checkpoint.offline.source import (
     tensor_record,
 )
 from fullshard.checkpoint.offline.torch_files import check_tensor, load_torch_file
+from fullshard.checkpoint.storage import file_beside
 from fullshard.core.errors import CheckpointError
 
 INDEX_NAME = "pytorch_model.bin.index.json"
@@ -109,14 +110,10 @@ def bin_files(directory: Path) -> list[Path]:
     if not index.is_file():
         return [directory / "pytorch_model.bin"]
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        paths = [directory / name for name in sorted(names)]
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        return [file_beside(directory, name, where=str(index)) for name in names]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{index} has no weight_map") from None
-    for path in paths:
-        if path.parent != directory or path.name in ("", ".", ".."):
-            raise CheckpointError(f"{index} points to {str(path)!r}, outside its directory")
-    return paths
 
 
 def _describe(leaf: Any, where: str) -> TensorRecord | None:

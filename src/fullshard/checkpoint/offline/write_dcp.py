@@ -34,9 +34,7 @@ Layout = Literal["accelerate", "torch", "torchtitan"]
 class _Reference(torch.Tensor):
     """A tensor without elements that knows where they are."""
 
-    kind: Kind
-    name: str
-    record: TensorRecord
+    place: tuple[Kind, str, TensorRecord]
 
 
 def write_dcp(
@@ -76,7 +74,8 @@ def write_dcp(
                 warnings.filterwarnings("ignore", message="torch.distributed is")
                 dcp.save(
                     state,
-                    storage_writer=dcp.FileSystemWriter(directory),
+                    # no copies ahead: one tensor is resolved, written, and only then the next
+                    storage_writer=dcp.FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0),
                     planner=_ReadingPlanner(source, progress),
                     no_dist=True,
                 )
@@ -128,7 +127,7 @@ def _flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reference(kind: Kind, name: str, record: TensorRecord, dtype: torch.dtype | None = None) -> _Reference:
     empty = torch.empty(record.shape, dtype=dtype or dtype_of(record), device="meta").as_subclass(_Reference)
-    empty.kind, empty.name, empty.record = kind, name, record
+    empty.place = kind, name, record
     return empty
 
 
@@ -138,15 +137,26 @@ class _ReadingPlanner(DefaultSavePlanner):
     def __init__(self, source: Source, progress: Progress) -> None:
         super().__init__()
         self._source, self._progress = source, progress
+        self._buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The object of an entry, with its elements."""
         found = super().lookup_object(index)
         if not isinstance(found, _Reference):
             return found
-        whole = torch.empty(found.shape, dtype=found.dtype)
+        whole = self._buffer(found)
         flat = whole.view(-1)
-        for part in chunks(found.record):
-            flat[part.start : part.stop].copy_(self._source.read(found.kind, found.name, part))
-            self._progress(part.numel * found.itemsize)
+        kind, name, record = found.place
+        for part in chunks(record):
+            flat[part.start : part.stop].copy_(self._source.read(kind, name, part))
+            self._progress(part.numel * whole.itemsize)
+        return whole
+
+    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor to fill. The writer keeps all it has written until its file ends, so it gets the same ones again."""
+        if (like.shape, like.dtype) not in self._buffers:
+            self._buffers[like.shape, like.dtype] = torch.empty(like.shape, dtype=like.dtype)
+        whole = self._buffers[like.shape, like.dtype]
+        for buffer in self._buffers.values():
+            buffer.untyped_storage().resize_(whole.nbytes if buffer is whole else 0)
         return whole

@@ -1,0 +1,242 @@
+"""A base model with an adapter merged into it, as a source: what `fullshard merge` writes.
+
+The base's tensors are handed out as they are on disk, byte by byte, but for those the adapter changes. These are made
+by PEFT itself (see `checkpoint.merging`), on a skeleton of the model without memory, whose layer at hand is filled from
+the files. So one layer of the model is held at a time, and the adapter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.format import MANIFEST_NAME, TensorRecord
+from fullshard.checkpoint.merging import MergedModel
+from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
+from fullshard.checkpoint.offline.native import NativeSource
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
+from fullshard.core.errors import CheckpointError, MissingExtraError
+from fullshard.core.layout import Interval
+from fullshard.engine.fully_shard import meta_parameters
+from fullshard.engine.module import clean_name
+
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_WRAPPING = ("base_layer", "original_module")
+
+
+class MergedSource(Source):
+    """The base model `base` with the adapter in `adapter` merged into it.
+
+    Args:
+        base: a source of the base model, whose path is a Hugging Face directory.
+        adapter: a directory of PEFT's, a checkpoint of Trainer's, or the `training_state` inside one.
+
+    Raises:
+        CheckpointError: the adapter does not fit the base, or cannot be merged.
+        MissingExtraError: without PEFT.
+    """
+
+    title = "base model with an adapter merged into it"
+
+    def __init__(self, base: Source, adapter: Path) -> None:
+        self.path, self._base, self._adapter = base.path, base, Path(adapter)
+        directory = _config_directory(self._adapter)
+        weights = _Adapter(self._adapter)
+        self._model = _skeleton(base.path, directory, weights)
+        self._merged = MergedModel(self._model)
+        self._values = weights.by_model_name(self._model)
+        self._disk = _disk_names(base.contents.parameters, self._merged.base)
+        self._sources = {self._name(source): source for source in self._merged.sources if self._is_changed(source)}
+        changed = {
+            name: tensor_record(source.shape, source.tensor.dtype, where=name) for name, source in self._sources.items()
+        }
+        for name, record in changed.items():
+            # PEFT may compute in another dtype than the base has on disk; what is written is the base's.
+            if (old := base.contents.parameters.get(name)) is not None:
+                changed[name] = record.model_copy(update={"dtype": old.dtype})
+        self.contents = Contents(
+            parameters={**base.contents.parameters, **changed}, buffers=base.contents.buffers, notes=base.contents.notes
+        )
+
+    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        """See `Source.read`."""
+        source = self._sources.get(name)
+        if source is None:
+            return self._base.read(kind, name, interval)
+        whole = self._merged.merge(source, self._whole)
+        return whole.detach().reshape(-1)[interval.start : interval.stop].contiguous()
+
+    @contextmanager
+    def configuration(self) -> Iterator[Path]:
+        """A directory with the configuration and the tokenizer of the result."""
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            for place in (self.path, _config_directory(self._adapter)):  # the adapter's tokenizer is the newer one
+                for file in files_beside_weights(place):
+                    if file.name != CONFIG_NAME or place is self.path:
+                        shutil.copyfile(file, directory / file.name)
+            path = directory / CONFIG_NAME
+            config = json.loads(path.read_text(encoding="utf-8"))
+            final: Any = self._merged.base.config
+            config["vocab_size"] = getattr(final, "vocab_size", config.get("vocab_size"))
+            if config.get("tie_word_embeddings", getattr(final, "tie_word_embeddings", False)):
+                config["tie_word_embeddings"] = self._merged.ties_embeddings
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            yield directory
+
+    def close(self) -> None:
+        """Close the base's files."""
+        self._base.close()
+
+    def _is_changed(self, source: Any) -> bool:
+        if self._merged.is_changed(source):
+            return True
+        return any(
+            self._full(name) in self._values for part in self._merged.parts(source) for name in self._names(part)
+        )
+
+    def _name(self, source: Any) -> str:
+        """The name on disk, or, where the base has it under none of its names (untied by the adapter), the first."""
+        return next((self._disk[name] for name in source.names if name in self._disk), str(source.name))
+
+    def _names(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        return self._merged.local(tensor).names
+
+    def _full(self, name: str) -> str:
+        return f"{self._merged.prefix}{name}"
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter of the skeleton, from the adapter's file or the base's."""
+        names = self._names(tensor)
+        found = next((self._values[self._full(name)] for name in names if self._full(name) in self._values), None)
+        if found is None:
+            plain = [".".join(p for p in clean_name(name).split(".") if p not in _WRAPPING) for name in names]
+            disk = next((self._disk[name] for name in plain if name in self._disk), None)
+            if disk is None:
+                raise CheckpointError(f"neither {self._adapter} nor {self.path} holds {names[0]}")
+            record = self._base.contents.parameters[disk]
+            value = self._base.read("model", disk, Interval(0, record.numel)).reshape(record.shape)
+        else:
+            value = found()
+        if value.shape != tensor.shape:
+            raise CheckpointError(f"{names[0]} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}")
+        return value.to(tensor.dtype)
+
+
+class _Adapter:
+    """The tensors of an adapter, read when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        file = directory / _ADAPTER_WEIGHTS
+        self._native: NativeSource | None = None
+        if file.is_file():
+            safetensors: Any = importlib.import_module("safetensors")
+            self._file = safetensors.safe_open(file, framework="pt")
+            self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+            return
+        state = next((d for d in (directory, directory / "training_state") if (d / MANIFEST_NAME).is_file()), None)
+        if state is None:
+            raise CheckpointError(
+                f"{directory} holds neither {_ADAPTER_WEIGHTS} nor a checkpoint", hint="give the adapter's directory"
+            )
+        self._native = NativeSource(state)
+        records: Mapping[str, TensorRecord] = self._native.contents.parameters
+        self.shapes = {name: record.shape for name, record in records.items() if record.is_stored}
+
+    def by_model_name(self, model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
+        """A function per tensor that reads it, by the name it has in the PEFT model."""
+        if self._native is not None:
+            native = self._native
+            return {
+                name: lambda name=name, shape=shape: native.read(  # type: ignore[misc]
+                    "model", name, Interval(0, torch.Size(shape).numel())
+                ).reshape(shape)
+                for name, shape in self.shapes.items()
+            }
+        peft: Any = importlib.import_module("peft")
+        stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict()}
+        stored = peft.get_peft_model_state_dict(
+            model, state_dict=dict(stand_ins), save_embedding_layers=any(".embed" in name for name in self.shapes)
+        )
+        names = {id(value): name for name, value in stand_ins.items()}
+        places = {key: names[id(value)] for key, value in stored.items() if id(value) in names}
+        strangers = sorted(self.shapes.keys() - places.keys() - stand_ins.keys())
+        if strangers:
+            raise CheckpointError(f"{self._directory} does not fit the base: no place for {', '.join(strangers[:5])}")
+        return {
+            places.get(key, key): lambda key=key: self._file.get_tensor(key)  # type: ignore[misc]
+            for key in self.shapes
+        }
+
+
+def _config_directory(adapter: Path) -> Path:
+    for directory in (adapter, adapter.parent):
+        if (directory / ADAPTER_CONFIG).is_file():
+            return directory
+    raise CheckpointError(
+        f"{adapter} holds no {ADAPTER_CONFIG}, which says what the adapter is",
+        hint="give a directory that save_model or PEFT wrote, or a checkpoint of Trainer's",
+    )
+
+
+def _skeleton(base: Path, adapter: Path, weights: _Adapter) -> nn.Module:
+    """The PEFT model on the meta device."""
+    transformers, peft = _import("transformers", "hf"), _import("peft", "sft")
+    config = transformers.AutoConfig.from_pretrained(base)
+    adapter_config = peft.PeftConfig.from_pretrained(str(adapter))
+    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+    cls = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+    make = getattr(cls, "_from_config", None) or cls.from_config
+    with meta_parameters():
+        model: Any = make(config, dtype=getattr(config, "dtype", None) or torch.float32)
+        rows = _table_rows(weights, model.get_input_embeddings().weight.shape)
+        if rows is not None:
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        adapter_config.inference_mode = False
+        skeleton: nn.Module = peft.get_peft_model(model, adapter_config, low_cpu_mem_usage=True)
+    return skeleton
+
+
+def _table_rows(weights: _Adapter, shape: torch.Size) -> int | None:
+    """Rows of the embeddings in the adapter, if they were resized."""
+    tables = [
+        found
+        for name, found in weights.shapes.items()
+        if len(found) == 2 and found[1] == shape[1] and name.endswith(".weight") and "lora_" not in name
+        and any(part.startswith(("embed", "lm_head", "wte", "shared")) for part in name.split("."))
+    ]  # fmt: skip
+    return next((found[0] for found in tables if found[0] != shape[0]), None)
+
+
+def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[str, str]:
+    """By the model's name for a tensor, the one it has on disk: with the prefix of its base model or without."""
+    prefix = getattr(base, "base_model_prefix", "")
+    known = {
+        ".".join(part for part in clean_name(name).split(".") if part not in _WRAPPING)
+        for name in base.state_dict()
+    }  # fmt: skip
+    found = {}
+    for key in on_disk:
+        for name in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
+            if name in known:
+                found[name] = key
+                break
+    return found
+
+
+def _import(package: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise MissingExtraError(package, extra=extra, purpose="merging an adapter") from None
