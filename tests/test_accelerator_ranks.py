@@ -604,3 +604,85 @@ def test_training_goes_on_while_the_state_is_saved(tmp_path: Path) -> None:
         assert found.manifest is not None
         extra: Any = found.manifest.states["extra"]
         assert extra["config"]["sharding"]["strategy"] == "FULL_SHARD"
+
+
+# -- positions over world sizes ---------------------------------------------------------------------------------------
+
+
+class _Ids(Dataset[torch.Tensor]):
+    """Samples that are their own number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class _Stub(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def _position(directory: str, kind: str, steps: int, resumed: bool) -> list[int]:
+    """Ids of the samples that all ranks used together."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    torch.manual_seed(3)
+    accelerator = Accelerator(cpu=True)
+    make = StatefulDataLoader if kind == "stateful" else DataLoader
+    loader = make(_Ids(101), batch_size=3, shuffle=True)
+    _model, loader = accelerator.prepare(_Stub(), loader)
+    if resumed:
+        accelerator.load_state(f"{directory}/a")
+    used: list[int] = []
+    for batch in loader:
+        # the repetitions that fill up the last step of an epoch are left out, as for metrics
+        used += [int(x) for x in accelerator.gather_for_metrics(batch).flatten()]
+        steps -= 1
+        if steps == 0:
+            break
+    accelerator.save_state(f"{directory}/a")
+    return used
+
+
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_each_sample_once_although_the_world_size_changes(tmp_path: Path, kind: str) -> None:
+    """Two ranks, then three, then one, in one epoch."""
+    parts = [
+        run_ranks(_position, size, str(tmp_path), kind, steps, resumed)[0]
+        for size, steps, resumed in ((2, 5, False), (3, 4, True), (1, 0, True))
+    ]
+    assert [len(part) for part in parts] == [30, 36, 35]
+    assert sorted(itertools.chain(*parts)) == list(range(101))
+
+
+def _scaled(directory: str) -> list[float]:
+    accelerator = Accelerator(cpu=True)
+    scales = []
+    for scale in (512.0, 2.0):
+        model = accelerator.prepare(_Stub())
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=7)
+        accelerator.scaler.scale(torch.ones(()))
+        accelerator.step = int(scale)
+        if scale == 512.0:
+            accelerator.save_state(f"{directory}/a")
+        else:
+            accelerator.load_state(f"{directory}/a")
+        scales += [accelerator.scaler.get_scale(), float(accelerator.step)]
+        assert model is not None
+        accelerator.free_memory()
+        accelerator.step = 0
+    return scales
+
+
+def test_the_loss_scale_and_the_step_come_back(tmp_path: Path) -> None:
+    assert run_ranks(_scaled, 2, str(tmp_path)) == [[512.0, 512.0, 512.0, 512.0]] * 2

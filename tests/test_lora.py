@@ -195,3 +195,42 @@ def test_merging_in_memory(case: str) -> None:
         return
     for key, value in whole.state_dict().items():
         assert torch.equal(weights[key], value), key
+
+
+def whole_and_adapter(directory: Path, case: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The base model and the adapter, each in a directory of its own; returns what PEFT makes of them."""
+    build("qwen" if case in ("tied", "bias") else "llama").to(dtype).save_pretrained(directory / "base")
+    model = adapted(case, dtype)
+    model.peft_config["default"].base_model_name_or_path = str(directory / "base")
+    model.save_pretrained(directory / "adapter")
+    return model.merge_and_unload()
+
+
+@pytest.mark.filterwarnings("ignore:Model has:UserWarning", "ignore:Model with:UserWarning", "ignore:Setting `save")
+@pytest.mark.parametrize("case", [case for case in CASES if case != "two"])
+def test_fullshard_merge_is_bitwise_pefts(tmp_path: Path, case: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from typer.testing import CliRunner
+
+    from fullshard.cli.main import app
+
+    expected = whole_and_adapter(tmp_path, case)
+    words = ["merge", *(str(tmp_path / name) for name in ("base", "adapter", "merged")), "--max-shard-size", "20KB"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    compare_bitwise(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected)
+
+
+def test_fullshard_merge_of_a_trainers_checkpoint(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
+
+    whole_and_adapter(tmp_path, "plain")
+    run_ranks(interrupted, 2, str(tmp_path), "plain", "SHARDED_STATE_DICT")
+    for name, place in (("a", "checkpoint-4"), ("b", "checkpoint-4/training_state")):
+        with MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / place) as merged:
+            with merged.configuration() as config:
+                write_weights(merged, tmp_path / name, config_from=config, needs_config=True)
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
+    compare_bitwise(first, second)

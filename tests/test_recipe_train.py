@@ -140,7 +140,9 @@ def test_killed_rank_then_resume_equals_the_whole_run(whole: tuple[Path, str], i
 
     The run that is killed saves in the background, the whole one did not.
     """
-    killed_at = _kill_a_rank(_command(inputs, tmp_path, "--async-save"), tmp_path / "metrics.jsonl", after_step=SAVE_EVERY + 2)
+    killed_at = _kill_a_rank(
+        _command(inputs, tmp_path, "--async-save"), tmp_path / "metrics.jsonl", after_step=SAVE_EVERY + 2
+    )
     assert killed_at < STEPS
     done = _train(inputs, tmp_path)
     assert done.returncode == 0, done.stderr

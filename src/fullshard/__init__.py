@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, accelerate
     from fullshard.api.planning import plan_model
+    from fullshard.api.planning import plan_model as plan
     from fullshard.checkpoint import from_pretrained
     from fullshard.engine import (
         CPUOffloadPolicy,

@@ -39,6 +39,7 @@ class MergedModel:
         base: the model without adapters: its class and configuration are those of the result.
         sources: the tensors of the result, in its order, under the names it has for them. The tensor inside is the
             model's own where the adapters leave it as it is, else a stand-in on the meta device.
+        prefix: what comes before a name of the base in the PEFT model.
         ties_embeddings: whether input and output embeddings are one tensor in the result.
 
     Raises:
@@ -59,6 +60,7 @@ class MergedModel:
         self._layers: dict[int, list[nn.Module]] = {}
         self._last: tuple[list[nn.Module], dict[str, torch.Tensor]] = ([], {})
         self._paths: dict[int, str] = {}
+        self.prefix = next(f"{path}." for path, module in model.named_modules() if module is self.base)
         self.sources = self._find_sources()
 
     def parts(self, source: LocalTensor) -> list[torch.Tensor]:
@@ -86,6 +88,10 @@ class MergedModel:
                 results |= dict(_named_tensors(unloaded, self._paths[id(layer)]))
             self._last = (layers, results)
         return self._last[1][source.name]
+
+    def is_changed(self, source: LocalTensor) -> bool:
+        """Whether adapters are at work in a tensor of the result."""
+        return id(source.tensor) in self._layers
 
     @property
     def ties_embeddings(self) -> bool:
@@ -164,14 +170,11 @@ def merge_adapters(model: nn.Module) -> None:
             _keep_own(layer.get_base_layer().get_parameter(name), value)  # type: ignore[operator]
             done[id(layer)] = layer
     for layer in done.values():
-        layer.merged_adapters = [  # type: ignore[assignment]
-            name
-            for name in layer.active_adapters
-            if name in layer._get_available_adapters()  # type: ignore[union-attr, operator]
-        ]
+        one: Any = layer
+        one.merged_adapters = [name for name in one.active_adapters if name in one._get_available_adapters()]
 
 
-def use_sharded_merge(model: nn.Module) -> None:
+def use_sharded_merge(model: Any) -> None:
     """Have PEFT's `merge_adapter` and `merge_and_unload`, which know nothing of slices, merge a sharded model right."""
     model.merge_adapter = MethodType(_merge_adapter, model)
     model.merge_and_unload = MethodType(_merge_and_unload, model)

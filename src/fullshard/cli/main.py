@@ -7,9 +7,11 @@ import sys
 import typer
 
 from fullshard import __version__
+from fullshard.cli.ckpt import app as ckpt
 from fullshard.cli.config import app as config
 from fullshard.cli.doctor import doctor
 from fullshard.cli.launch import RawCommand, launch
+from fullshard.cli.merge import merge
 from fullshard.cli.plan import plan
 from fullshard.cli.simulate import simulate
 from fullshard.cli.train import train
@@ -29,9 +31,11 @@ app = typer.Typer(
 )
 app.command("launch", cls=RawCommand, help=launch.__doc__)(launch)
 app.command("train", help=train.__doc__)(train)
+app.command("merge", help=merge.__doc__)(merge)
 app.command("plan", help=plan.__doc__)(plan)
 app.command("simulate", help=simulate.__doc__)(simulate)
 app.add_typer(config, name="config")
+app.add_typer(ckpt, name="ckpt")
 app.command("doctor", help=doctor.__doc__)(doctor)
 
 

@@ -1,0 +1,39 @@
+"""`fullshard merge`: an adapter into its base model, offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def merge(
+    base: Annotated[str, typer.Argument(help="The model the adapter was trained on: a directory or a hub name.")],
+    adapter: Annotated[
+        Path, typer.Argument(help="The adapter: a directory of PEFT's, or a checkpoint of Trainer's that holds one.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Directory to create. It appears when it is complete.")],
+    *,
+    dtype: Annotated[
+        str | None, typer.Option(help="Store floating-point weights as this: float32, bfloat16, float16.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Bytes of tensors per file, such as 5GB or 5GiB.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+) -> None:
+    """Merge a LoRA adapter into its base model. Holds one layer and the adapter, whatever the model's size."""
+    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
+    from fullshard.checkpoint.pretrained import model_directory
+
+    source = HuggingFaceSource(model_directory(base))
+    with MergedSource(source, adapter) as merged, merged.configuration() as configuration:
+        write_weights(
+            merged,
+            output,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            config_from=configuration,
+            needs_config=True,
+            overwrite=overwrite,
+        )
+    typer.echo(f"wrote {output}")
