@@ -229,8 +229,10 @@ def test_fullshard_merge_of_a_trainers_checkpoint(tmp_path: Path) -> None:
     whole_and_adapter(tmp_path, "plain")
     run_ranks(interrupted, 2, str(tmp_path), "plain", "SHARDED_STATE_DICT")
     for name, place in (("a", "checkpoint-4"), ("b", "checkpoint-4/training_state")):
-        with MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / place) as merged:
-            with merged.configuration() as config:
-                write_weights(merged, tmp_path / name, config_from=config, needs_config=True)
+        with (
+            MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / place) as merged,
+            merged.configuration() as config,
+        ):
+            write_weights(merged, tmp_path / name, config_from=config, needs_config=True)
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
     compare_bitwise(first, second)
