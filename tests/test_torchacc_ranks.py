@@ -118,7 +118,7 @@ def test_the_example_runs_under_torchrun() -> None:
     assert "/128" in done.stderr, "tqdm shows the length of this rank's loader"
 
 
-# -- a script in the seed's words -------------------------------------------------------------------------------
+# -- a script as published   -------------------------------------------------------------------------------
 
 
 class Growing(nn.Module):
