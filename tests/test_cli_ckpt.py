@@ -143,6 +143,22 @@ def test_import_options(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
+def test_several_models_in_one_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """Parts are proved together, counted as one, and opened one by one."""
+    for step in (1, 2):
+        for part in range(2):
+            shutil.copytree(saved, tmp_path / f"step-{step}" / f"part_{part}")
+    assert _run("verify", tmp_path / "step-1").stdout.count("is whole") == 2
+    with pytest.raises(CheckpointError, match=r"did you mean .*part_1"):
+        _run("inspect", tmp_path / "step-1")
+    assert _run("inspect", tmp_path / "step-1" / "part_0").exit_code == 0
+    assert "1 whole checkpoints are kept" in _run("prune", tmp_path, "--keep", 1).stdout
+    (kept,) = tmp_path.iterdir()
+    (kept / "part_1" / "manifest.json").write_text("{}")
+    assert _run("verify", kept).exit_code == 1
+    assert "left alone" in _run("prune", tmp_path, "--keep", 1).stdout
+
+
 def test_prune(tmp_path: Path) -> None:
     for step in range(1, 6):
         save_checkpoint(tmp_path / f"step-{step}", model=nn.Linear(2, 2), extra={"step": step})

@@ -31,11 +31,7 @@ def latest_checkpoint(root: str | Path, *, thorough: bool = False) -> Path | Non
         Its path, or None if there is none.
     """
     for directory, parts in _newest_first(Path(root)):
-        problems = [
-            problem
-            for part, manifest in parts
-            for problem in (verify_checkpoint(part).problems if thorough else quick_problems(part, manifest))
-        ]
+        problems = _problems(parts, thorough=thorough)
         if not problems:
             return directory
         logger.warning("skipping checkpoint %s: %s (%d problems)", directory, problems[0], len(problems))
@@ -89,21 +85,18 @@ def prune(root: Path, *, keep: int, thorough: bool = False, dry_run: bool = Fals
     for directory in sorted(path for path in root.iterdir() if path.is_dir()):
         if directory.name.startswith((TEMP_PREFIX, OLD_PREFIX)):
             damaged.append((directory, "left by a save that was killed, or a save under way"))
-        elif (directory / MANIFEST_NAME).exists():
-            found = verify_checkpoint(directory) if thorough else None
-            try:
-                manifest = read_manifest(directory)
-                problems = list(found.problems) if found else quick_problems(directory, manifest)
-            except CheckpointError as error:
-                problems = [str(error)]
-            if problems:
-                damaged.append((directory, problems[0]))
-            else:
-                whole.append((manifest.saved_at, directory))
-        elif any(directory.glob("model-rank*.safetensors")):
+            continue
+        try:
+            parts = _parts(directory)
+            problems = _problems(parts, thorough=thorough)
+        except CheckpointError as error:
+            parts, problems = [], [str(error)]
+        if problems:
+            damaged.append((directory, problems[0]))
+        elif parts:
+            whole.append((parts[0][1].saved_at, directory))
+        elif _looks_like_one(directory):
             damaged.append((directory, f"it has no {MANIFEST_NAME}"))
-        elif any(directory.glob(f"*/{MANIFEST_NAME}")):
-            damaged.append((directory, "it holds checkpoints itself"))
     newest_first = [directory for _, directory in sorted(whole, reverse=True)]
     for directory in [] if dry_run else reversed(newest_first[keep:]):
         remove_directory(directory)
@@ -116,17 +109,34 @@ def _newest_first(root: Path) -> list[tuple[Path, list[tuple[Path, Manifest]]]]:
     for directory in sorted(root.iterdir()) if root.is_dir() else []:
         if directory.name.startswith(TEMP_PREFIX) or not directory.is_dir() or _is_superseded(directory):
             continue
-        parts = [directory, *sorted(directory.glob(f"{PART_PREFIX}*"))]
-        parts = [part for part in parts if (part / MANIFEST_NAME).exists()]
-        if not parts:
-            if any(directory.glob("model-rank*.safetensors")):
-                logger.warning("skipping checkpoint %s: it has no %s", directory, MANIFEST_NAME)
-            continue
         try:
-            found.append((directory, [(part, read_manifest(part)) for part in parts]))
+            parts = _parts(directory)
         except CheckpointError as error:
             logger.warning("skipping checkpoint %s: %s", directory, error)
+            continue
+        if parts:
+            found.append((directory, parts))
+        elif _looks_like_one(directory):
+            logger.warning("skipping checkpoint %s: it has no %s", directory, MANIFEST_NAME)
     return sorted(found, key=lambda item: item[1][0][1].saved_at, reverse=True)
+
+
+def _parts(directory: Path) -> list[tuple[Path, Manifest]]:
+    """The checkpoint in a directory, or one per model; none if it holds none. Raises if a manifest is damaged."""
+    places = [directory, *sorted(directory.glob(f"{PART_PREFIX}*"))]
+    return [(place, read_manifest(place)) for place in places if (place / MANIFEST_NAME).exists()]
+
+
+def _problems(parts: list[tuple[Path, Manifest]], *, thorough: bool) -> list[str]:
+    return [
+        problem
+        for part, manifest in parts
+        for problem in (verify_checkpoint(part).problems if thorough else quick_problems(part, manifest))
+    ]
+
+
+def _looks_like_one(directory: Path) -> bool:
+    return any(directory.glob("model-rank*.safetensors"))
 
 
 def _is_superseded(directory: Path) -> bool:

@@ -232,6 +232,10 @@ class _Load:
                     world_size,
                 )
             return
+        if not any(name.startswith("rng/") for name in stored):
+            if self.rank == 0:
+                logger.warning("random number generators are not restored: the checkpoint holds none")
+            return
         for name in restore_rng(stored, device_of(self.model)):
             logger.warning("the random number generator of %r is not restored: other kind of device", name)
 
@@ -264,18 +268,31 @@ class _Load:
                 name = self._primary[local.name]
                 records = self.manifest.optimizer.state.get(name)
                 if records is not None:
-                    state = {k: self._allocate(name, k, r, local, on_device=on_device) for k, r in records.items()}
+                    there = optimizer.state.get(parameter, {})
+                    state = {
+                        key: self._allocate(name, key, record, local, there.get(key), on_device=on_device)
+                        for key, record in records.items()
+                    }
                     self._state.append((parameter, state))
 
     def _allocate(
-        self, name: str, key: str, record: StateTensorRecord | StateValueRecord, local: LocalTensor, *, on_device: bool
+        self,
+        name: str,
+        key: str,
+        record: StateTensorRecord | StateValueRecord,
+        local: LocalTensor,
+        there: Any,
+        *,
+        on_device: bool,
     ) -> Any:
+        """A value of optimizer state that is to be read: what is `there` if it fits, for fresh memory takes time."""
         if isinstance(record, StateValueRecord):
             return decode_value(record.value, {})
         dtype = torch_dtype(DTYPES[record.dtype][0])
         if record.layout == "interval":
             # with the strides of the parameter: fused optimizers walk both through memory without looking at them
-            tensor = torch.empty_like(local.tensor.detach(), dtype=dtype)
+            like = local.tensor.detach()
+            tensor = there if _is_alike(there, like, dtype) else torch.empty_like(like, dtype=dtype)
             interval = local.interval
         else:
             # torch wants the step count on the device for fused and capturable optimizers, else wherever it was
@@ -339,6 +356,17 @@ class Readers:
             self[name].read_into(stored.start, tensor_bytes(tensor))
             result[key] = tensor
         return result
+
+
+def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a value is a tensor like `like` but for its dtype, which is `dtype`."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype == dtype
+        and value.device == like.device
+        and value.shape == like.shape
+        and value.stride() == like.stride()
+    )
 
 
 @torch.no_grad()

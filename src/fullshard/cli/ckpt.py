@@ -79,14 +79,19 @@ def verify(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of ours.")], *, as_json: _Json = False
 ) -> None:
     """Read every byte and prove it. Exit code 0: whole; 1: damaged, with all that is wrong."""
+    from fullshard.checkpoint.format import PART_PREFIX
     from fullshard.checkpoint.verify import verify_checkpoint
 
-    found = verify_checkpoint(checkpoint)
+    parts = sorted(path for path in checkpoint.glob(f"{PART_PREFIX}*") if path.is_dir()) or [checkpoint]
+    found = [verify_checkpoint(part) for part in parts]
+    is_valid = all(one.is_valid for one in found)
     if as_json:
-        typer.echo(json.dumps({"path": str(checkpoint), "valid": found.is_valid, "problems": found.problems}, indent=2))
+        problems = [problem for one in found for problem in one.problems]
+        typer.echo(json.dumps({"path": str(checkpoint), "valid": is_valid, "problems": problems}, indent=2))
     else:
-        typer.echo(str(found))
-    if not found.is_valid:
+        for one in found:
+            typer.echo(str(one))
+    if not is_valid:
         raise typer.Exit(DIFFERENT)
 
 
