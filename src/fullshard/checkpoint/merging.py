@@ -55,7 +55,7 @@ class MergedModel:
                 hint="save them alone, with save_model",
             )
         check()
-        locals_ = [*local_parameters(self.base, rank=0), *local_buffers(self.base, rank=0)]
+        locals_ = [*local_parameters(self.base, rank=0, on_meta=True), *local_buffers(self.base, rank=0)]
         self._local = {id(local.tensor): local for local in locals_}
         self._layers: dict[int, list[nn.Module]] = {}
         self._last: tuple[list[nn.Module], dict[str, torch.Tensor]] = ([], {})

@@ -38,7 +38,7 @@ TEMP_PREFIX, OLD_PREFIX = ".tmp-", ".old-"
 _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
 _HEADER_ALIGNMENT = 8
 _BLOCK_NBYTES = 256 * 2**10
-"""Bytes written at a time: small enough to stay in a core's cache until they are summed."""
+"""Bytes written or read at a time: small enough to stay in a core's cache until they are summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,8 @@ class TensorFileReader:
     def __init__(self, path: Path, record: FileRecord, *, chunk_nbytes: int, save_id: str) -> None:
         self.path = path
         self._record, self._chunk_nbytes, self._save_id = record, chunk_nbytes, save_id
-        self._cached = (-1, b"")
+        self._cached = -1
+        self._kept: Bytes = np.empty(0, dtype=np.uint8)
         if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
             raise CheckpointError(problem)
         self._file = path.open("rb", buffering=0)
@@ -207,13 +208,19 @@ class TensorFileReader:
         return stored
 
     def read_into(self, start: int, out: Bytes) -> None:
-        """Fill `out` with the bytes of the file from `start` on."""
+        """Fill `out` with the bytes of the file from `start` on; if they are damaged, it holds nothing of use."""
         filled = 0
         while filled < out.nbytes:
             index, offset = divmod(start + filled, self._chunk_nbytes)
-            chunk = self._chunk(index)[offset : offset + out.nbytes - filled]
-            out[filled : filled + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
-            filled += len(chunk)
+            rest = out[filled:]
+            if offset == 0 and index != self._cached and 0 < self._size(index) <= rest.nbytes:
+                part = rest[: self._size(index)]
+                self._read_chunk(index, part)
+            else:
+                chunk = self._chunk(index)[offset : offset + rest.nbytes]
+                part = rest[: chunk.nbytes]
+                part[:] = chunk
+            filled += part.nbytes
 
     def damaged_chunks(self) -> Iterator[tuple[int, int]]:
         """Byte ranges of all chunks that fail their checksum."""
@@ -223,23 +230,44 @@ class TensorFileReader:
             if google_crc32c.value(data) != self._record.crc32c[index]:
                 yield start, start + len(data)
 
-    def _chunk(self, index: int) -> bytes:
+    def _size(self, index: int) -> int:
+        """Bytes of chunk `index`; none or less if the file ends before it."""
+        return min(self._chunk_nbytes, self._record.nbytes - index * self._chunk_nbytes)
+
+    def _chunk(self, index: int) -> Bytes:
         """Chunk `index`, checked. The last one is kept, because small neighbours share a chunk."""
-        if self._cached[0] == index:
-            return self._cached[1]
+        if self._cached != index:
+            if self._size(index) <= 0:
+                start = index * self._chunk_nbytes
+                raise CheckpointError(f"{self.path} ends at byte {self._record.nbytes}, byte {start} was asked for")
+            if self._kept.nbytes == 0:
+                self._kept = np.empty(min(self._chunk_nbytes, self._record.nbytes), dtype=np.uint8)
+            self._cached = -1
+            self._read_chunk(index, self._kept[: self._size(index)])
+            self._cached = index
+        return self._kept[: self._size(index)]
+
+    def _read_chunk(self, index: int, out: Bytes) -> None:
+        """Fill `out` with all of chunk `index`, block by block, and check it."""
         start = index * self._chunk_nbytes
-        if start >= self._record.nbytes:
-            raise CheckpointError(f"{self.path} ends at byte {self._record.nbytes}, byte {start} was asked for")
-        data = self._pread(start, min(self._chunk_nbytes, self._record.nbytes - start))
-        got, expected = google_crc32c.value(data), self._record.crc32c[index]
+        got = at = 0
+        while at < out.nbytes:
+            block = out[at : at + _BLOCK_NBYTES]
+            try:
+                nbytes = os.preadv(self._file.fileno(), [block.data], start + at)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read at byte {start + at}: {error.strerror}") from error
+            if not nbytes:
+                raise CheckpointError(f"{self.path} ended at byte {start + at} while it was read")
+            got = google_crc32c.extend(got, block[:nbytes])
+            at += nbytes
+        expected = self._record.crc32c[index]
         if got != expected:
             raise CheckpointError(
-                f"{self.path} is damaged between bytes {start} and {start + len(data)}: crc32c is {got:08x}, expected "
+                f"{self.path} is damaged between bytes {start} and {start + out.nbytes}: crc32c is {got:08x}, expected "
                 f"{expected:08x}{self._foreign_save()}",
                 hint="use an older checkpoint; latest_checkpoint(parent, thorough=True) finds the newest intact one",
             )
-        self._cached = (index, data)
-        return data
 
     def _pread(self, start: int, nbytes: int) -> bytes:
         """`nbytes` bytes from `start` on. Raises `CheckpointError` if the disk gives fewer."""

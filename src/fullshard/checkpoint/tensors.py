@@ -58,18 +58,18 @@ def rest(model: nn.Module) -> None:
         unit.reshard()
 
 
-def local_parameters(model: nn.Module, *, rank: int) -> list[LocalTensor]:
+def local_parameters(model: nn.Module, *, rank: int, on_meta: bool = False) -> list[LocalTensor]:
     """All parameters in definition order, each once. `model` is at rest.
 
     Raises:
-        CheckpointError: a parameter on the meta device.
+        CheckpointError: a parameter on the meta device, unless `on_meta` allows it.
     """
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(clean_name(path))
     result = []
     for parameter, names in found.values():
-        if parameter.is_meta:
+        if parameter.is_meta and not on_meta:
             raise CheckpointError(f"parameter {names[0]!r} is on the meta device", hint="initialise it first")
         unique = tuple(dict.fromkeys(names))
         if isinstance(parameter, ShardedParameter):

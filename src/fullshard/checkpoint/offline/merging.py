@@ -51,7 +51,7 @@ class MergedSource(Source):
     def __init__(self, base: Source, adapter: Path) -> None:
         self.path, self._base, self._adapter = base.path, base, Path(adapter)
         directory = _config_directory(self._adapter)
-        weights = _Adapter(self._adapter)
+        weights = self._weights = _Adapter(self._adapter)
         self._model = _skeleton(base.path, directory, weights)
         self._merged = MergedModel(self._model)
         self._values = weights.by_model_name(self._model)
@@ -95,8 +95,9 @@ class MergedSource(Source):
             yield directory
 
     def close(self) -> None:
-        """Close the base's files."""
+        """Close all files."""
         self._base.close()
+        self._weights.close()
 
     def _is_changed(self, source: Any) -> bool:
         if self._merged.is_changed(source):
@@ -153,6 +154,11 @@ class _Adapter:
         self._native = NativeSource(state)
         records: Mapping[str, TensorRecord] = self._native.contents.parameters
         self.shapes = {name: record.shape for name, record in records.items() if record.is_stored}
+
+    def close(self) -> None:
+        """Close a checkpoint's files; a file of safetensors is mapped, and held by nothing else."""
+        if self._native is not None:
+            self._native.close()
 
     def by_model_name(self, model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
         """A function per tensor that reads it, by the name it has in the PEFT model."""
