@@ -439,7 +439,7 @@ print(*seen)
 """
 
 
-@pytest.mark.parametrize("scenario", ["retain", "overwrite"])
+@pytest.mark.parametrize("scenario", ["retain", pytest.param("overwrite", marks=pytest.mark.full)])
 def test_killed_at_every_step_of_a_save(tmp_path: Path, scenario: str) -> None:
     """SIGKILL before each file operation in turn: there is always one whole checkpoint, the old or the new one."""
     command = [sys.executable, "-c", _CRASHES, str(tmp_path), scenario]

@@ -82,7 +82,8 @@ def test_two_hosts_train_together_and_listen_on_one_address(hosts: tuple[str, st
     assert not [pid for pid in pids if alive(pid)]
 
 
-@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [1, 0])
 def test_a_host_that_is_gone_ends_the_other(hosts: tuple[str, str], job: Path, killed: int) -> None:
     first = started(*_command(hosts[0], job, 1000, 0.1), cwd=job)
     second = started(*_command(hosts[1], job, 1000, 0.1), cwd=job)
