@@ -42,6 +42,26 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
+@pytest.mark.parametrize("name", ["launch", "plan", "ckpt"])
+def test_a_command_imports_its_own_module_alone(name: str) -> None:
+    code = (
+        "import sys\n"
+        "from fullshard.cli.main import app\n"
+        "try: app()\n"
+        "finally: print('OWN', sorted(m for m in sys.modules if m.startswith('fullshard.cli.')))"
+    )
+    done = _python(code, name, "--help")
+    assert done.returncode == 0, done.stderr
+    own = sorted({"fullshard.cli.main", "fullshard.cli.options", f"fullshard.cli.{name}"})
+    assert done.stdout.splitlines()[-1] == f"OWN {own}"
+
+
+def test_a_wrong_command_gets_a_suggestion() -> None:
+    done = _fullshard("lanch")
+    assert done.returncode == 2
+    assert "'launch'" in done.stderr
+
+
 def test_import_loads_no_torch() -> None:
     done = _python("import sys, fullshard; dir(fullshard); print('torch' in sys.modules)")
     assert done.stdout.strip() == "False"

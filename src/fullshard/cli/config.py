@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.cli.launch import RawCommand, read_sources
-from fullshard.config.flags import parse
+from fullshard.cli.options import RawCommand
 from fullshard.core.errors import ConfigError
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -101,7 +100,9 @@ def explain(context: typer.Context) -> None:
 
     fullshard config explain [FILE] [--json] [flags of `fullshard launch`]
     """
+    from fullshard.cli.launch import read_sources
     from fullshard.config.explain import explain as explained
+    from fullshard.config.flags import parse
     from fullshard.config.resolve import resolve
 
     line = parse(_with_file_as_flag([argument for argument in context.args if argument != "--json"]))
@@ -124,6 +125,8 @@ def explain(context: typer.Context) -> None:
 
 def _with_file_as_flag(arguments: list[str]) -> list[str]:
     """The command line of `explain` as one of `launch`, which stops at the first word that is no flag."""
+    from fullshard.config.flags import parse
+
     line = parse(arguments)
     if line.target is None:
         return arguments

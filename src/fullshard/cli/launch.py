@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from fullshard.config.dialect import Reading, Setting, Status
 from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, parse
@@ -27,15 +26,6 @@ from fullshard.launch.slurm import read_allocation
 from fullshard.launch.streams import StreamPlan
 
 _PER_JOB = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_id")
-
-
-class RawCommand(TyperCommand):
-    """A command that takes its arguments as they are: flags come from the dialects, and the script has its own."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leave everything in `ctx.args`."""
-        ctx.args = list(args)
-        return []
 
 
 def launch(context: typer.Context) -> None:

@@ -1,14 +1,26 @@
-"""Command-line options made from the fields of a pydantic model, so that each setting is described once."""
+"""Where command-line options come from: the fields of a pydantic model, described once; or, raw, the command itself."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+class RawCommand(TyperCommand):
+    """A command that takes its arguments as they are: flags come from the dialects, and the script has its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leave everything in `ctx.args`."""
+        ctx.args = list(args)
+        return []
 
 
 def options_from(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fullshard.config.schema import RunConfig, suggestion
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.plan.layout import Dtypes
 from fullshard.plan.schedule import ScheduleOptions
+
+if TYPE_CHECKING:
+    from fullshard.config.schema import RunConfig
 
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "sgd", "sgd-momentum", "none"]
 Method = Literal["full", "lora", "qlora"]
@@ -76,6 +78,8 @@ class Job(BaseModel):
         """
         for name in values:
             if name not in cls.model_fields:
+                from fullshard.config.schema import suggestion  # a fifth of the start-up time
+
                 raise ConfigError(f"unknown setting {name!r} of a plan", hint=suggestion(name, cls.model_fields))
         try:
             return cls(**values)

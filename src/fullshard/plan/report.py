@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.config.schema import (
-    CheckpointConfig,
-    LaunchConfig,
-    PrecisionConfig,
-    RunConfig,
-    ShardingConfig,
-    TrainingConfig,
-)
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import GIB, format_count, format_nbytes
 from fullshard.plan.evaluate import Change, Plan, notes_of
 from fullshard.plan.memory import CATEGORIES
+
+if TYPE_CHECKING:
+    from fullshard.config.schema import RunConfig
 
 
 def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
@@ -162,6 +157,8 @@ def as_run_config(plan: Plan) -> RunConfig:
     Raises:
         ConfigError: the plan needs something this engine does not have.
     """
+    from fullshard.config.schema import LaunchConfig, PrecisionConfig, RunConfig, ShardingConfig, TrainingConfig
+
     job = plan.job
     if job.checkpointing == "selective":
         raise ConfigError("selective checkpointing cannot be launched", hint="plan with checkpointing none or full")
@@ -183,5 +180,4 @@ def as_run_config(plan: Plan) -> RunConfig:
         ),
         precision=PrecisionConfig(mode=job.precision, reduce_dtype=job.reduce_dtype),
         training=TrainingConfig(gradient_accumulation_steps=job.accumulation),
-        checkpoint=CheckpointConfig(),
     )
