@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import fullshard
-from fullshard.api.plan_check import PlanCheck
+from fullshard.api.plan_check import Difference, PlanCheck, planned_optimizer
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.engine import shard_model
 from fullshard.plan.evaluate import evaluate
@@ -65,7 +65,7 @@ def test_a_model_shows_what_is_trained() -> None:
         fullshard.plan(model, "2xA100", method="lora")
 
 
-def train_with_check(strategy: str, accumulation: int, planned_accumulation: int) -> list[tuple[str, int, int]]:
+def train_with_check(strategy: str, accumulation: int, planned_accumulation: int) -> list[tuple[str, int | None, int]]:
     torch.manual_seed(0)
     model = build()
     shard_model(model, unit_modules=unit_modules(model), strategy=strategy)
@@ -101,3 +101,18 @@ def test_a_job_that_does_not() -> None:
     for found in run_ranks(train_with_check, 2, "FULL_SHARD", 3, 1):
         wrong = {category for category, planned, got in found if got != planned}
         assert wrong == {"events", "sent to unshard", "sent to reduce"}
+
+
+def test_optimizers_are_known_by_what_they_keep() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    kinds = {
+        "adamw": torch.optim.AdamW(weights),
+        "adamw-fused": torch.optim.Adam(weights, fused=True),
+        "sgd": torch.optim.SGD(weights, lr=0.1),
+        "sgd-momentum": torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+        None: torch.optim.AdamW(weights, amsgrad=True),
+    }
+    for kind, optimizer in kinds.items():
+        assert planned_optimizer(optimizer) == kind
+    assert planned_optimizer(torch.optim.RMSprop(weights)) is None
+    assert str(Difference("optimizer state", None, 1024)) == "optimizer state: not planned, found 1.0 KiB"

@@ -17,13 +17,14 @@ in float32; units are found without being told; a checkpoint is complete or not 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -51,6 +52,9 @@ from fullshard.config.schema import ShardingConfig
 from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
 from fullshard.engine import clip_grad_norm_, clip_grad_value_, no_sync, repoint
 from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS, run_on_main
+
+if TYPE_CHECKING:
+    from fullshard.api.plan_check import PlanWatch
 
 _REFUSED = {
     "deepspeed_plugin": "there is one engine here; SHARD_GRAD_OP is ZeRO-2 and FULL_SHARD is ZeRO-3",
@@ -164,6 +168,7 @@ class Accelerator(Gathering):
         self._custom_objects: list[Any] = []
         self._saver = checkpoint.AsyncSaver()
         self._said_schedule = False
+        self._plan_watch = self._watch_plan() if self._config.training.check_plan else None
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that do not exist.
@@ -274,6 +279,7 @@ class Accelerator(Gathering):
                 repoint(optimizer.optimizer)
         if is_sharded(model) and not any(model is other for other in self._models):
             self._models.append(model)
+        self._check_plans()
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -298,6 +304,7 @@ class Accelerator(Gathering):
             clipping=self._config.training.gradient_clipping,
         )
         self._optimizers.append(prepared)
+        self._check_plans()
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -544,6 +551,22 @@ class Accelerator(Gathering):
     def _say(self, message: str) -> None:
         if self.is_main_process:
             print(f"fullshard: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- start-up lines, once
+
+    def _watch_plan(self) -> PlanWatch:
+        from fullshard.api.plan_check import PlanWatch  # the planner is not imported where nothing is planned
+        from fullshard.plan.job import Job
+
+        watch = PlanWatch(Job.from_run(self._config, accumulation=self._micro_batches_per_step), self._say)
+        atexit.register(watch.close)
+        return watch
+
+    @property
+    def _micro_batches_per_step(self) -> int:
+        return self.gradient_accumulation_steps
+
+    def _check_plans(self) -> None:
+        if self._plan_watch is not None:
+            self._plan_watch.watch(self._models, [optimizer.optimizer for optimizer in self._optimizers])
 
     def _state_dict_type(self) -> str:
         """What `save_state` writes: SHARDED_STATE_DICT, or FULL_STATE_DICT for the whole weights besides."""

@@ -4,14 +4,16 @@
     ...                                     # three steps of training
     print(check.report())
 
-The model shows its own layout; the job says what the model does not (accumulation, optimizer).
+The model shows its own layout; the job says what the model does not (accumulation, optimizer). `PlanWatch` does this
+for whatever an `Accelerator` prepares, and says what it found: `fullshard launch --check_plan`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,20 +30,37 @@ from fullshard.plan.memory import STATE_NBYTES
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import traffic_of
 
+AT_STEP = 3
+"""The optimizer step that is compared. The first has another schedule, and no optimizer state yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One category, as it was planned and as it is. Bytes, but for the events, which are counted."""
+    """One category, as it was planned and as it is. Bytes, but for the events, which are counted.
+
+    Attributes:
+        category: what is compared.
+        planned: None where the plan does not know, such as the state of an optimizer it has no formula for.
+        found: in this rank.
+        detail: where it begins, if that can be said.
+    """
 
     category: str
-    planned: int
+    planned: int | None
     found: int
+    detail: str = ""
+
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether there is nothing to report."""
+        return self.planned in (None, self.found)
 
     def __str__(self) -> str:
-        off = f" ({self.found / self.planned - 1:+.1%})" if self.planned else ""
-        if self.category == "events":
-            return f"events: planned {self.planned}, found {self.found}{off}"
-        return f"{self.category}: planned {format_nbytes(self.planned)}, found {format_nbytes(self.found)}{off}"
+        show = str if self.category == "events" else format_nbytes
+        if self.planned is None:
+            return f"{self.category}: not planned, found {show(self.found)}"
+        off = f" ({self.found / self.planned - 1:+.1%})" if self.planned and not self.is_as_planned else ""
+        return f"{self.category}: planned {show(self.planned)}, found {show(self.found)}{off}{self.detail}"
 
 
 class PlanCheck:
@@ -51,21 +70,34 @@ class PlanCheck:
         model: sharded; one event sink can listen, and it is this one until the step is over.
         optimizer: of its parameters.
         job: what was planned.
-        at_step: which optimizer step to look at, from 1. The first has another schedule, and no optimizer state yet.
+        at_step: which optimizer step to look at, from 1.
+        is_state_planned: False if `job.optimizer` stands for one that the planner does not know.
+        when_done: called with the report, within the step's `optimizer.step()`, before the update.
 
     Raises:
         LifecycleError: the model is not sharded.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, *, at_step: int = 3) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        job: Job,
+        *,
+        at_step: int = AT_STEP,
+        is_state_planned: bool = True,
+        when_done: Callable[[list[Difference]], None] | None = None,
+    ) -> None:
         units = units_of(model)
         if not units:
             raise LifecycleError(f"{type(model).__name__} is not sharded", hint="shard it before checking its plan")
-        self._units, self._optimizer, self._job, self._at_step = units, optimizer, job, at_step
+        self.model, self._units, self._optimizer, self._job = model, units, optimizer, job
+        self._at_step, self._is_state_planned, self._when_done = at_step, is_state_planned, when_done
         self._schedule = units[-1].schedule
         self._before = self._schedule.event_sink
-        self._steps = 0
+        self.steps = 0
         self._events: list[Event] = []
+        self._most_gathered = 0
         self._found: list[Difference] | None = None
         self._schedule.event_sink = self._receive
 
@@ -81,7 +113,7 @@ class PlanCheck:
             LifecycleError: the step is not over yet.
         """
         if self._found is None:
-            raise LifecycleError(f"step {self._at_step} is not over yet ({self._steps} steps so far)")
+            raise LifecycleError(f"step {self._at_step} is not over yet ({self.steps} steps so far)")
         return self._found
 
     def _receive(self, event: Event) -> None:
@@ -90,10 +122,16 @@ class PlanCheck:
         if self._found is not None:
             return
         self._events.append(event)
+        if self.steps == self._at_step - 1:
+            self._most_gathered = max(self._most_gathered, _gathered_nbytes(self._units))
         if event.kind is EventKind.OPTIMIZER_STEP:
-            self._steps += 1
-            if self._steps == self._at_step:
+            self.steps += 1
+            if self.steps == self._at_step:
                 self._found = self._compare()  # before the update: gradients are still there
+                if self._schedule.event_sink == self._receive:
+                    self._schedule.event_sink = self._before
+                if self._when_done is not None:
+                    self._when_done(self._found)
             self._events.clear()
 
     def _compare(self) -> list[Difference]:
@@ -102,9 +140,9 @@ class PlanCheck:
         planned, found = traffic_of(predicted, layout), traffic_of(self._events, layout)
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
         trained = [bucket for bucket in buckets if bucket.gradient is not None]
-        owned = sum(p.numel() for bucket in trained for p in bucket.sharded_parameters)
+        state, state_nbytes = self._optimizer_state(trained)
         return [
-            Difference("events", len(predicted), sum(a == b for a, b in zip(self._events, predicted, strict=False))),
+            _compare_events(predicted, self._events),
             Difference("sent to unshard", planned.gather_nbytes, found.gather_nbytes),
             Difference("sent to reduce", planned.reduce_nbytes, found.reduce_nbytes),
             Difference("sent between replicas", planned.replicate_nbytes, found.replicate_nbytes),
@@ -113,22 +151,122 @@ class PlanCheck:
                 sum(b.main_nbytes for b in layout.buckets),
                 sum(bucket.main.nbytes for bucket in buckets),
             ),
+            Difference("unsharded at once", _most_gathered(predicted, layout), self._most_gathered),
             Difference(
                 "gradients",
                 sum(b.layout.shard_numel for b in layout.buckets if b.trainable) * 4,
                 _storage_nbytes(p.grad for bucket in trained for p in bucket.sharded_parameters),
             ),
-            Difference(
-                "optimizer state",
-                round(owned * STATE_NBYTES[self._job.optimizer]),
-                _storage_nbytes(
-                    value
-                    for state in self._optimizer.state.values()
-                    for value in state.values()
-                    if isinstance(value, torch.Tensor) and value.ndim > 0
-                ),
-            ),
+            Difference("optimizer state", state, state_nbytes),
         ]
+
+    def _optimizer_state(self, trained: list[Bucket]) -> tuple[int | None, int]:
+        """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        own = [p for bucket in trained for p in bucket.sharded_parameters if id(p) in held]
+        planned = round(sum(p.numel() for p in own) * STATE_NBYTES[self._job.optimizer])
+        found = _storage_nbytes(
+            value
+            for parameter in own
+            for value in self._optimizer.state.get(parameter, {}).values()
+            if isinstance(value, torch.Tensor) and value.ndim > 0
+        )
+        return planned if self._is_state_planned else None, found
+
+
+class PlanWatch:
+    """Checks every pair of a model and an optimizer of its parameters, and says what it found.
+
+    Args:
+        job: what was planned, but for the optimizer, which is looked at.
+        say: called with a line for the user, on every rank.
+    """
+
+    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
+        self._job, self._say = job, say
+        self._checks: dict[tuple[int, int], PlanCheck] = {}
+
+    def watch(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Listen to the pairs that are not listened to yet.
+
+        Args:
+            models: sharded.
+            optimizers: as torch has them, re-pointed.
+        """
+        for model in models:
+            own = {id(p) for unit in units_of(model) for b in unit.buckets for p in b.sharded_parameters}
+            for optimizer in optimizers:
+                pair = (id(model), id(optimizer))
+                held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                if pair not in self._checks and own & held:
+                    self._checks[pair] = self._check(model, optimizer)
+
+    def _check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PlanCheck:
+        kind = planned_optimizer(optimizer)
+        job = self._job.model_copy(update={"optimizer": kind or "none"})
+
+        def say(found: list[Difference]) -> None:
+            title = f"check_plan: {type(model).__name__} with {type(optimizer).__name__}, step {AT_STEP}"
+            wrong = sum(not difference.is_as_planned for difference in found)
+            lines = [f"{title}: {f'{wrong} of {len(found)} categories differ' if wrong else 'as planned'}"]
+            self._say("\n  ".join([*lines, *map(str, found)]))
+
+        return PlanCheck(model, optimizer, job, is_state_planned=kind is not None, when_done=say)
+
+    def close(self) -> None:
+        """At the end of the run: say what was not compared, and why."""
+        if not self._checks:
+            self._say("check_plan: nothing was compared, because no optimizer of a sharded model was prepared")
+        for check in self._checks.values():
+            if not check.is_done:
+                steps = f"{check.steps} optimizer step{'' if check.steps == 1 else 's'}"
+                self._say(
+                    f"check_plan: {type(check.model).__name__}: nothing was compared, because the run ended after "
+                    f"{steps}; step {AT_STEP} is compared"
+                )
+
+
+def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+    """What the planner calls `optimizer`; None if it has no formula for its state."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd-momentum" if any(group["momentum"] for group in groups) else "sgd"
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and not any(group["amsgrad"] for group in groups):
+        return "adamw-fused" if any(group["fused"] for group in groups) else "adamw"
+    return "adamw-8bit" if name in ("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit") else None
+
+
+def _compare_events(planned: list[Event], found: list[Event]) -> Difference:
+    """How many come as planned, up to the first that does not."""
+    same = next(
+        (i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), min(map(len, (planned, found)))
+    )
+    if same == len(planned) == len(found):
+        return Difference("events", len(planned), same)
+    first, other = (
+        f"{e[same].kind} of {e[same].unit or 'the root'}" if same < len(e) else "the end" for e in (planned, found)
+    )
+    return Difference("events", len(planned), same, f"; after them {first} was planned, and {other} came")
+
+
+def _gathered_nbytes(units: list[Unit]) -> int:
+    """Bytes of unsharded parameters that exist right now."""
+    buckets = (bucket for unit in units for bucket in unit.buckets if not bucket.shares_main)
+    return sum(bucket.full.untyped_storage().nbytes() for bucket in buckets)
+
+
+def _most_gathered(events: list[Event], layout: ModelLayout) -> int:
+    """The same as planned, at the fullest event."""
+    nbytes = {unit.name: unit.gathered_nbytes for unit in layout.units}
+    now = most = 0
+    for event in events:
+        if event.kind is EventKind.UNSHARD_ISSUED:
+            now += nbytes[event.unit]
+        elif event.kind is EventKind.RESHARDED:
+            now -= nbytes[event.unit]
+        most = max(most, now)
+    return most
 
 
 def _storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:

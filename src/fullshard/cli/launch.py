@@ -117,7 +117,7 @@ def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
 
 
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
-    from fullshard.launch.bootstrap import TRAINER_HOOK
+    from fullshard.launch.bootstrap import CHECK_PLAN, TRAINER_HOOK
     from fullshard.launch.local import Hosts, Job, run_job
 
     gc.freeze()
@@ -134,6 +134,8 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
     with tempfile.TemporaryDirectory(prefix="fullshard-config-") as directory:
         variables = hand_over(plan.resolved.config, Path(directory) / "config.json")
         variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
+        if plan.resolved.config.training.check_plan:
+            variables[CHECK_PLAN] = "1"
         job = Job(
             command=plan.command,
             nproc=plan.per_host,

@@ -475,6 +475,9 @@ class TrainingConfig(_Settings):
     gradient_clipping: float | None = Field(default=None, gt=0)
     """Norm that the gradients of an optimizer are clipped to before its step. None: as the script does."""
 
+    check_plan: bool = False
+    """Whether the third step is compared with what `fullshard plan` says: events, bytes sent and held, by category."""
+
 
 class CheckpointConfig(_Settings):
     """What checkpoints hold."""

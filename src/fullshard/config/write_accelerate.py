@@ -63,6 +63,7 @@ _IN_THE_SCRIPT = {
     "sharding.activation_checkpointing_reentrant": "Accelerate has no such setting",
     "launch.rdzv_id": "Accelerate has no such setting",
     "checkpoint.async_save": "Accelerate has no such setting",
+    "training.check_plan": "Accelerate has no such setting",
 }
 _DYNAMO_BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "onnxrt", "tensorrt", "tvm")
 

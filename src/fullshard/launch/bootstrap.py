@@ -27,6 +27,9 @@ LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 """Set by the command line: the module whose `install()` is called when a script imports Transformers."""
 
+CHECK_PLAN = "FULLSHARD_CHECK_PLAN"
+"""Set by the command line if a step is to be compared with its plan."""
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torchelastic looks for the failure of a worker."""
 
@@ -190,6 +193,11 @@ def _say_if_nothing_was_sharded() -> None:
         return
     engine = sys.modules.get("fullshard.engine.module")
     if engine is not None and engine.anything_was_sharded():
+        if CHECK_PLAN in os.environ and "fullshard.api.plan_check" not in sys.modules:
+            sys.stderr.write(
+                "fullshard: check_plan had no effect: the script shards by itself, and its optimizer is not known\n"
+                "hint: use fullshard's Accelerator, accelerate() or PlanCheck in the script, or Transformers' Trainer\n"
+            )
         return
     count = os.environ.get("WORLD_SIZE", "1")
     sys.stderr.write(

@@ -77,6 +77,9 @@ class TrainArguments(BaseModel):
     async_save: bool = Field(
         False, description="Go on training while a checkpoint is written, from a copy of the state"
     )
+    check_plan: bool = Field(
+        False, description="Compare the third step of this run with what `fullshard plan` says, by category"
+    )
     log_every: int = Field(10, ge=1, description="Steps between two lines")
     tensorboard: bool = Field(False, description="Write TensorBoard events too")
     plot: bool = Field(True, description="Draw the loss curve")

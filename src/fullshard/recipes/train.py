@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.core.errors import FullshardError
 from fullshard.engine import MixedPrecisionPolicy, describe, shard_model
@@ -41,6 +42,7 @@ from fullshard.observe import (
     reset_memory_peak,
     write_text,
 )
+from fullshard.plan.job import Job
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
 from fullshard.recipes.data import TrainingData, prepare_data
@@ -73,7 +75,8 @@ def train(arguments: TrainArguments) -> None:
         if checkpoint is not None:
             first_step = load(checkpoint, trainer, arguments, checksum=data.checksum)
         console.say(_resume_line(arguments, checkpoint, first_step))
-        _train_steps(trainer, arguments, data, environment, device, first_step=first_step, console=console)
+        with _checked_plan(trainer, arguments, environment, console):
+            _train_steps(trainer, arguments, data, environment, device, first_step=first_step, console=console)
         _finish(trainer, arguments, data, environment, device, console=console)
     if dist.is_initialized() and not joined_before:
         dist.destroy_process_group()
@@ -191,6 +194,32 @@ def _make_trainer(
         arguments=arguments,
     )
     return trainer, f"model: {type(model).__name__}, {origin}\n{describe(model)}"
+
+
+@contextlib.contextmanager
+def _checked_plan(
+    trainer: Trainer, arguments: TrainArguments, environment: RankEnvironment, console: Console
+) -> Iterator[None]:
+    """Compare the third step inside with its plan, if that is wanted."""
+    if not arguments.check_plan:
+        yield
+        return
+    rows = math.ceil(arguments.batch_size / environment.world_size)
+    job = Job.of(
+        {
+            "strategy": arguments.strategy,
+            "shard_size": arguments.shard_size,
+            "precision": arguments.precision,
+            "checkpointing": "full" if arguments.activation_checkpointing else "none",
+            "compile": arguments.compile,
+            "accumulation": math.ceil(rows / min(arguments.micro_batch_size or rows, rows)),
+            "seq_len": arguments.seq_len,
+        }
+    )
+    watch = PlanWatch(job, console.say)
+    watch.watch([trainer.model], [trainer.optimizer])
+    yield
+    watch.close()
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

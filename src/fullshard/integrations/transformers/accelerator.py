@@ -51,6 +51,7 @@ class TrainerAccelerator(Accelerator):
         _refuse(args)
         plugin = FullyShardedDataParallelPlugin()
         plugin.fill(resolved.config)
+        self._trainer_steps = args.gradient_accumulation_steps
         super().__init__(
             mixed_precision=args.mixed_precision if args.bf16 or args.fp16 else None,
             cpu=bool(args.use_cpu),
@@ -92,6 +93,10 @@ class TrainerAccelerator(Accelerator):
     def state_dict_type(self) -> str:
         """What is saved as one part per rank (SHARDED_STATE_DICT) or whole; scripts set it on the plugin."""
         return self._state_dict_type()
+
+    @property
+    def _micro_batches_per_step(self) -> int:
+        return int(self._trainer_steps)
 
     def _say_what_has_no_effect(self, args: Any) -> None:
         asked = [name for name in _DDP if getattr(args, name, None) is not None]
