@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,10 @@ def _fresh_workers() -> Iterator[None]:
     """The processes of `run_ranks` serve one file: what a test leaves in them cannot reach another file's tests."""
     yield
     end_workers()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_arrive() -> None:
+    """A shell ignores SIGINT for what it starts in the background, and the processes of a test would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -38,7 +38,7 @@ def _with_accelerate(options: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.full)])
 def test_the_script_gives_accelerates_numbers(options: dict[str, Any]) -> None:
     theirs = _with_accelerate(options)
     results = run_ranks(main, 2, "fullshard.api", options)

@@ -60,7 +60,8 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("static", [False, True])
 def test_two_hosts_train_together_and_listen_on_one_address(hosts: tuple[str, str], job: Path, *, static: bool) -> None:
     """By arrival and by machine rank; while they run, nothing listens on every interface."""
     flags = [["--machine_rank", str(rank)] if static else [] for rank in (0, 1)]

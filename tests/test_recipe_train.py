@@ -135,6 +135,7 @@ def test_export_is_the_trained_model(whole: tuple[Path, str]) -> None:
     assert generated.shape[1] == 8
 
 
+@pytest.mark.full
 def test_killed_rank_then_resume_equals_the_whole_run(whole: tuple[Path, str], inputs: Path, tmp_path: Path) -> None:
     """kill -9 of one rank in the middle of the run; `--resume auto` ends bit for bit where the whole run ended.
 

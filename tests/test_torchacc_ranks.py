@@ -72,6 +72,7 @@ def _train(*words: str) -> dict[str, Any]:
 SMALL = ("--fp32", "--pieces", "64", "--length", "32", "--schedule", "40")
 
 
+@pytest.mark.full
 def test_the_example_divides_the_data_and_gives_the_losses_of_one_process() -> None:
     ranks = run_ranks(_train, 2, *SMALL, "--batch-size", "4", "--steps", "16")
     [alone] = run_ranks(_train, 1, *SMALL, "--batch-size", "8", "--steps", "16")
@@ -105,6 +106,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     assert alone["losses"] == pytest.approx(means[5:], abs=2e-4)
 
 
+@pytest.mark.full
 def test_the_example_runs_under_torchrun() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d"]

@@ -370,6 +370,7 @@ def fail(*_: object) -> None:
     raise ArithmeticError("on this rank only")
 
 
+@pytest.mark.full
 def test_error_on_one_rank_is_raised_at_once() -> None:
     seconds = max(run_ranks(check_local_exception, 2, timeout=60))
     assert seconds < 2.5
