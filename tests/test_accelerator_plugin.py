@@ -168,7 +168,6 @@ def test_torchs_general_policies_select_the_same_modules() -> None:
         {"auto_wrap_policy": "SIZES_BASED_WRAP"},
         {"transformer_cls_names_to_wrap": ["A"], "min_num_params": 5},
         {"auto_wrap_policy": "NO_WRAP", "transformer_cls_names_to_wrap": ["A"]},
-        {"state_dict_type": "LOCAL_STATE_DICT"},
         {"state_dict_type": "SHARDED"},
         {"cpu_offload": "maybe"},
         {"activation_checkpointing_offload": True},

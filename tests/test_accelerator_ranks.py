@@ -28,6 +28,8 @@ from fullshard.api import (
     accelerate,
 )
 from fullshard.checkpoint import full_state_dict, verify_checkpoint
+from fullshard.config.handover import hand_over
+from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, OptimizerError
 from fullshard.engine import ShardedParameter
 from tests.distributed import run_ranks
@@ -401,6 +403,8 @@ def test_state_resumes_in_mid_epoch_on_any_number_of_ranks(tmp_path: Path) -> No
 
 
 def _two_models(directory: str, load: bool) -> list[dict[str, torch.Tensor]]:
+    config = RunConfig(checkpoint=CheckpointConfig(format="dcp"))
+    os.environ.update(hand_over(config, Path(directory) / f"config-{os.environ['RANK']}.json"))
     accelerator = Accelerator()
     generator, critic = make_model(1 + load), make_model(11 + load, width=8)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (generator, critic)]
@@ -434,6 +438,8 @@ def _two_models(directory: str, load: bool) -> list[dict[str, torch.Tensor]]:
 
 def test_several_models_and_optimizers_are_saved_together(tmp_path: Path) -> None:
     saved = run_ranks(_two_models, 2, str(tmp_path), False)
+    names = {path.name for path in (tmp_path / "state").iterdir()}
+    assert names == {f"{kind}_{i}" for kind in ("part", "pytorch_model_fsdp", "optimizer") for i in range(2)}
     loaded = run_ranks(_two_models, 2, str(tmp_path), True)
     for before, after in zip(saved, loaded, strict=True):
         for a, b in zip(before, after, strict=True):
@@ -686,3 +692,75 @@ def _scaled(directory: str) -> list[float]:
 
 def test_the_loss_scale_and_the_step_come_back(tmp_path: Path) -> None:
     assert run_ranks(_scaled, 2, str(tmp_path)) == [[512.0, 512.0, 512.0, 512.0]] * 2
+
+
+# -- kinds of state dicts and formats ---------------------------------------------------------------------------------
+
+
+def _kinds(directory: str) -> dict[str, list[str]]:
+    plugin = FullyShardedDataParallelPlugin()
+    names = {}
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    full = whole(model)
+    for kind in ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT"):
+        plugin.set_state_dict_type(kind)
+        path = Path(accelerator.save_state(f"{directory}/{kind}"))
+        names[kind] = sorted(entry.name for entry in path.iterdir())
+        state = accelerator.get_state_dict(model)
+        if kind == "LOCAL_STATE_DICT":
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, ShardedParameter)
+                start, stop = parameter.interval.start, parameter.interval.stop
+                assert torch.equal(state[name], full[name].flatten()[start:stop])
+        elif accelerator.is_main_process:
+            assert all(torch.equal(state[name], full[name]) for name in full)
+        else:
+            assert state == {}
+        accelerator.load_state(f"{directory}/{kind}")
+        assert all(torch.equal(now, full[name]) for name, now in whole(model).items())
+    return names
+
+
+def test_kinds_of_state_dicts(tmp_path: Path) -> None:
+    """FULL writes the whole weights besides, LOCAL hands out what a rank holds; all load anywhere."""
+    names = run_ranks(_kinds, 2, str(tmp_path))[0]
+    assert names["SHARDED_STATE_DICT"] == names["LOCAL_STATE_DICT"]
+    assert set(names["FULL_STATE_DICT"]) - set(names["SHARDED_STATE_DICT"]) == {"model"}
+    for kind in names:
+        verify_checkpoint(tmp_path / kind).raise_if_damaged()
+
+
+def _with_torch_format(directory: str, wait: bool) -> dict[str, torch.Tensor]:
+    rank = os.environ["RANK"]
+    config = RunConfig(checkpoint=CheckpointConfig(format="dcp"))
+    os.environ.update(hand_over(config, Path(directory).with_name(f"config-{rank}.json")))
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    for _ in range(2):  # the second replaces the first
+        accelerator.save_state(f"{directory}/a", wait=wait)
+    accelerator.load_state(f"{directory}/a")
+    return whole(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("wait", [True, False])
+def test_torch_format_besides(tmp_path: Path, wait: bool) -> None:
+    """Where Accelerate looks for it, read by torch itself; the checkpoint stays what it is."""
+    import torch.distributed.checkpoint as dcp
+
+    out = tmp_path / "out"
+    out.mkdir()
+    expected = run_ranks(_with_torch_format, 2, str(out), wait)[0]
+    verify_checkpoint(out / "a").raise_if_damaged()
+    assert (out / "a" / "optimizer_0" / ".metadata").is_file()
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
+    dcp.load(state, checkpoint_id=out / "a" / "pytorch_model_fsdp_0", no_dist=True)
+    assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected.items())
+    assert sorted(path.name for path in out.iterdir()) == ["LATEST", "a"]

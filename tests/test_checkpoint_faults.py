@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint, storage, verify_checkpoint
+from fullshard.checkpoint.save import prepare_save
+from fullshard.checkpoint.torch_format import PendingTorchFormat
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import shard_model
 from tests.distributed import run_ranks
@@ -196,6 +198,40 @@ def test_a_disk_that_fills_up_meanwhile(disk: Path, how: str) -> None:
     messages = run_ranks(_fills_up, 2, str(disk), how)
     (disk / "other").unlink()
     _check(disk, messages, "cannot write model-rank0000", "No space left on device")
+
+
+def _no_torchs_format(root: str, how: str, quota: int) -> list[str]:
+    model, saver = _model(540), AsyncSaver()  # 1.1 MiB, half of it in each rank's file
+    pending = PendingTorchFormat(prepare_save(Path(root) / "good", saver.memory, model=model))
+
+    def complete() -> None:
+        if how == "waited":
+            pending.complete(pending.ranks)
+        else:
+            saver.begin(pending)
+            saver.wait()
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if quota:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (quota, hard))
+    try:
+        return [_message(complete)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("how", ["waited", "background"])
+def test_no_room_for_torchs_format_besides(disk: Path, how: str) -> None:
+    """Seen beforehand; all ranks are told, and the checkpoint itself is whole."""
+    messages = run_ranks(_no_torchs_format, 2, str(disk), how, 0)
+    _check(disk, messages, "good is saved; writing torch's format into it failed", "needs 1.11 MiB")
+
+
+@pytest.mark.parametrize("how", ["waited", "background"])
+def test_torchs_format_fails_in_the_middle(tmp_path: Path, how: str) -> None:
+    """torch raises what is no `Exception` then, which must not leave the other ranks waiting."""
+    messages = run_ranks(_no_torchs_format, 2, str(tmp_path), how, 800_000)
+    _check(tmp_path, messages, "good is saved; writing torch's format", "rank 0: cannot write pytorch_model_fsdp_0")
 
 
 @pytest.mark.parametrize("how", ["waited", "background"])

@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from fullshard.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from fullshard.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
+from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.format import read_manifest
+from fullshard.checkpoint.save import prepare_parts
 from fullshard.cli.ckpt import app
 from fullshard.core.errors import CheckpointError, ConfigError
 from tests.distributed import run_ranks
@@ -143,11 +145,13 @@ def test_import_options(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_several_models_in_one_checkpoint(saved: Path, tmp_path: Path) -> None:
+def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
     """Parts are proved together, counted as one, and opened one by one."""
     for step in (1, 2):
-        for part in range(2):
-            shutil.copytree(saved, tmp_path / f"step-{step}" / f"part_{part}")
+        parts: dict[str, SaveArguments] = {f"part_{part}": {"model": nn.Linear(2, 2)} for part in range(2)}
+        pending = prepare_parts(tmp_path / f"step-{step}", parts)
+        pending.complete(pending.ranks)
+    (tmp_path / "LATEST").unlink()
     assert _run("verify", tmp_path / "step-1").stdout.count("is whole") == 2
     with pytest.raises(CheckpointError, match=r"did you mean .*part_1"):
         _run("inspect", tmp_path / "step-1")
@@ -157,6 +161,10 @@ def test_several_models_in_one_checkpoint(saved: Path, tmp_path: Path) -> None:
     (kept / "part_1" / "manifest.json").write_text("{}")
     assert _run("verify", kept).exit_code == 1
     assert "left alone" in _run("prune", tmp_path, "--keep", 1).stdout
+    shutil.rmtree(kept / "part_1")
+    lost = _run("verify", kept)
+    assert lost.exit_code == 1 and "was saved as one of 2 parts, 1 are there: part_0" in lost.stdout
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_prune(tmp_path: Path) -> None:

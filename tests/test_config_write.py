@@ -115,7 +115,8 @@ CONFIGS = groups(
     ),
     checkpoint=groups(
         CheckpointConfig,
-        state_dict_type=st.sampled_from(["FULL_STATE_DICT", "SHARDED_STATE_DICT"]),
+        state_dict_type=st.sampled_from(["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]),
+        format=st.sampled_from(["native", "dcp"]),
         async_save=st.booleans(),
     ),
 )

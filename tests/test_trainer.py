@@ -16,6 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard.config.handover import hand_over
+from fullshard.config.schema import CheckpointConfig, RunConfig
+from fullshard.core.errors import ConfigError
 from tests.distributed import run_ranks
 from tests.trainers import arguments, build, close, pad, result, run, samples, trainer
 
@@ -144,6 +147,34 @@ def test_resume_is_bit_exact(tmp_path: Path, kind: str, family: str) -> None:
         assert weights == [f"training_state/model-rank{rank:05d}.safetensors" for rank in range(2)]
     elif family == "tied":
         assert weights == ["model.safetensors"]  # written once
+
+
+def torch_format(output: str) -> dict[str, torch.Tensor]:
+    config = RunConfig(checkpoint=CheckpointConfig(format="dcp"))
+    os.environ.update(hand_over(config, Path(output).with_name(f"config-{dist.get_rank()}.json")))
+    options: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    made = trainer(build("tied"), arguments(output, **options))
+    made.train()
+    full = trainer(build(), arguments(output, fsdp_config={"state_dict_type": "FULL_STATE_DICT"}))
+    with pytest.raises(ConfigError, match=r"checkpoint\.format = dcp holds weights"):
+        full.train()
+    weights: dict[str, torch.Tensor] = result(made)["weights"]
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_torchs_format_besides(tmp_path: Path) -> None:
+    """Where Trainer on Accelerate looks for it."""
+    import torch.distributed.checkpoint as dcp
+
+    expected = run_ranks(torch_format, 2, str(tmp_path / "out"))[0]
+    directory = tmp_path / "out" / "checkpoint-2"
+    assert (directory / "optimizer_0" / ".metadata").is_file() and (directory / "training_state").is_dir()
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
+    dcp.load(state, checkpoint_id=directory / "pytorch_model_fsdp_0", no_dist=True)
+    for name, tensor in expected.items():
+        assert torch.equal(state["model"][name], tensor), name
+    assert not list(directory.glob(".*"))
 
 
 def other_world_size(output: str) -> Any:

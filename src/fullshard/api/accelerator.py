@@ -471,6 +471,7 @@ class Accelerator(Gathering):
             total_limit=config.total_limit if config.automatic_checkpoint_naming else None,
             overwrite=overwrite,
             whole_weights=self._state_dict_type() == "FULL_STATE_DICT",
+            torch_format=self._config.checkpoint.format == "dcp",
             saver=None if awaited else self._saver,
         )
         config.iteration += 1
@@ -490,7 +491,13 @@ class Accelerator(Gathering):
             config.iteration = saving.number_of(path) + 1
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole, in host memory: on rank 0; empty elsewhere. A collective."""
+        """All parameters and buffers, whole, in host memory: on rank 0; empty elsewhere. A collective.
+
+        With LOCAL_STATE_DICT instead, without any communication, what this rank holds: flat slices, most of them empty
+        at large world sizes, which only the same layout can make use of.
+        """
+        if self._state_dict_type() == "LOCAL_STATE_DICT":
+            return checkpoint.local_state_dict(model)
         return checkpoint.full_state_dict(model)
 
     def save_model(
@@ -569,7 +576,7 @@ class Accelerator(Gathering):
             self._plan_watch.watch(self._models, [optimizer.optimizer for optimizer in self._optimizers])
 
     def _state_dict_type(self) -> str:
-        """What `save_state` writes: SHARDED_STATE_DICT, or FULL_STATE_DICT for the whole weights besides."""
+        """What a script asked for; `save_state` writes the whole weights besides if it is FULL_STATE_DICT."""
         chosen: str | None = getattr(self.fsdp_plugin, "state_dict_type", None)  # a script may change it at any time
         return chosen or self._config.checkpoint.state_dict_type
 

@@ -75,8 +75,8 @@ class FullyShardedDataParallelPlugin:
             `fullshard.wrap.policies` takes. Default: the model's own layers, else its repeated block.
         cpu_offload: bool, or torch's `CPUOffload` or `CPUOffloadPolicy`.
         ignored_modules: modules, or a regular expression for whole module names.
-        state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT, a number or torch's enum. With the latter `save_state`
-            writes the whole weights besides.
+        state_dict_type: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT, a number or torch's enum. With FULL
+            `save_state` writes the whole weights besides; with LOCAL `get_state_dict` returns what this rank holds.
         state_dict_config, optim_state_dict_config: no effect.
         limit_all_gathers, use_orig_params: no effect.
         param_init_fn: initialises one module that is on the meta device.
@@ -249,7 +249,7 @@ class FullyShardedDataParallelPlugin:
         """Set and check the type of state dict.
 
         Raises:
-            ConfigError: LOCAL_STATE_DICT, which no other world size could load, or an unknown type.
+            ConfigError: an unknown type.
         """
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type

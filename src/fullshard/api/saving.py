@@ -22,8 +22,9 @@ from fullshard import checkpoint
 from fullshard.api.data import ShardedDataLoader
 from fullshard.checkpoint.adapters import is_adapted, save_adapters
 from fullshard.checkpoint.collect import SaveArguments
-from fullshard.checkpoint.format import EXTRAS, MANIFEST_NAME, PART_PREFIX, read_manifest
-from fullshard.checkpoint.save import PendingParts, PendingSave, prepare_parts, prepare_save
+from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, is_for_others, part_paths, read_manifest
+from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
+from fullshard.checkpoint.torch_format import PendingTorchFormat
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.launch.environment import RankEnvironment, run_on_main
 
@@ -148,6 +149,7 @@ def save(
     total_limit: int | None,
     overwrite: bool,
     whole_weights: bool = False,
+    torch_format: bool = False,
     saver: checkpoint.AsyncSaver | None = None,
 ) -> None:
     """Save everything. A collective.
@@ -159,6 +161,7 @@ def save(
         total_limit: checkpoints to keep; None: all.
         overwrite: whether a checkpoint there is replaced.
         whole_weights: also write each model whole, into a directory `model` in the checkpoint, for other programs.
+        torch_format: also write weights and optimizer state in torch's format, as Accelerate lays them out.
         saver: writes while training goes on; None: training waits.
 
     Raises:
@@ -179,7 +182,7 @@ def save(
         model=parts[0][0], optimizer=parts[0][1], scheduler=state.scheduler, scaler=state.scaler,
         objects=state.all_objects, extra=state.extra,
     )  # fmt: skip
-    pending: PendingSave | PendingParts
+    pending: Pending
     if len(parts) == 1:
         first["total_limit"], first["overwrite"] = total_limit, overwrite
         pending = prepare_save(path, memory, **first)
@@ -187,6 +190,8 @@ def save(
         arguments = [first, *(SaveArguments(model=model, optimizer=optimizer) for model, optimizer in parts[1:])]
         named = {f"{PART_PREFIX}{number}": part for number, part in enumerate(arguments)}
         pending = prepare_parts(path, named, memory, total_limit=total_limit, overwrite=overwrite)
+    if torch_format:
+        pending = PendingTorchFormat(pending)
     if saver is not None:
         saver.begin(pending)
         return
@@ -205,7 +210,7 @@ def load(path: Path, state: TrainingState) -> int:
         CheckpointError: damaged, incomplete, or of other objects than those in `state`.
     """
     parts = state.parts()
-    saved = len(list(path.glob(f"{PART_PREFIX}*")))
+    saved = len(part_paths(path))
     if max(saved, 1) != len(parts):
         raise CheckpointError(
             f"{path} holds {max(saved, 1)} models with optimizers, {len(parts)} are prepared",
@@ -271,7 +276,7 @@ def _foreign_entries(path: Path) -> list[str]:
     """Names in a directory that no checkpoint of ours put there."""
     if not path.is_dir():
         return []
-    names = {entry.name for entry in path.iterdir()}
+    names = {entry.name for entry in path.iterdir() if not is_for_others(entry.name)}
     if (path / MANIFEST_NAME).is_file():
-        return sorted(names - {MANIFEST_NAME, *EXTRAS, *read_manifest(path).files})
+        return sorted(names - {MANIFEST_NAME, *read_manifest(path).files})
     return sorted(name for name in names if not (path / name / MANIFEST_NAME).is_file())

@@ -3,7 +3,7 @@
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.catalog import latest_checkpoint
 from fullshard.checkpoint.export import export_hf, is_exported_as_it_is
-from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict
+from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict, local_state_dict
 from fullshard.checkpoint.load import load_checkpoint
 from fullshard.checkpoint.pretrained import from_pretrained, load_pretrained
 from fullshard.checkpoint.save import save_checkpoint
@@ -20,6 +20,7 @@ __all__ = [
     "load_checkpoint",
     "load_full_state_dict",
     "load_pretrained",
+    "local_state_dict",
     "save_checkpoint",
     "verify_checkpoint",
 ]

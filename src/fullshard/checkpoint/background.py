@@ -17,11 +17,11 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self, Unpack
+from typing import Literal, Self, Unpack
 
 from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.save import prepare_save
+from fullshard.checkpoint.save import Pending, prepare_save
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.core.errors import CheckpointError
 
@@ -29,21 +29,6 @@ logger = logging.getLogger(__name__)
 
 WhenBusy = Literal["wait", "refuse"]
 """What a save does while an earlier one is still being written."""
-
-
-class Pending(Protocol):
-    """A save whose state is collected; see `PendingSave`."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """Those that collected it."""
-
-    @property
-    def final(self) -> Path:
-        """The directory it will be."""
-
-    def complete(self, ranks: Ranks) -> Path:
-        """Write it and make it count."""
 
 
 class AsyncSaver:

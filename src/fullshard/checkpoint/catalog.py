@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, Manifest, read_manifest
+from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, part_paths, read_manifest
 from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX, remove_directory
-from fullshard.checkpoint.verify import quick_problems, verify_checkpoint
+from fullshard.checkpoint.verify import part_problems, quick_problems, verify_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -123,12 +123,12 @@ def _newest_first(root: Path) -> list[tuple[Path, list[tuple[Path, Manifest]]]]:
 
 def _parts(directory: Path) -> list[tuple[Path, Manifest]]:
     """The checkpoint in a directory, or one per model; none if it holds none. Raises if a manifest is damaged."""
-    places = [directory, *sorted(directory.glob(f"{PART_PREFIX}*"))]
+    places = [directory, *part_paths(directory)]
     return [(place, read_manifest(place)) for place in places if (place / MANIFEST_NAME).exists()]
 
 
 def _problems(parts: list[tuple[Path, Manifest]], *, thorough: bool) -> list[str]:
-    return [
+    return part_problems(parts) + [
         problem
         for part, manifest in parts
         for problem in (verify_checkpoint(part).problems if thorough else quick_problems(part, manifest))

@@ -162,8 +162,8 @@ class RankWriter:
         except OSError as error:
             raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
 
-    def manifest(self, reports: Sequence[RankReport]) -> Manifest:
-        """Put the reports of all ranks together. Rank 0 only.
+    def manifest(self, reports: Sequence[RankReport], *, parts: int = 1) -> Manifest:
+        """Put the reports of all ranks together; see `Manifest.parts`. Rank 0 only.
 
         Raises:
             CheckpointError: ranks contradict each other, or an element is stored never or twice.
@@ -182,6 +182,7 @@ class RankWriter:
             mesh=MeshRecord(
                 replicate=mesh.replicate_size if mesh else len(reports), shard=mesh.shard_size if mesh else 1
             ),
+            parts=parts,
             files={name: record for report in reports for name, record in report.files.items()},
             parameters=_merge_tensors(self.parameters, reports, self._is_stored),
             buffers=_merge_tensors(self.buffers, reports, self._is_stored),

@@ -31,8 +31,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 PART_PREFIX = "part_"
 """A directory of `part_0`, `part_1`, ... holds a checkpoint for each of several models."""
-EXTRAS = frozenset({"model", "pytorch_model_fsdp_0", "optimizer_0"})
-"""Directories in a checkpoint that are for other programs; it is whole without them."""
+_FOR_OTHERS = re.compile(r"model|(pytorch_model_fsdp|optimizer)_[0-9]+")
 CHUNK_NBYTES = 4 * 2**20
 """Bytes under one checksum: the least a rank reads to prove one element, and few enough checksums for a terabyte."""
 
@@ -170,6 +169,7 @@ class Manifest(_Record):
         save_id: unique id of the save, repeated in every data file.
         saved_at: seconds since the epoch, by the clock of rank 0.
         world_size: ranks that saved; generators are restored only at this world size.
+        parts: checkpoints that were saved together, one for each of several models; they count only together.
         states: name -> encoded Python value (`scheduler`, `scaler`, `extra`, `objects`).
     """
 
@@ -181,12 +181,24 @@ class Manifest(_Record):
     torch_version: str
     world_size: Annotated[int, Field(ge=1)]
     mesh: MeshRecord
+    parts: Annotated[int, Field(ge=1)] = 1
     chunk_nbytes: Annotated[int, Field(ge=1)] = CHUNK_NBYTES
     files: dict[_FileName, FileRecord]
     parameters: dict[str, TensorRecord]
     buffers: dict[str, TensorRecord]
     optimizer: OptimizerRecord | None = None
     states: dict[str, JsonValue] = {}
+
+
+def is_for_others(name: str) -> bool:
+    """Whether a directory in a checkpoint is for other programs: the checkpoint is whole with and without it."""
+    return _FOR_OTHERS.fullmatch(name) is not None
+
+
+def part_paths(directory: Path) -> list[Path]:
+    """The checkpoints in a directory of several, in the order of their models; empty if it is a checkpoint itself."""
+    found = [path for path in directory.glob(f"{PART_PREFIX}*") if path.name.removeprefix(PART_PREFIX).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PART_PREFIX)))
 
 
 def rank_file_name(kind: str, rank: int) -> str:

@@ -60,6 +60,21 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     return {clean_name(name): whole.get(clean_name(name), value) for name, value in model.state_dict().items()}
 
 
+def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank holds of every parameter and buffer, in host memory. No collective.
+
+    Returns:
+        Copies under the unsharded model's names: flat slices of sharded parameters, the others whole.
+
+    Raises:
+        CheckpointError: inside `unsharded(model)`.
+    """
+    rest(model)
+    # As rank 0, which is asked of every parameter and buffer; who writes them does not matter here.
+    held = (*local_parameters(model, rank=0), *local_buffers(model, rank=0))
+    return {name: local.tensor.detach().cpu().clone() for local in held for name in local.names}
+
+
 @torch.no_grad()
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import nn
@@ -84,12 +84,34 @@ def save_checkpoint(
     return pending.complete(pending.ranks)
 
 
-def prepare_save(path: str | Path, memory: HostMemory | None = None, **arguments: Unpack[SaveArguments]) -> PendingSave:
+class Pending(Protocol):
+    """A save whose state is collected but not written: `complete` does that, at once or in another thread."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that collected it."""
+
+    @property
+    def final(self) -> Path:
+        """The directory it will be."""
+
+    def complete(self, ranks: Ranks) -> Path:
+        """Write it and make it count. A collective over `ranks`, which another thread must have for itself.
+
+        Raises:
+            CheckpointError: as for `save_checkpoint`.
+        """
+
+
+def prepare_save(
+    path: str | Path, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
+) -> PendingSave:
     """The part of a save that needs the training to stand still. A collective.
 
     Args:
         path: see `save_checkpoint`.
         memory: copy what is to be written into it, so that training may go on before it is written.
+        parts: see `Manifest.parts`.
         arguments: those of `save_checkpoint`.
 
     Raises:
@@ -118,7 +140,7 @@ def prepare_save(path: str | Path, memory: HostMemory | None = None, **arguments
         if ranks.rank == 0:
             discard_directory(temp)
         raise
-    return PendingSave(ranks, final, writer, total_limit)
+    return PendingSave(ranks, final, writer, total_limit, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +152,14 @@ class PendingSave:
         final: the directory it will be.
         writer: this rank's part.
         total_limit: see `save_checkpoint`.
+        parts: see `Manifest.parts`.
     """
 
     ranks: Ranks
     final: Path
     writer: RankWriter
     total_limit: int | None
+    parts: int
 
     def complete(self, ranks: Ranks) -> Path:
         """Write it and make it count. A collective over `ranks`, which another thread must have for itself.
@@ -149,7 +173,7 @@ class PendingSave:
             reports = ranks.gather(report.model_dump(mode="json"))
 
             def commit() -> None:
-                manifest = writer.manifest([RankReport.model_validate(r) for r in reports])
+                manifest = writer.manifest([RankReport.model_validate(r) for r in reports], parts=self.parts)
                 write_file(writer.directory / MANIFEST_NAME, encode_manifest(manifest))
                 commit_directory(writer.directory, final, writer.save_id)
 
@@ -185,7 +209,7 @@ def prepare_parts(
     temp = temp_directory(final, save_id)
     try:
         ranks.on_rank_0(f"saving {final}", lambda: make_temp_directory(final, save_id, overwrite=overwrite))
-        pending = [prepare_save(temp / name, memory, **arguments) for name, arguments in parts.items()]
+        pending = [prepare_save(temp / name, memory, len(parts), **part) for name, part in parts.items()]
     except BaseException:
         if ranks.rank == 0:
             discard_directory(temp)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.checkpoint.format import (
     DTYPES,
-    EXTRAS,
     MANIFEST_NAME,
     Manifest,
     StateTensorRecord,
     TensorRecord,
+    is_for_others,
+    part_paths,
     rank_file_name,
     read_manifest,
 )
@@ -76,10 +77,27 @@ def verify_checkpoint(path: str | Path) -> Verification:
     for name in manifest.files:
         problems += _file_problems(directory / name, manifest)
     for entry in sorted(directory.iterdir()):
-        if entry.name not in {MANIFEST_NAME, *manifest.files, *EXTRAS}:
+        if entry.name not in {MANIFEST_NAME, *manifest.files} and not is_for_others(entry.name):
             problems.append(f"{entry} is not part of the checkpoint")
     nbytes = sum(record.nbytes for record in manifest.files.values())
     return Verification(directory, tuple(problems), len(manifest.files), nbytes, manifest)
+
+
+def verify_parts(path: str | Path) -> list[Verification]:
+    """Like `verify_checkpoint`, of every part of a checkpoint of several models; of one model the only one."""
+    found = [verify_checkpoint(part) for part in part_paths(Path(path)) or [Path(path)]]
+    problems = part_problems([(one.path, one.manifest) for one in found if one.manifest is not None])
+    return [*found, Verification(Path(path), tuple(problems), 0, 0, None)] if problems else found
+
+
+def part_problems(parts: Sequence[tuple[Path, Manifest]]) -> list[str]:
+    """What is missing of checkpoints that count only together."""
+    names = {part.name for part, _ in parts}
+    return [
+        f"{part} was saved as one of {manifest.parts} parts, {len(parts)} are there: {', '.join(sorted(names))}"
+        for part, manifest in parts[:1]
+        if manifest.parts != len(parts)
+    ]
 
 
 def quick_problems(directory: Path, manifest: Manifest) -> list[str]:

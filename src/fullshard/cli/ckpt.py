@@ -79,11 +79,9 @@ def verify(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of ours.")], *, as_json: _Json = False
 ) -> None:
     """Read every byte and prove it. Exit code 0: whole; 1: damaged, with all that is wrong."""
-    from fullshard.checkpoint.format import PART_PREFIX
-    from fullshard.checkpoint.verify import verify_checkpoint
+    from fullshard.checkpoint.verify import verify_parts
 
-    parts = sorted(path for path in checkpoint.glob(f"{PART_PREFIX}*") if path.is_dir()) or [checkpoint]
-    found = [verify_checkpoint(part) for part in parts]
+    found = verify_parts(checkpoint)
     is_valid = all(one.is_valid for one in found)
     if as_json:
         problems = [problem for one in found for problem in one.problems]

@@ -60,13 +60,7 @@ def _prefetch(value: Any) -> Settings:
 
 
 def _state_dict(value: Any) -> Settings:
-    name = values.one_of(value, _STATE_DICTS, numbered=True)
-    if name == "LOCAL_STATE_DICT":
-        raise ConfigError(
-            "LOCAL_STATE_DICT could be loaded at the same world size only",
-            hint="use SHARDED_STATE_DICT, which loads at any",
-        )
-    return {"checkpoint.state_dict_type": name}
+    return {"checkpoint.state_dict_type": values.one_of(value, _STATE_DICTS, numbered=True)}
 
 
 def _version(value: Any) -> None:

@@ -317,6 +317,7 @@ def _several_hosts(answers: Answers) -> bool:
 
 _STATE_DICTS = [
     Choice("SHARDED_STATE_DICT", "one part per rank: fast, and loads at any number of ranks"),
+    Choice("LOCAL_STATE_DICT", "the same; get_state_dict returns what a rank holds"),
     Choice("FULL_STATE_DICT", "whole weights besides: gathered on rank 0, slower, needs memory there"),
 ]
 _PREFETCHES = [

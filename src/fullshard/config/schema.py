@@ -28,7 +28,8 @@ PrecisionMode = Literal["no", "fp32", "bf16", "fp16"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 RendezvousBackend = Literal["c10d", "static"]
-StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
+StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
+CheckpointFormat = Literal["native", "dcp"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -483,7 +484,10 @@ class CheckpointConfig(_Settings):
     """What checkpoints hold."""
 
     state_dict_type: StateDictType = "SHARDED_STATE_DICT"
-    """Whether a saved model is one part per rank or whole."""
+    """Whether a saved model is one part per rank (SHARDED and LOCAL, which differ in `get_state_dict`) or whole."""
+
+    format: CheckpointFormat = "native"
+    """Whether torch's distributed format, as Accelerate lays it out, is written besides, for tools that expect it."""
 
     async_save: bool = False
     """Whether training goes on while a checkpoint is written, from a copy in host memory."""

@@ -64,6 +64,7 @@ _IN_THE_SCRIPT = {
     "launch.rdzv_id": "Accelerate has no such setting",
     "checkpoint.async_save": "Accelerate has no such setting",
     "training.check_plan": "Accelerate has no such setting",
+    "checkpoint.format": "Accelerate writes torch's distributed format with SHARDED_STATE_DICT, and no other",
 }
 _DYNAMO_BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "onnxrt", "tensorrt", "tvm")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.checkpoint.format import EXTRAS, MANIFEST_NAME, rank_file_name, read_manifest
+from fullshard.checkpoint.format import MANIFEST_NAME, is_for_others, rank_file_name, read_manifest
 from fullshard.checkpoint.load import Readers
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, dtype_of
 from fullshard.checkpoint.tensors import tensor_bytes
@@ -62,4 +62,4 @@ class NativeSource(Source):
 
 def _notes(path: Path, files: Mapping[str, object]) -> list[str]:
     others = sorted(entry.name for entry in path.iterdir() if entry.name != MANIFEST_NAME and entry.name not in files)
-    return [f"{name}: {'for other programs' if name in EXTRAS else 'no part of it'}" for name in others]
+    return [f"{name}: {'for other programs' if is_for_others(name) else 'no part of it'}" for name in others]

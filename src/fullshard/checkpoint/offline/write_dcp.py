@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -42,6 +43,7 @@ def write_dcp(
     path: str | Path,
     *,
     layout: Layout = "accelerate",
+    index: int = 0,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
@@ -52,12 +54,14 @@ def write_dcp(
         source: what to write. Tied tensors are written under each of their names, as torch does.
         path: directory to create; it appears when it is complete.
         layout: see the module.
+        index: which of several models it is; a number in the names of Accelerate's layout.
         dtype: store floating-point tensors of the model as this; default: as they are.
         overwrite: replace `path` if it exists.
         progress: told of bytes written.
 
     Raises:
-        CheckpointError: a damaged source, or one whose weights are not all stored; nothing is left at `path`.
+        CheckpointError: a damaged source, one whose weights are not all stored, or a disk that is full; nothing is
+            left at `path`.
     """
     records = {**source.contents.parameters, **source.contents.buffers}
     absent = [name for name, record in records.items() if not record.is_stored]
@@ -69,25 +73,33 @@ def write_dcp(
         model |= dict.fromkeys((name, *record.aliases), reference)
     optimizer = _optimizer(source)
     with committed_directory(Path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
-        for directory, state in _directories(temp, layout, model, optimizer).items():
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is")
-                dcp.save(
-                    state,
-                    # no copies ahead: one tensor is resolved, written, and only then the next
-                    storage_writer=dcp.FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0),
-                    planner=_ReadingPlanner(source, progress),
-                    no_dist=True,
-                )
+        for directory, state in _directories(temp, layout, index, model, optimizer).items():
+            _save(state, directory, _ReadingPlanner(source, progress))
+
+
+def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -> None:
+    # No copies ahead: one tensor is resolved, written, and only then the next.
+    writer = dcp.FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        try:
+            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # no Exception, so nobody above would catch it
+            reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
+            raise CheckpointError(
+                f"cannot write {directory.name}: {reasons}", hint="is the disk full? torch does not always say it"
+            ) from error
 
 
 def _directories(
-    root: Path, layout: Layout, model: dict[str, Any], optimizer: dict[str, Any] | None
+    root: Path, layout: Layout, index: int, model: dict[str, Any], optimizer: dict[str, Any] | None
 ) -> dict[Path, dict[str, Any]]:
     """What goes into which directory."""
     if layout == "accelerate":
-        directories = {root / "pytorch_model_fsdp_0": {"model": model}}
-        return directories if optimizer is None else {**directories, root / "optimizer_0": {"optimizer": optimizer}}
+        directories = {root / f"pytorch_model_fsdp_{index}": {"model": model}}
+        if optimizer is not None:
+            directories[root / f"optimizer_{index}"] = {"optimizer": optimizer}
+        return directories
     if layout == "torch":
         return {root: {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}}
     return {root: model if optimizer is None else {**model, "optimizer": _flattened(optimizer)}}

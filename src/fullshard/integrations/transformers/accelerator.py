@@ -95,6 +95,11 @@ class TrainerAccelerator(Accelerator):
         return self._state_dict_type()
 
     @property
+    def writes_torch_format(self) -> bool:
+        """Whether checkpoints hold torch's format, too."""
+        return self._config.checkpoint.format == "dcp"
+
+    @property
     def _micro_batches_per_step(self) -> int:
         return int(self._trainer_steps)
 
@@ -102,6 +107,8 @@ class TrainerAccelerator(Accelerator):
         asked = [name for name in _DDP if getattr(args, name, None) is not None]
         if asked:
             self._say(f"{', '.join(asked)}: no effect, the model is sharded and not replicated by DDP")
+        if self._config.checkpoint.async_save:
+            self._say("checkpoint.async_save: no effect, Trainer waits for its checkpoints")
         steps = self._config.training.gradient_accumulation_steps
         if steps not in (1, args.gradient_accumulation_steps):
             self._say(

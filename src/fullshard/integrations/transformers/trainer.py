@@ -9,6 +9,7 @@ What it replaces: the making of the Accelerator, saving and loading. The loop st
         training_state/                 optimizer, schedule, and with SHARDED_STATE_DICT the weights: a checkpoint of
                                         fullshard's that any number of ranks can load
         rng_state_0.pth, ...            as Trainer writes them
+        pytorch_model_fsdp_0/, ...      with `checkpoint.format: dcp`: torch's format, as Accelerate lays it out
         trainer_state.json              last: a directory that has it is complete
 
 `save_model(directory)` always writes a model that `from_pretrained` reads.
@@ -29,6 +30,7 @@ from fullshard.api.options import DataLoaderConfiguration
 from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, load_adapters
 from fullshard.checkpoint.format import MANIFEST_NAME
+from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.engine import ShardedParameter
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
@@ -92,6 +94,12 @@ class ShardedTraining:
                     hint="leave resume_from_checkpoint out to start anew",
                 )
             resume_from_checkpoint = str(newest)
+        if self.accelerator.writes_torch_format and not self._keeps_weights_in_state():
+            raise ConfigError(
+                "checkpoint.format = dcp holds weights and optimizer state; the checkpoints of this run hold adapters, "
+                "or weights in from_pretrained's form",
+                hint="set checkpoint.format to native, or train all weights with SHARDED_STATE_DICT",
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _validate_args(self: Any) -> None:
@@ -152,12 +160,17 @@ class ShardedTraining:
             weights=None if self._keeps_weights_in_state() else adapter_parameter_names(self.model),
             overwrite=True,
         )
+        if self.accelerator.writes_torch_format:
+            directory = Path(output_dir)
+            run_on_main(
+                self.accelerator.process.environment, lambda: write_torch_format(directory / STATE_NAME, directory)
+            )
 
     def _keeps_weights_in_state(self: Any) -> bool:
         """Whether a checkpoint's weights are in its training state, and so not written in from_pretrained's form."""
         if self.args.save_only_model or is_adapted(self.model):
             return False
-        if self.accelerator.state_dict_type == "SHARDED_STATE_DICT":
+        if self.accelerator.state_dict_type != "FULL_STATE_DICT":
             return True
         # Weights that Transformers stores in another form than it computes with cannot be read back in slices.
         return not checkpoint.is_exported_as_it_is(self.model)

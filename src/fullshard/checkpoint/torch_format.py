@@ -1,0 +1,84 @@
+"""A checkpoint that holds torch's distributed format too, for programs that read nothing else.
+
+step-1000/
+  manifest.json, ...          the checkpoint; what is loaded, whatever becomes of the rest
+  pytorch_model_fsdp_0/       weights, as Accelerate and the Trainer save and load them
+  optimizer_0/                optimizer state
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.checkpoint.format import part_paths
+from fullshard.checkpoint.offline import open_source, write_dcp
+from fullshard.checkpoint.offline.source import nbytes_of
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.save import Pending
+from fullshard.checkpoint.storage import (
+    discard_directory,
+    make_temp_directory,
+    remove_directory,
+    require_room,
+    sync_directory,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTorchFormat:
+    """A save that writes torch's format into the checkpoint once that is complete. See `Pending`.
+
+    Rank 0 makes it from the files, one tensor at a time: no rank gathers anything, so it may go on in the background.
+    """
+
+    pending: Pending
+
+    @property
+    def ranks(self) -> Ranks:
+        """See `Pending.ranks`."""
+        return self.pending.ranks
+
+    @property
+    def final(self) -> Path:
+        """See `Pending.final`."""
+        return self.pending.final
+
+    def complete(self, ranks: Ranks) -> Path:
+        """See `Pending.complete`. If torch's format cannot be written, the checkpoint is there nevertheless.
+
+        Raises:
+            CheckpointError: as for `save_checkpoint`, or the disk has no room for it twice.
+        """
+        path = self.pending.complete(ranks)
+        ranks.on_rank_0(f"{path} is saved; writing torch's format into it", lambda: write_torch_format(path, path))
+        return path
+
+
+def write_torch_format(checkpoint: Path, directory: Path) -> None:
+    """Write a checkpoint in torch's format, as `pytorch_model_fsdp_0`, `optimizer_0`, and so on for further models.
+
+    Args:
+        checkpoint: a checkpoint, or a directory of one for each of several models.
+        directory: where they go; what bears one of these names there is replaced.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the disk refused something. All of them appear, or none.
+    """
+    save_id = uuid.uuid4().hex[:16]
+    # Beside the checkpoint, under the name of a save under way, which the next save removes if this one dies.
+    temp = make_temp_directory(checkpoint, save_id, overwrite=True)
+    try:
+        for index, part in enumerate(part_paths(checkpoint) or [checkpoint]):
+            with open_source(part) as source:
+                require_room(temp, sum(nbytes_of(record) for _, _, record in source.contents.tensors()))
+                write_dcp(source, temp / f"{index}", index=index)
+        # Weights last: a program that finds them may rely on the optimizer's state.
+        for written in sorted(temp.glob("*/*"), key=lambda path: path.name):
+            if (directory / written.name).exists():
+                remove_directory(directory / written.name)
+            written.rename(directory / written.name)
+        sync_directory(directory)
+    finally:
+        discard_directory(temp)
