@@ -115,4 +115,4 @@ def test_optimizers_are_known_by_what_they_keep() -> None:
     for kind, optimizer in kinds.items():
         assert planned_optimizer(optimizer) == kind
     assert planned_optimizer(torch.optim.RMSprop(weights)) is None
-    assert str(Difference("optimizer state", None, 1024)) == "optimizer state: not planned, found 1.0 KiB"
+    assert str(Difference("optimizer state", None, 1024)) == "optimizer state: not planned, found 1.00 KiB"
