@@ -27,6 +27,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.library import load_model
 from fullshard.plan.memory import Setting, memory_of
+from fullshard.plan.report import as_dict, as_run_config
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.time import time_of
 from fullshard.plan.traffic import traffic_of
@@ -132,11 +133,22 @@ def test_the_best_is_written_as_a_configuration(tmp_path: Path) -> None:
     assert again.returncode == 2 and "--overwrite" in again.stderr
 
 
+def test_strategy_auto_is_auto() -> None:
+    arguments = ("-m", "GPT-2", "-d", "2xA100", "--json", "--micro-batch", "2")
+    one, other = run(*arguments, "--auto"), run(*arguments, "--strategy", "auto")
+    assert one.returncode == 0 and json.loads(one.stdout)["pareto"]
+    assert one.stdout == other.stdout
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_pictures(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"plan{suffix}"
     assert run("-m", "GPT-2", "-d", "4xA100", "--plot", str(path)).returncode == 0
     assert path.stat().st_size > 10_000
+    if suffix == ".svg":
+        text = path.read_text(encoding="utf-8")
+        for word in ("memory of one rank over one step", "the same job on more and fewer devices", "optimizer state"):
+            assert word in text
 
 
 MODELS = st.sampled_from(["GPT-2", "Qwen2.5-0.5B", "Llama-2-7B", "Mixtral-8x7B", "Llama-2-70B"])
@@ -200,6 +212,58 @@ def test_more_of_everything_costs_more() -> None:
     assert evaluate(shape, Job.of({"strategy": "NO_SHARD"}), cluster).memory.persistent > 7 * base.memory.persistent
     far = parse_cluster("8xA100", hosts=8)
     assert evaluate(shape, Job.of({}), far).time.communication > base.time.communication
+
+
+def test_bytes_on_each_link() -> None:
+    """In one host everything is on its links; over hosts each receives once what it does not hold."""
+    shape, _ = load_model("GPT-2")
+    near, far = (evaluate(shape, Job.of({}), parse_cluster("8xA100", hosts)) for hosts in (1, 4))
+    assert (near.links.host, near.links.network) == (near.traffic.total_nbytes, 0)
+    buffers = near.traffic.total_nbytes * 8 / 7
+    assert far.links.host == pytest.approx(buffers / 2, rel=1e-6)
+    assert far.links.network == pytest.approx(buffers * 3 / 4 / 2, rel=1e-6)
+    hybrid = evaluate(shape, Job.of({"strategy": "HYBRID_SHARD", "shard_size": 2}), parse_cluster("8xA100", 4))
+    assert hybrid.links.network == pytest.approx(hybrid.traffic.replicate_nbytes, rel=1e-6)
+    assert hybrid.links.host == hybrid.traffic.gather_nbytes + hybrid.traffic.reduce_nbytes
+
+
+EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
+    "strategy": ({}, "SHARD_GRAD_OP"),
+    "shard_size": ({"strategy": "HYBRID_SHARD", "shard_size": 2}, 4),
+    "precision": ({}, "fp32"),
+    "reduce_dtype": ({}, "bfloat16"),
+    "optimizer": ({}, "sgd"),
+    "method": ({}, "lora"),
+    "lora_rank": ({"method": "lora"}, 64),
+    "lora_targets": ({"method": "lora"}, "c_attn"),
+    "base_dtype": ({"method": "lora"}, "float32"),
+    "offload": ({}, True),
+    "checkpointing": ({}, "selective"),
+    "reentrant": ({"checkpointing": "full"}, True),
+    "compile": ({}, True),
+    "micro_batch": ({}, 2),
+    "seq_len": ({}, 1024),
+    "accumulation": ({}, 2),
+    "sync_each_micro_batch": ({"accumulation": 2}, False),
+    "attention": ({}, "eager"),
+    "loss": ({}, "fused"),
+    "forward_prefetch": ({}, False),
+    "backward_prefetch": ({}, "NO_PREFETCH"),
+}
+
+
+@pytest.mark.parametrize("name", list(Job.model_fields))
+def test_every_setting_is_used(name: str) -> None:
+    """It changes a prediction, or, where it says so, only the configuration that is written."""
+    base, value = EVERY_SETTING[name]
+    shape, _ = load_model("GPT-2")
+    cluster = parse_cluster("8xA100")
+    one, other = (evaluate(shape, Job.of({**base, **more}), cluster) for more in ({}, {name: value}))
+    if name == "reentrant":
+        assert as_run_config(one) != as_run_config(other)
+        return
+    before, after = as_dict(one), as_dict(other)
+    assert any(before[part] != after[part] for part in ("memory", "traffic", "time"))
 
 
 def test_calibrations_are_read_back(tmp_path: Path) -> None:

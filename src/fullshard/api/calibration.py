@@ -1,4 +1,4 @@
-"""Measures this machine for the planner: matrix products, memory, and an all-gather between its processes.
+"""Measures this machine for the planner: products, memory, collectives, and what operations and units cost at least.
 
 Also the program of the measuring processes: `python -m fullshard.api.calibration FILE`.
 """
@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fullshard.comm.mesh import Mesh, default_device, init_mesh
 from fullshard.core.errors import CommunicationError
+from fullshard.engine import shard_model
 from fullshard.launch.local import launch_local
 from fullshard.launch.worker import run_worker
 from fullshard.plan.hardware import Device, read_calibration, write_calibration
@@ -25,6 +27,8 @@ SECONDS = 0.4
 
 _SIDE = {"cpu": 1024, "other": 8192}
 _NBYTES = {"cpu": 2**26, "other": 2**30}
+_LINK_NBYTES = {"cpu": 2**24, "other": 2**30}
+"""About a unit: the larger of a CPU's models have some MiB."""
 
 
 def calibrate(path: Path, *, nproc: int | None = None) -> Device:
@@ -74,27 +78,82 @@ def _flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _memory_bandwidth(device: torch.device) -> float:
+    """Of an elementwise operation on what is too large for any cache, in memory that is the process's already."""
     nbytes = _NBYTES.get(device.type, _NBYTES["other"])
     source = torch.zeros(nbytes // 4, device=device)
     target = torch.zeros_like(source)
-    return _rate(lambda: target.copy_(source), 2 * nbytes, device)  # read and written
+    return _rate(lambda: target.add_(source), 3 * nbytes, device)  # two read, one written
 
 
-def _link(mesh: Mesh) -> float:
-    """Bytes per second one process sends in an all-gather. A fixed number of rounds: all ranks must agree on it."""
+def _fresh_bandwidth(device: torch.device) -> float:
+    """Of writing to memory that the process gets anew, page fault by page fault."""
+    nbytes = _NBYTES.get(device.type, _NBYTES["other"])
+    return _rate(lambda: torch.empty(nbytes // 4, device=device).fill_(1), nbytes, device)
+
+
+def _op_seconds(device: torch.device) -> float:
+    """Of an operation on eight numbers, with its gradient function."""
+    tensor = torch.zeros(8, device=device, requires_grad=True)
+    return 1 / _rate(lambda: tensor * 2, 1, device)
+
+
+def _links(mesh: Mesh) -> tuple[float, float]:
+    """Bytes per second one process sends in an all-gather or a reduce-scatter, and in an all-reduce.
+
+    A fixed number of rounds: all ranks must agree on it. Buffers are new each time, as the engine's are.
+    """
     if mesh.shard_size == 1:
-        return _memory_bandwidth(mesh.device)
-    full = torch.zeros(_NBYTES.get(mesh.device.type, _NBYTES["other"]) // 4, device=mesh.device)
+        return (_memory_bandwidth(mesh.device),) * 2
+    numel = _LINK_NBYTES.get(mesh.device.type, _LINK_NBYTES["other"]) // 4
+    full = torch.zeros(numel, device=mesh.device)
     sent = full.nbytes // mesh.shard_size * (mesh.shard_size - 1)
+
+    def gather() -> None:
+        full.untyped_storage().resize_(0)
+        full.untyped_storage().resize_(4 * numel)
+        mesh.gather.all_gather(full, tag=0).wait()
+
+    def reduce() -> None:
+        mesh.reduce.reduce_scatter(full, tag=0).wait()
+
+    def all_reduce() -> None:
+        dist.all_reduce(full)
+
+    both = _seconds(gather, mesh.device) + _seconds(reduce, mesh.device)
+    return 2 * sent / both, 2 * sent / _seconds(all_reduce, mesh.device)
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    """How long it takes when all ranks begin together: the median of a few rounds, the first left out."""
     times = []
     for _ in range(8):
         dist.barrier()
-        _synchronize(mesh.device)
+        _synchronize(device)
         start = time.perf_counter()
-        mesh.gather.all_gather(full, tag=0).wait()
-        _synchronize(mesh.device)
+        work()
+        _synchronize(device)
         times.append(time.perf_counter() - start)
-    return sent / sorted(times[1:])[len(times) // 2]
+    return sorted(times[1:])[len(times) // 2]
+
+
+def _unit_seconds(mesh: Mesh) -> float:
+    """What sharding adds to a unit's forward and backward when there is next to nothing to compute or to send."""
+    count, width = 16, 8
+
+    def build() -> nn.Sequential:
+        layers = (nn.Linear(width, width, bias=False) for _ in range(count))
+        return nn.Sequential(*layers, nn.Tanh()).to(mesh.device)
+
+    plain, sharded = build(), build()
+    shard_model(sharded, unit_modules=list(sharded.children())[:count], mesh=mesh)
+    data = torch.zeros(1, width, device=mesh.device)
+
+    def step(model: nn.Module) -> Callable[[], None]:
+        return lambda: model(data).sum().backward()
+
+    for _ in range(3):  # the first forward compares the ranks, the second begins to gather ahead
+        step(sharded)()
+    return max(0.0, _seconds(step(sharded), mesh.device) - _seconds(step(plain), mesh.device)) / count
 
 
 def _device_memory(device: torch.device, per_host: int) -> int:
@@ -106,8 +165,9 @@ def _device_memory(device: torch.device, per_host: int) -> int:
 def measure() -> Device:
     """Measure with all ranks of this job; every rank gets its own figures."""
     mesh = init_mesh()
+    is_cpu = mesh.device.type == "cpu"
     flops, flops_fp32 = _flops(torch.bfloat16, mesh.device), _flops(torch.float32, mesh.device)
-    link = _link(mesh)
+    link, replicate_link = _links(mesh)
     kind = "CPU" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
     return Device(
         kind,
@@ -119,10 +179,14 @@ def measure() -> Device:
         link,
         mesh.world_size,
         "measured by fullshard plan --calibrate",
-        # Layers are smaller than the measured products, and more than products.
-        efficiency=0.8,
+        # On a CPU everything but products is counted apart, by its bytes and its number of operations.
+        efficiency=1.0 if is_cpu else 0.8,
         link_efficiency=1.0,
-        framework=0 if mesh.device.type == "cpu" else 3 * 2**29,
+        framework=0 if is_cpu else 3 * 2**29,
+        fresh_bandwidth=_fresh_bandwidth(mesh.device) if is_cpu else 0.0,
+        replicate_link=replicate_link,
+        op_seconds=_op_seconds(mesh.device) if is_cpu else 0.0,
+        unit_seconds=_unit_seconds(mesh) if is_cpu else 0.0,
     )
 
 

@@ -46,7 +46,7 @@ def plan(
     devices: Devices = None,
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts the devices are in. Default: full ones")] = None,
     config: Config = None,
-    auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits")] = False,
+    auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits; or --strategy auto")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this .png, .svg or .pdf")] = None,
     write: Annotated[Path | None, typer.Option(help="Write the configuration that `fullshard launch` runs")] = None,
@@ -77,6 +77,9 @@ def plan(
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
     described, notes = load_model(model, shape)
     given = {name: value for name, value in settings.items() if _is_given(context, name)}
+    if str(given.get("strategy")).lower() == "auto":
+        auto = True
+        del given["strategy"]
     job, cluster, more = _question(given, devices, hosts, config, calibrate)
     notes += more
     if auto:

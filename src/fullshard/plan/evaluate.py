@@ -19,7 +19,7 @@ from fullshard.plan.methods import apply_method
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.shapes import ModelShape
 from fullshard.plan.time import StepTime, time_of
-from fullshard.plan.traffic import Traffic, traffic_of
+from fullshard.plan.traffic import Links, Traffic, links_of, traffic_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Plan:
     Attributes:
         model: as given, before the training method changed it.
         job, cluster: what was planned.
-        memory, traffic, time: the predictions.
+        memory, traffic, links, time: the predictions.
         parameters, trainable: how many, adapters included.
         units, buckets: how many.
         padding: share of the buckets that is padding.
@@ -40,6 +40,7 @@ class Plan:
     cluster: Cluster
     memory: Memory
     traffic: Traffic
+    links: Links
     time: StepTime
     parameters: int
     trainable: int
@@ -92,13 +93,15 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
         peers_at_once=is_cpu and cluster.hosts > 1,
         on_cpu=is_cpu,
     )
+    traffic = traffic_of(events, layout).times(repeats)
     full_numel = sum(bucket.layout.full_numel for bucket in layout.buckets)
     return Plan(
         model,
         job,
         cluster,
         memory_of(_few(layout, job), setting, ranks_per_host=cluster.per_host),
-        traffic_of(events, layout).times(repeats),
+        traffic,
+        links_of(traffic, layout, cluster.per_host),
         time_of(events, setting, cluster, repeats=repeats),
         parameters=trained.numel,
         trainable=trained.trainable_numel,

@@ -34,6 +34,10 @@ class Device:
             work is counted apart.
         link_efficiency: part of `link`, `network` and `memory_bandwidth` that large transfers reach.
         framework: bytes the runtime and the communication library hold on the device.
+        fresh_bandwidth: bytes per second at which memory new to the process is written, on a CPU; 0: not counted.
+        replicate_link: bytes per second in an all-reduce inside a host, where that takes another way; 0: `link`.
+        op_seconds: what an operation costs however small it is, where nothing else runs meanwhile: on a CPU.
+        unit_seconds: what the engine costs per unit and micro-batch, hooks and starting collectives, on a CPU.
     """
 
     name: str
@@ -48,6 +52,15 @@ class Device:
     efficiency: float = 0.55
     link_efficiency: float = 0.75
     framework: int = 3 * 2**29
+    fresh_bandwidth: float = 0.0
+    replicate_link: float = 0.0
+    op_seconds: float = 0.0
+    unit_seconds: float = 0.0
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks compute on the host's processors, so that whatever they do takes their time."""
+        return self.framework == 0
 
 
 def _gpu(
@@ -200,6 +213,8 @@ def read_calibration(path: Path) -> Device:
         for name in ("memory", "flops", "flops_fp32", "memory_bandwidth", "link", "network", "per_host", "efficiency")
         if not isinstance(getattr(device, name), int | float) or getattr(device, name) <= 0
     ]
+    optional = ("fresh_bandwidth", "replicate_link", "op_seconds", "unit_seconds")
+    wrong += [name for name in optional if not isinstance(getattr(device, name), int | float)]
     if wrong:
         raise ConfigError(f"{path}: {', '.join(wrong)} must be positive", hint="calibrate again")
     return device

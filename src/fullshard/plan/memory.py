@@ -92,13 +92,16 @@ class Memory:
     Attributes:
         phases: the fullest moment of each phase (load, forward, backward, optimizer, save), by category.
         timeline: every moment of the step.
-        host_load, host_steady: bytes of host memory per host while loading and while training.
+        host_load: bytes of host memory per host while `fullshard.from_pretrained` reads the weights.
+        host_load_peers: the same with Transformers' `from_pretrained` in every process, before anything is sharded.
+        host_steady: bytes of host memory per host while training.
         checkpoint: bytes on disk of one checkpoint of the whole job.
     """
 
     phases: dict[str, dict[str, int]]
     timeline: list[Moment]
     host_load: int
+    host_load_peers: int
     host_steady: int
     checkpoint: int
 
@@ -173,10 +176,12 @@ def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int)
         elif event.kind is EventKind.REDUCE_DONE:
             phase = "optimizer"  # or the next micro-batch's forward
     phases["save"] = _save_peak(setting, ledger.rest)
-    host_load, host_steady = _host(setting, ranks_per_host)
     order = ("load", "forward", "backward", "optimizer", "save")
     return Memory(
-        {name: phases[name] for name in order if name in phases}, timeline, host_load, host_steady, _checkpoint(setting)
+        {name: phases[name] for name in order if name in phases},
+        timeline,
+        *_host(setting, ranks_per_host),
+        checkpoint=_checkpoint(setting),
     )
 
 
@@ -422,15 +427,26 @@ def _save_peak(setting: Setting, at_rest: dict[str, int]) -> dict[str, int]:
     return {**at_rest, "gathered units": largest}
 
 
-def _host(setting: Setting, ranks_per_host: int) -> tuple[int, int]:
-    """Loading: every process reads the whole model once, in its stored dtype. Training: what is offloaded."""
-    whole = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in setting.layout.buckets)
-    persistent = persistent_of(setting)
-    offloaded = 0
+def _host(setting: Setting, ranks_per_host: int) -> tuple[int, int, int]:
+    """Loading here, loading with Transformers, and training, where what is offloaded stays.
+
+    Transformers reads the whole model in every process, in its stored dtype. Here a process reads its interval of one
+    parameter after the other; one that is quantised on the way is read whole (`checkpoint/pretrained`).
+    """
+    buckets, base = setting.layout.buckets, itemsize(setting.job.base_dtype)
+    whole = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in buckets)
+    largest = max(
+        b.largest_numel * 2 * base  # two elements in a byte
+        if b.dtype == "uint8"
+        else b.largest_numel * itemsize(b.dtype) // setting.layout.shard_size
+        for b in buckets
+    )
+    shards = steady = 0
     if setting.job.offload:
-        gradients = sum(b.layout.shard_numel * 4 for b in setting.layout.buckets if b.trainable)
-        offloaded = (sum(persistent.values()) + gradients) * ranks_per_host
-    return whole * ranks_per_host + offloaded, offloaded
+        gradients = sum(b.layout.shard_numel * 4 for b in buckets if b.trainable)
+        shards = sum(bucket.main_nbytes for bucket in buckets)
+        steady = sum(persistent_of(setting).values()) + gradients
+    return (largest + shards) * ranks_per_host, (whole + shards) * ranks_per_host, steady * ranks_per_host
 
 
 def _checkpoint(setting: Setting) -> int:

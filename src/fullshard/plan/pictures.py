@@ -26,15 +26,17 @@ def draw(plan: Plan, path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(FORMATS)}")
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtraError("matplotlib", extra="plots", purpose="drawing a plan") from None
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    upper, lower = figure.subplots(2, 1)
-    _draw_step(upper, plan)
-    _draw_devices(lower, plan)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure = Figure(figsize=(9, 8), layout="constrained")
+        upper, lower = figure.subplots(2, 1)
+        _draw_step(upper, plan)
+        _draw_devices(lower, plan)
+        figure.savefig(path, dpi=150)
 
 
 def _draw_step(axes: Any, plan: Plan) -> None:

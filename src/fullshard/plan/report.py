@@ -71,8 +71,14 @@ def _rest_table(plan: Plan) -> Table:
         f"{format_nbytes(traffic.replicate_nbytes)} between replicas",
     )
     table.add_row(
+        "on each device's links",
+        f"{format_nbytes(plan.links.host)} inside the host, {format_nbytes(plan.links.network)} between hosts",
+    )
+    table.add_row(
         "host memory, each host",
-        f"{format_nbytes(memory.host_load)} while loading, {format_nbytes(memory.host_steady)} in steady state",
+        f"{format_nbytes(memory.host_load)} while fullshard.from_pretrained loads "
+        f"(Transformers' own: {format_nbytes(memory.host_load_peers)}), "
+        f"{format_nbytes(memory.host_steady)} in steady state",
     )
     table.add_row("disk, each checkpoint", format_nbytes(memory.checkpoint))
     return table
@@ -124,6 +130,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "persistent": memory.persistent,
             "phases": memory.phases,
             "host_load": memory.host_load,
+            "host_load_peers": memory.host_load_peers,
             "host_steady": memory.host_steady,
             "checkpoint": memory.checkpoint,
         },
@@ -133,6 +140,8 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "replicate": traffic.replicate_nbytes,
             "gathers": traffic.gathers,
             "reductions": traffic.reductions,
+            "host_link": plan.links.host,
+            "network_link": plan.links.network,
         },
         "time": {
             "step": time.total,

@@ -11,7 +11,13 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
     latency of a ring     (S - 1) steps of 3 microseconds
+    loss                  the float32 logits, read or written six times
     optimizer             bytes read and written / memory bandwidth
+
+On a CPU nothing runs beside anything else: the processor that computes also copies what is sent, so a collective takes
+its time in full. Four more things count there, at speeds that `--calibrate` measures: weights are read from memory for
+every product; an operation costs some microseconds however small it is; so do a unit's hooks; and buffers of more than
+32 MiB are new to the process each time, so that the kernel clears them page by page.
 
 Sources: Kaplan et al. (arXiv 2001.08361, table 1) and Chowdhery et al. (arXiv 2204.02311, appendix B) for FLOP counts
 and the definition of MFU, which counts no recomputation; nccl-tests' PERFORMANCE.md for collectives.
@@ -27,9 +33,9 @@ from fullshard.plan.activations import layer_activations
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
-from fullshard.plan.memory import Setting, persistent_of
+from fullshard.plan.memory import Setting, state_numel
 from fullshard.plan.shapes import Block, ModelShape, UnitShape, itemsize
-from fullshard.plan.traffic import host_link_nbytes
+from fullshard.plan.traffic import carried
 
 STEP_LATENCY = 3e-6
 """Seconds per step of a ring, assumed: a few microseconds on NVLink and InfiniBand alike. It matters for small units on
@@ -41,6 +47,27 @@ processors (PyTorch issue 179937 reports 30 to 40 % in single products; over a s
 
 PCIE = 25e9
 """Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
+
+OPTIMIZER_NBYTES = {
+    "adamw": 21 * 4.0,
+    "adamw-fused": 7 * 4.0,
+    "adamw-8bit": 3 * 4.0 + 2 * (2.0 + 2 * 4 / 256),
+    "sgd": 3 * 4.0,
+    "sgd-momentum": 8 * 4.0,
+    "none": 0.0,
+}
+"""Bytes read and written per trained element. Fused: weight, gradient and moments read, weight and moments written.
+Otherwise each operation of torch's loop goes through memory on its own: decay 2, first moment 3, second moment 2 + 4,
+its root 2, that scaled 2, epsilon 2, the update 4, as torch/optim/adamw.py has them; momentum 2 + 3, the update 3."""
+
+OPTIMIZER_OPS = {"adamw": 11, "sgd": 1, "sgd-momentum": 3}
+"""Operations per parameter, of the loops."""
+
+LAYER_OPS = (73, 138)
+"""ATen operations of a layer's forward and of its backward, counted in a Llama layer (`tests/test_plan_time.py`)."""
+
+FRESH_NBYTES = 32 * 2**20
+"""glibc gives larger blocks back to the system when they are freed (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +115,12 @@ def time_of(events: Sequence[Event], setting: Setting, cluster: Cluster, *, repe
     clock = _Clock(setting, cluster)
     for event in events:
         clock.apply(event)
-    device, job = cluster.device, setting.job
+    job = setting.job
     return StepTime(
         clock.compute * repeats,
         clock.exposed * repeats,
         _copies(setting, cluster),
-        _optimizer(setting, device.memory_bandwidth * device.link_efficiency),
+        _optimizer(setting, cluster),
         clock.communication * repeats,
         job.tokens * job.accumulation * cluster.count,
         _step_flops(setting.model, job) * cluster.count,
@@ -156,27 +183,37 @@ def _recomputed(job: Job) -> float:
 def _copies(setting: Setting, cluster: Cluster) -> float:
     """Casting the own interval in, gradients into the reduce input, and what offload moves over PCIe."""
     device, layout, job = cluster.device, setting.layout, setting.job
-    moved = 0
+    moved = fresh = 0
     for bucket in layout.buckets:
         if not bucket.shares_main:
             moved += 2 * (bucket.main_nbytes + bucket.layout.shard_numel * itemsize(bucket.compute_dtype))
+            fresh += 2 * _fresh(bucket.full_nbytes)
         if bucket.trainable:
             moved += bucket.layout.full_numel * itemsize(bucket.compute_dtype) + bucket.reduce_nbytes
+            fresh += _fresh(bucket.reduce_nbytes)
     seconds = moved * job.accumulation / (device.memory_bandwidth * device.link_efficiency)
-    if job.offload:
+    if device.fresh_bandwidth:
+        seconds += fresh * job.accumulation / device.fresh_bandwidth
+    if job.offload and not device.is_cpu:
         own = sum(b.layout.shard_numel * itemsize(b.compute_dtype) for b in layout.buckets)
         gradients = sum(b.reduced_nbytes for b in layout.buckets if b.trainable)
         seconds += (2 * own * job.accumulation + gradients) / PCIE
     return seconds
 
 
-def _optimizer(setting: Setting, bandwidth: float) -> float:
-    """Reads weights, gradients and state, writes weights and state; on the host's memory with offload."""
-    persistent = persistent_of(setting)
-    weights, state = persistent["main weights"], persistent["optimizer state"]
-    if setting.job.offload:
+def _fresh(nbytes: int) -> int:
+    return nbytes if nbytes > FRESH_NBYTES else 0
+
+
+def _optimizer(setting: Setting, cluster: Cluster) -> float:
+    """What it reads and writes; on the host's memory with offload."""
+    device, optimizer = cluster.device, setting.job.optimizer
+    bandwidth = device.memory_bandwidth * device.link_efficiency
+    if setting.job.offload and not device.is_cpu:
         bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
-    return (3 * weights + 2 * state) / bandwidth if setting.job.optimizer != "none" else 0.0
+    parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
+    calls = parameters * OPTIMIZER_OPS.get(optimizer, 0) * device.op_seconds
+    return state_numel(setting) * OPTIMIZER_NBYTES[optimizer] / bandwidth + calls
 
 
 @dataclass(slots=True)
@@ -194,6 +231,9 @@ class _Clock:
     shapes: dict[str, UnitShape] = field(init=False)
     forwards: dict[str, float] = field(init=False)
     passes: dict[str, float] = field(init=False)
+    ops: dict[str, float] = field(init=False)
+    weights: dict[str, float] = field(init=False)
+    loss: float = field(init=False)
 
     def __post_init__(self) -> None:
         model, job = self.setting.model, self.setting.job
@@ -207,6 +247,15 @@ class _Clock:
         known = {block: layer_activations(block, job) for block in set(model.blocks)}
         saved = {block: (layer.kept + layer.recomputed) / bandwidth for block, layer in known.items()}
         self.passes = {unit.name: saved[unit.block] if unit.block else 0.0 for unit in model.units}
+        self.ops = {unit.name: device.op_seconds if unit.block else 0.0 for unit in model.units}
+        # Elsewhere they are read while the products before them are computed.
+        beside = float("inf") if not device.is_cpu else bandwidth
+        self.weights = {name: unit.full_nbytes / beside for name, unit in self.layouts.items()}
+        logits = 4 * model.vocab * job.tokens if job.loss == "eager" else 0
+        # log-softmax 2, picking the targets' 1, its backward 3; three of them are new.
+        self.loss = 6 * logits / bandwidth + (
+            3 * _fresh(logits) / device.fresh_bandwidth if device.fresh_bandwidth else 0
+        )
 
     def apply(self, event: Event) -> None:
         unit = self.layouts[event.unit]
@@ -216,11 +265,18 @@ class _Clock:
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
             case EventKind.FORWARD_END:
-                self._run(self.forwards[unit.name] + 2 * self.passes[unit.name])
+                self._run(self._forward(unit.name) + self.cluster.device.unit_seconds)
+                if unit is self.setting.layout.root:
+                    self._run(self.loss)
             case EventKind.BACKWARD_BEGIN:
                 again = _recomputed(self.setting.job) if unit.block is not None else 0.0
-                products = self.forwards[unit.name] * (_backward_factor(self.shapes[unit.name]) + again)
-                self._run(products + (3 + 2 * again) * self.passes[unit.name])
+                factor = _backward_factor(self.shapes[unit.name])
+                self._run(
+                    factor * (self.forwards[unit.name] + self.weights[unit.name])
+                    + 3 * self.passes[unit.name]
+                    + LAYER_OPS[1] * self.ops[unit.name]
+                    + again * self._forward(unit.name)
+                )
             case EventKind.REDUCE_ISSUED:
                 if self.reduced:  # one reduction is under way at a time
                     self._wait(self.reduced.pop())
@@ -229,6 +285,10 @@ class _Clock:
             case EventKind.REDUCE_DONE:
                 if self.reduced:
                     self._wait(self.reduced.pop())
+
+    def _forward(self, name: str) -> float:
+        products = self.forwards[name] + self.weights[name]
+        return products + 2 * self.passes[name] + LAYER_OPS[0] * self.ops[name]
 
     def _run(self, seconds: float) -> None:
         """Compute; slower by the part of it in which a wire is busy."""
@@ -255,10 +315,16 @@ class _Clock:
         if ranks == 1 or nbytes == 0:
             return self.now
         device = self.cluster.device
-        neighbours = max(1, min(ranks, self.cluster.per_host // stride))
-        inside = times * nbytes * (neighbours - 1) / neighbours / (device.link * device.link_efficiency)
-        across = host_link_nbytes(times * nbytes, ranks, neighbours) / (device.network * device.link_efficiency)
+        inside, across = carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
+        inside /= device.link * device.link_efficiency
+        across /= device.network * device.link_efficiency
         latency = times * (ranks - 1) * STEP_LATENCY
+        if device.is_cpu and not across:
+            if times == 2 and device.replicate_link:
+                inside *= device.link * device.link_efficiency / device.replicate_link
+            self.communication += inside + latency
+            self._wait(self.now + inside + latency)
+            return self.now
         wire = "network" if across > inside else "link"
         start = max(self.now, self.wires.get(wire, 0.0))
         seconds = max(inside, across) + latency

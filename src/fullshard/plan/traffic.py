@@ -69,7 +69,44 @@ def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
     return 2 * nbytes * (ranks - 1) // ranks
 
 
-def host_link_nbytes(nbytes: int, ranks: int, ranks_per_host: int) -> float:
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bytes that each device puts on its links in one optimizer step, in one direction.
+
+    Attributes:
+        host: on the link to the devices of its host.
+        network: on the link to other hosts.
+    """
+
+    host: int
+    network: int
+
+
+def links_of(traffic: Traffic, model: ModelLayout, ranks_per_host: int) -> Links:
+    """Which links carry the traffic."""
+    shard, replicas = model.shard_size, model.replicate_size
+    # What was sent is (S - 1)/S of the buffers.
+    buffers = (traffic.gather_nbytes + traffic.reduce_nbytes) * shard / max(1, shard - 1)
+    own = traffic.replicate_nbytes * replicas / max(1, replicas - 1)
+    one = carried(buffers, shard, stride=1, ranks_per_host=ranks_per_host)
+    other = carried(own, replicas, stride=shard, ranks_per_host=ranks_per_host)
+    return Links(round(one[0] + other[0]), round(one[1] + other[1]))
+
+
+def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
+    """Bytes on each device's link inside the host and on that between hosts, in an all-gather or reduce-scatter.
+
+    Args:
+        nbytes: of the unsharded buffer.
+        ranks: that take part.
+        stride: how far apart they are, so that some of them share a host or none does.
+        ranks_per_host: devices of a host.
+    """
+    neighbours = max(1, min(ranks, ranks_per_host // stride))
+    return nbytes * (neighbours - 1) / neighbours, host_link_nbytes(nbytes, ranks, neighbours)
+
+
+def host_link_nbytes(nbytes: float, ranks: int, ranks_per_host: int) -> float:
     """Bytes each device's network link carries in an all-gather or reduce-scatter whose unsharded buffer is `nbytes`.
 
     With h hosts, each must receive the (h - 1)/h of the buffer it does not hold, once, over the links of all its

@@ -1,0 +1,107 @@
+"""Predicted peaks against what PyTorch's allocator reports on an accelerator: within 5 %.
+
+make test-gpu ARGS=tests/test_plan_gpu.py            # needs a CUDA device with 16 GB
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fullshard.engine import MixedPrecisionPolicy, shard_model
+from fullshard.plan.evaluate import evaluate
+from fullshard.plan.families import from_config
+from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.job import Job
+from fullshard.wrap.policies import checkpoint_modules, unit_modules
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train on one device; the names are those of a job."""
+
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    checkpointing: str = "none"
+    micro_batch: int = 2
+    accumulation: int = 1
+    strategy: str = "FULL_SHARD"
+    seq_len: int = 1024
+
+    @property
+    def job(self) -> Job:
+        names = ("precision", "optimizer", "checkpointing", "micro_batch", "accumulation", "strategy", "seq_len")
+        return Job.of({**{name: getattr(self, name) for name in names}, "attention": "sdpa"})
+
+
+CASES = {
+    "bf16": Case(),
+    "fp32": Case(precision="fp32"),
+    "checkpointing": Case(checkpointing="full", micro_batch=8),
+    "fused": Case(optimizer="adamw-fused", micro_batch=1),
+    "accumulation": Case(accumulation=3),
+    "grad op, sgd, long": Case(strategy="SHARD_GRAD_OP", optimizer="sgd", micro_batch=1, seq_len=4096),
+}
+
+
+def optimizer_of(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=kind == "adamw-fused")
+
+
+def measured(case: Case) -> tuple[int, int]:
+    """(bytes between steps, most bytes in a step), after two steps that are not counted."""
+    torch.cuda.empty_cache()
+    device = torch.device("cuda")
+    config = AutoConfig.for_model(**MODEL)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    units = unit_modules(model)
+    if case.checkpointing == "full":
+        checkpoint_modules(model, units)
+    dtype = torch.bfloat16 if case.precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    shard_model(model, unit_modules=units, strategy=case.strategy, mp_policy=policy, device=device)
+    optimizer = optimizer_of(case.optimizer, model)
+    tokens = torch.randint(MODEL["vocab_size"], (case.micro_batch, case.seq_len), device=device)
+    rest = 0
+    for step in range(3):
+        if step == 2:
+            rest = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(case.accumulation):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return rest, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(CASES))
+def test_peak_on_a_gpu(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.fail("no CUDA device: these tests are for machines that have one")
+    case = CASES[name]
+    shape, _ = from_config(MODEL, where="test")
+    memory = evaluate(shape, case.job, parse_cluster("1xA100-80")).memory
+    framework = memory.phases["load"]["framework"]
+    rest, peak = measured(case)
+    predicted = memory.peak_of_step - framework
+    print(f"{name}: persistent predicted {memory.persistent}, found {rest}; peak predicted {predicted}, found {peak}")
+    assert memory.persistent == pytest.approx(rest, rel=0.05)
+    assert predicted == pytest.approx(peak, rel=0.05)
