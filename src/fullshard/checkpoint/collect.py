@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from torch import nn
 
 import fullshard
+from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.format import (
+    CodedPieceRecord,
     FileRecord,
     Manifest,
     MeshRecord,
@@ -26,7 +28,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
 from fullshard.checkpoint.rng import rng_tensors
-from fullshard.checkpoint.staging import HostMemory
+from fullshard.checkpoint.staging import HostMemory, LateCopies
 from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.tensors import (
     LocalTensor,
@@ -94,6 +96,7 @@ class RankWriter:
         rest(model)
         self._weights = arguments.get("weights")
         self.directory, self.save_id, self.rank, self.optimizer = directory, save_id, rank, optimizer
+        self._late_state: LateCopies | None = None
         self.mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
         self.parameters = local_parameters(model, rank=rank)
         self.buffers = local_buffers(model, rank=rank)
@@ -121,7 +124,12 @@ class RankWriter:
             self._state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, rank)
         self._contents: dict[str, dict[str, torch.Tensor]] = {
             "model": {local.name: local.tensor.detach().reshape(-1) for local in mine},
-            "optimizer": {e.name: _stored(e) for e in state if e.layout is not None and e.is_stored_here},
+            "optimizer": {
+                name: tensor
+                for entry in state
+                if entry.layout is not None and entry.is_stored_here
+                for name, tensor in _stored(entry).items()
+            },
             "state": (stored if rank == 0 else {}) | rng_tensors(device_of(model)),
         }
 
@@ -131,11 +139,18 @@ class RankWriter:
         return sum(tensor.nbytes for named in self._contents.values() for tensor in named.values())
 
     def stage(self, memory: HostMemory) -> None:
-        """Copy what is to be written, so that it stays what it is now."""
-        self._contents = memory.copy(self._contents)
+        """Copy what is to be written, so that it stays what it is now. What only steps change is copied before one."""
+        state = self._contents["optimizer"]
+        if self.optimizer is not None and (late := memory.copy_before_step(state, self.optimizer)) is not None:
+            self._late_state = late
+            self._contents = memory.copy(self._contents | {"optimizer": {}})
+        else:
+            self._contents = memory.copy(self._contents)
 
     def write(self) -> RankReport:
         """Write the rank's files and say what is in them."""
+        if self._late_state is not None:
+            self._contents["optimizer"] = dict(self._late_state.finish())
         files = {}
         for kind, named in self._contents.items():
             if named:
@@ -225,9 +240,12 @@ def _state_dict(source: Any) -> Any:
     return [one.state_dict() for one in source] if isinstance(source, list) else source.state_dict()
 
 
-def _stored(entry: StateEntry) -> torch.Tensor:
+def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:
+    """The tensors of the file, by name."""
+    if isinstance(entry.value, CodedTensor):
+        return {f"{entry.name}.{part}": tensor for part, tensor in entry.value.parts().items()}
     tensor: torch.Tensor = entry.value.detach()
-    return tensor.reshape(-1) if entry.layout == "interval" else tensor
+    return {entry.name: tensor.reshape(-1) if entry.layout == "interval" else tensor}
 
 
 def _state_report(entry: StateEntry, rank: int) -> StateReport:
@@ -237,8 +255,17 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
         if tensors:
             raise CheckpointError(f"optimizer state {entry.name} holds tensors inside a Python value")
         return StateReport(record=record)
-    tensor: torch.Tensor = entry.value
     interval = entry.parameter.interval
+    if isinstance(entry.value, CodedTensor):
+        held = entry.value
+        record = StateTensorRecord(
+            shape=entry.parameter.shape,
+            dtype=str(held.dtype).removeprefix("torch."),
+            pieces=(CodedPieceRecord(rank=rank, start=interval.start, stop=interval.stop, coding=held.record),),
+            layout="interval",
+        )
+        return StateReport(record=record)
+    tensor: torch.Tensor = entry.value
     start, stop = (interval.start, interval.stop) if entry.layout == "interval" else (0, tensor.numel())
     piece = PieceRecord(rank=rank, start=start, stop=stop)
     return StateReport(
@@ -247,7 +274,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
             dtype=dtype_name(tensor, where=entry.name),
             pieces=(piece,) if entry.is_stored_here and stop > start else (),
             layout=entry.layout,
-            is_on_host=tensor.device.type == "cpu",
+            is_on_host=entry.layout == "replicated" and tensor.device.type == "cpu",
         ),
         digest=google_crc32c.value(tensor_bytes(tensor)) if entry.layout == "replicated" else 0,
     )

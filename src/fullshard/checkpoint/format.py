@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import google_crc32c
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
@@ -91,6 +91,51 @@ class PieceRecord(_Record):
         return Interval(self.start, self.stop)
 
 
+class CodeRecord(_Record):
+    """How values of optimizer state are stored in few bits: as codes, with one scale for each block of them.
+
+    A value is `book[code] * scale`, or `code * scale` where there is no book. The file holds them as NAME.codes,
+    NAME.scales and NAME.book (both float32). Blocks are counted from the start of the piece; the last may be short.
+
+    Attributes:
+        dtype: of the stored codes.
+        bits: of one code: 8, or 4 with two codes in a byte, the first in the upper half.
+        block: values with one scale.
+        book: values that a code can name; 0 if there is no book.
+    """
+
+    dtype: Literal["uint8", "float8_e4m3fn"]
+    bits: Literal[4, 8]
+    block: Annotated[int, Field(ge=2, multiple_of=2)]
+    book: _Natural
+
+    @model_validator(mode="after")
+    def _every_code_has_a_value(self) -> CodeRecord:
+        expected = 2**self.bits if self.dtype == "uint8" else 0
+        if self.book != expected:
+            raise ValueError(f"a book of {self.book} values for codes of {self.bits} bits, expected {expected}")
+        return self
+
+
+class CodedPieceRecord(PieceRecord):
+    """A piece whose values are stored as codes."""
+
+    coding: CodeRecord
+
+
+def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str, int]]:
+    """What a file holds of a piece of tensor `name`: its names there, with dtype and number of elements."""
+    numel = piece.interval.numel
+    if not isinstance(piece, CodedPieceRecord):
+        return {name: (dtype, numel)}
+    coding = piece.coding
+    parts = {
+        f"{name}.codes": (coding.dtype, -(-numel * coding.bits // 8)),
+        f"{name}.scales": ("float32", -(-numel // coding.block)),
+    }
+    return parts | ({f"{name}.book": ("float32", coding.book)} if coding.book else {})
+
+
 class TensorRecord(_Record):
     """A tensor that is stored in pieces.
 
@@ -118,10 +163,12 @@ class StateTensorRecord(TensorRecord):
     """A tensor of optimizer state.
 
     Attributes:
+        pieces: some may be coded; `dtype` is that of the values.
         layout: `interval` if it is laid out like its parameter, `replicated` if every rank holds all of it.
         is_on_host: whether it lay in host memory although its parameter may not (Adam's `step`).
     """
 
+    pieces: tuple[CodedPieceRecord | PieceRecord, ...]
     layout: Literal["interval", "replicated"]
     is_on_host: bool = False
 

@@ -16,9 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, decode, fresh_state
 from fullshard.checkpoint.format import (
     DTYPES,
     MANIFEST_NAME,
+    CodedPieceRecord,
     GroupRecord,
     Manifest,
     StateTensorRecord,
@@ -28,6 +30,7 @@ from fullshard.checkpoint.format import (
     rank_file_name,
     read_manifest,
     read_manifest_bytes,
+    stored_as,
 )
 from fullshard.checkpoint.optimizer_state import group_parameters
 from fullshard.checkpoint.ranks import Ranks
@@ -68,14 +71,14 @@ class _Target:
         kind, name: kind of file, and name of the tensor in it.
         record: where its pieces are.
         interval: elements of the flattened whole that `tensor` holds.
-        tensor: the destination; its dtype is that of the record.
+        tensor: the destination; its dtype is that of the record. State in few bits is a `CodedTensor`.
     """
 
     kind: str
     name: str
     record: TensorRecord
     interval: Interval
-    tensor: torch.Tensor
+    tensor: torch.Tensor | CodedTensor
 
 
 def load_checkpoint(
@@ -262,18 +265,24 @@ class _Load:
         """Make empty state as the manifest describes it, and note how it is to be filled."""
         assert self.manifest.optimizer is not None  # noqa: S101 -- _match_groups refused it
         groups = group_parameters(optimizer, self.parameters)
-        for group, members in zip(optimizer.param_groups, groups, strict=True):
+        for number, members in enumerate(groups):
+            group = optimizer.param_groups[number]
             on_device = bool(group.get("capturable") or group.get("fused"))
-            for parameter, local in members:
+            for index, (parameter, local) in enumerate(members):
                 name = self._primary[local.name]
                 records = self.manifest.optimizer.state.get(name)
-                if records is not None:
-                    there = optimizer.state.get(parameter, {})
-                    state = {
-                        key: self._allocate(name, key, record, local, there.get(key), on_device=on_device)
-                        for key, record in records.items()
-                    }
-                    self._state.append((parameter, state))
+                if records is None:
+                    continue
+                fresh = fresh_state(optimizer, number, index)
+                there = optimizer.state.get(parameter, {}) if fresh is None else fresh
+                coded, parts = coded_tensors(there)
+                state = {key: there[key] for key in (*coded, *parts)}
+                for key, record in records.items():
+                    if key in coded and isinstance(record, StateTensorRecord):
+                        self._targets.append(_Target("optimizer", f"{name}/{key}", record, local.interval, coded[key]))
+                    else:
+                        state[key] = self._allocate(name, key, record, local, there.get(key), on_device=on_device)
+                self._state.append((parameter, state))
 
     def _allocate(
         self,
@@ -338,13 +347,55 @@ class Readers:
     def fill(self, data: Bytes, kind: str, name: str, record: TensorRecord, interval: Interval) -> None:
         """Read elements `interval` of a tensor that lies in pieces in files of one kind."""
         itemsize = DTYPES[record.dtype][1]
-        saved = pieces_of(record)
-        numel = {piece.rank: piece.interval.numel for piece in saved}
-        for read in plan_reads(saved, interval):
-            reader = self[rank_file_name(kind, read.rank)]
-            stored = reader.find(name, record.dtype, numel[read.rank])
+        pieces = {piece.rank: piece for piece in record.pieces}
+        for read in plan_reads(pieces_of(record), interval):
+            reader, piece = self[rank_file_name(kind, read.rank)], pieces[read.rank]
             part = data[read.target.start * itemsize : read.target.stop * itemsize]
+            if isinstance(piece, CodedPieceRecord):
+                values = self._decoded(kind, name, record.dtype, piece, read.source)
+                part[:] = tensor_bytes(values.to(torch_dtype(DTYPES[record.dtype][0])))
+                continue
+            stored = reader.find(name, record.dtype, piece.interval.numel)
             reader.read_into(stored.start + read.source.start * itemsize, part)
+
+    def fill_coded(self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval) -> None:
+        """Read optimizer state that is held as codes: as it was saved if it is the same piece, else coded anew."""
+        same = [p for p in record.pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
+        if same and isinstance(same[0], CodedPieceRecord):
+            parts = self._coded_parts("optimizer", name, record.dtype, same[0], Interval(0, interval.numel))
+            mine = out.parts()
+            if "book" not in mine or torch.equal(parts["book"], mine["book"].cpu()):
+                for part in ("codes", "scales"):
+                    mine[part].copy_(parts[part])
+                return
+        values = torch.empty(interval.numel, dtype=torch_dtype(DTYPES[record.dtype][0]))
+        self.fill(tensor_bytes(values), "optimizer", name, record, interval)
+        out.write(values)
+
+    def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:
+        """Elements `wanted` of a piece (counted from its start) as values."""
+        block = piece.coding.block
+        start = wanted.start // block * block
+        whole = Interval(start, min(-(-wanted.stop // block) * block, piece.interval.numel))
+        parts = self._coded_parts(kind, name, dtype, piece, whole)
+        values = decode(parts["codes"], parts["scales"], parts.get("book"), piece.coding)
+        return values[wanted.start - start : wanted.stop - start]
+
+    def _coded_parts(
+        self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, blocks: Interval
+    ) -> dict[str, torch.Tensor]:
+        """Codes and scales of whole blocks of a piece, and the book."""
+        reader, coding, result = self[rank_file_name(kind, piece.rank)], piece.coding, {}
+        share = {"codes": (coding.bits, 8), "scales": (1, coding.block)}  # elements per value, as a fraction
+        for part, (stored_dtype, numel) in stored_as(name, dtype, piece).items():
+            ending = part.rpartition(".")[2]
+            many, one = share.get(ending, (0, 1))
+            start, stop = (blocks.start * many // one, -(-blocks.stop * many // one)) if many else (0, numel)
+            code, itemsize = DTYPES[stored_dtype]
+            result[ending] = torch.empty(stop - start, dtype=torch_dtype(code))
+            stored = reader.find(part, stored_dtype, numel)
+            reader.read_into(stored.start + start * itemsize, tensor_bytes(result[ending]))
+        return result
 
     def all_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Every tensor of a file, in host memory; none if there is no such file."""
@@ -372,6 +423,9 @@ def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
 @torch.no_grad()
 def _fill(target: _Target, readers: Readers) -> None:
     """Read the elements of one target from the files that hold them."""
+    if isinstance(target.tensor, CodedTensor):
+        readers.fill_coded(target.tensor, target.name, target.record, target.interval)
+        return
     tensor = target.tensor.detach()
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
     staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)

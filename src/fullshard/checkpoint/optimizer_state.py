@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fullshard.checkpoint.coded_state import coded_tensors
 from fullshard.checkpoint.format import GroupRecord
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.values import encode_value
@@ -22,7 +23,7 @@ class StateEntry:
     Attributes:
         parameter: whose state it is.
         key: its key, for example `exp_avg`.
-        value: a tensor, or a Python value.
+        value: a tensor, a `CodedTensor`, or a Python value.
         layout: see `StateTensorRecord`; None if the value is no tensor.
     """
 
@@ -90,8 +91,12 @@ def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTe
             if not local.is_writer or local.interval.numel == 0:
                 continue
             state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+            coded, parts = coded_tensors(state)
             for key, value in state.items():
-                yield StateEntry(local, key, value, _layout(local, key, value))
+                if key in coded:
+                    yield StateEntry(local, key, coded[key], "interval")
+                elif key not in parts:
+                    yield StateEntry(local, key, value, _layout(local, key, value))
 
 
 def _layout(local: LocalTensor, key: str, value: Any) -> Literal["interval", "replicated"] | None:
@@ -106,6 +111,6 @@ def _layout(local: LocalTensor, key: str, value: Any) -> Literal["interval", "re
         raise CheckpointError(
             f"optimizer state {key!r} of {local.name!r} has shape {tuple(value.shape)}: neither a scalar nor that of "
             f"this rank's slice, {tuple(local.tensor.shape)}",
-            hint="use an optimizer that keeps one value per element; block-wise 8-bit state cannot be saved yet",
+            hint="use an optimizer that keeps one value per element",
         )
     return "replicated"

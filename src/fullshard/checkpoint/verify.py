@@ -16,6 +16,7 @@ from fullshard.checkpoint.format import (
     part_paths,
     rank_file_name,
     read_manifest,
+    stored_as,
 )
 from fullshard.checkpoint.resharding import Piece, coverage_problems
 from fullshard.checkpoint.storage import TensorFileReader, size_problem
@@ -119,7 +120,8 @@ def structure_problems(manifest: Manifest) -> list[str]:
             continue
         for piece in record.pieces:
             name = rank_file_name(file, piece.rank)
-            held[name] = held.get(name, 0) + piece.interval.numel * DTYPES[record.dtype][1]
+            parts = stored_as(tensor, record.dtype, piece).values()
+            held[name] = held.get(name, 0) + sum(numel * DTYPES[dtype][1] for dtype, numel in parts)
         files = dict.fromkeys(rank_file_name(file, piece.rank) for piece in record.pieces)
         problems += [f"{tensor!r}: its file {f} is not in the manifest" for f in files if f not in manifest.files]
         problems += [f"{tensor!r}: {problem}" for problem in coverage_problems(pieces_of(record), record.numel)]
@@ -194,10 +196,11 @@ def _content_problems(path: Path, reader: TensorFileReader, manifest: Manifest) 
         for piece in record.pieces if file == kind else ():
             if piece.rank != int(rank):
                 continue
-            expected.add(name)
-            try:
-                reader.find(name, record.dtype, piece.interval.numel)
-            except CheckpointError as error:
-                problems.append(str(error))
+            for part, (dtype, numel) in stored_as(name, record.dtype, piece).items():
+                expected.add(part)
+                try:
+                    reader.find(part, dtype, numel)
+                except CheckpointError as error:
+                    problems.append(str(error))
     extra = sorted(reader.tensors.keys() - expected)
     return problems + [f"{path} holds {name!r}, which the manifest does not know" for name in extra]

@@ -259,6 +259,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
     """Runs before every optimizer's step: check it, and drop what was gathered from weights about to change."""
     check_optimizer(optimizer)
     _seen.add(optimizer)
+    if any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
+        # Its kernels are launched per parameter, and CUDA refuses a launch for the many slices that are empty.
+        for parameter in _sharded_parameters(optimizer):
+            if parameter.numel() == 0:
+                parameter.grad = None
     for schedule in dict.fromkeys(p._bucket.unit.schedule for p in _sharded_parameters(optimizer)):
         schedule.before_optimizer_step()
         if schedule.event_sink is not None:

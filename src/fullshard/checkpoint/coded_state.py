@@ -1,0 +1,148 @@
+"""Optimizer state that is kept in 4 or 8 bits: codes, with one scale for each block of them (bitsandbytes, torchao).
+
+Blocks are counted from the start of a rank's interval. A checkpoint holds codes and scales as they are. A rank with the
+same interval gets them back bit by bit; to everybody else, at another number of ranks or in another program, the state
+is a tensor of ordinary values, which an optimizer of this kind codes anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.format import CodeRecord
+from fullshard.checkpoint.tensors import dtype_name
+from fullshard.core.errors import CheckpointError
+
+_BITSANDBYTES_BLOCK = 256
+_TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTensor:
+    """One tensor of optimizer state, as its optimizer holds it.
+
+    Attributes:
+        codes, scales, book: 1-D; see `CodeRecord`.
+        record: how they are to be read.
+        numel: elements they stand for.
+        dtype: of the values, where they are not coded.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    book: torch.Tensor | None
+    record: CodeRecord
+    numel: int
+    dtype: torch.dtype
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """What is stored, by the ending of its name."""
+        book = {} if self.book is None else {"book": self.book.detach()}
+        return {"codes": self.codes.detach().reshape(-1), "scales": self.scales.detach(), **book}
+
+    @torch.no_grad()
+    def write(self, values: torch.Tensor) -> None:
+        """Code `numel` values anew, in place."""
+        # Where the scales are: codes in paged memory pass for the host's.
+        codes, scales = encode(values.to(self.scales.device, torch.float32), self.book, self.record)
+        self.codes.view(-1).copy_(codes)
+        self.scales.copy_(scales)
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor | None, record: CodeRecord) -> torch.Tensor:
+    """The values of whole blocks, in float32; the last block may be short."""
+    if record.bits == 4:
+        codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(-1)
+    values = codes.float() if book is None else book[codes.int()]
+    return values * scales.repeat_interleave(record.block)[: values.numel()]
+
+
+def encode(values: torch.Tensor, book: torch.Tensor | None, record: CodeRecord) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of `values` (1-D, float32): for each block the nearest codes at the smallest scale that fits."""
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % record.block))
+    blocks = padded.view(padded.numel() // record.block, record.block)
+    dtype = torch.uint8 if book is not None else torch.float8_e4m3fn
+    limit = torch.finfo(dtype).max if book is None else float(book.abs().max())
+    scales = blocks.abs().amax(dim=1) / limit
+    normal = (blocks / scales.where(scales > 0, torch.ones_like(scales))[:, None]).view(-1)[: values.numel()]
+    if book is None:
+        return normal.to(dtype), scales
+    codes = torch.bucketize(normal, (book[1:] + book[:-1]) / 2, out_int32=True).to(dtype)
+    return (codes[0::2] << 4 | codes[1::2] if record.bits == 4 else codes), scales
+
+
+def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set[str]]:
+    """The coded ones among one parameter's state, by key; and the keys of what belongs to them.
+
+    Raises:
+        CheckpointError: codes of a form that is not known here.
+    """
+    found: dict[str, CodedTensor] = {}
+    parts: set[str] = set()
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype is torch.uint8 and key.startswith("state"):
+            names = f"absmax{key.removeprefix('state')}", f"qmap{key.removeprefix('state')}"
+            found[key] = _of_bitsandbytes(key, value, *(state.get(name) for name in names))
+            parts.update(names)
+        elif (bits := _TORCHAO_BITS.get(type(value).__name__)) is not None:
+            found[key] = _of_torchao(value, bits)
+    return found, parts
+
+
+def _of_bitsandbytes(key: str, codes: torch.Tensor, scales: Any, book: Any) -> CodedTensor:
+    blocks = -(-codes.numel() // _BITSANDBYTES_BLOCK)
+    if codes.ndim != 1 or scales is None or book is None or tuple(scales.shape) != (blocks,):
+        shape = None if scales is None else tuple(scales.shape)
+        raise CheckpointError(
+            f"optimizer state {key!r} has codes of shape {tuple(codes.shape)} and scales of shape {shape}, expected a "
+            f"row of codes with one scale for every {_BITSANDBYTES_BLOCK}",
+            hint="use bitsandbytes' Adam, AdamW, Lion, SGD, RMSprop or Adagrad in 8 bits",
+        )
+    record = CodeRecord(dtype="uint8", bits=8, block=_BITSANDBYTES_BLOCK, book=book.numel())
+    return CodedTensor(codes, scales, book, record, codes.numel(), torch.float32)
+
+
+def _of_torchao(value: Any, bits: int) -> CodedTensor:
+    book = getattr(value, "qmap", None)
+    record = CodeRecord(
+        dtype=dtype_name(value.codes, where="optimizer state"),
+        bits=bits,
+        block=value.block_size,
+        book=0 if book is None else book.numel(),
+    )
+    return CodedTensor(value.codes, value.scale, book, record, value.numel(), value.dtype)
+
+
+def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None:
+    """State as the optimizer would make it in its first step, for its parameter `index` of group `group`.
+
+    Returns:
+        None for an optimizer whose state is made of ordinary tensors.
+    """
+    parameter = optimizer.param_groups[group]["params"][index]
+    if is_of_bitsandbytes(optimizer):
+        kept = optimizer.state.pop(parameter, None)
+        if not optimizer.initialized:
+            optimizer.check_overrides()
+        optimizer.init_state(optimizer.param_groups[group], parameter, group, index)
+        made = optimizer.state.pop(parameter)
+        if kept is not None:
+            optimizer.state[parameter] = kept
+        return dict(made)
+    if any(cls.__module__.startswith("torchao.") for cls in type(optimizer).__mro__):
+        keys = {"exp_avg": True, "exp_avg_sq": False}
+        if optimizer.param_groups[group].get("amsgrad"):
+            keys["max_exp_avg_sq"] = False
+        return {key: optimizer._new_buffer(parameter, signed) for key, signed in keys.items()}
+    return None
+
+
+def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of bitsandbytes' optimizers, in 8 bits or 32."""
+    return any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__)

@@ -1,0 +1,222 @@
+"""Optimizers that keep their state in 8 bits or 4: train, save, resume, at another number of ranks too.
+
+pytest tests/test_optimizers_8bit.py
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fullshard.checkpoint import full_state_dict, load_checkpoint, save_checkpoint, verify_checkpoint
+from fullshard.checkpoint.coded_state import coded_tensors, decode, encode
+from fullshard.checkpoint.format import CodedPieceRecord, CodeRecord, StateTensorRecord, read_manifest
+from fullshard.checkpoint.offline.native import NativeSource
+from fullshard.core.errors import CheckpointError
+from fullshard.core.layout import Interval
+from fullshard.engine import ShardedParameter, shard_model
+from tests.distributed import run_ranks
+
+BITSANDBYTES = ("PagedAdamW8bit", "AdamW8bit", "Adam8bit", "PagedLion8bit", "Lion8bit", "SGD8bit", "RMSprop8bit")
+TORCHAO = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit")
+WIDTH, ROWS = 96, 12
+
+
+def optimizer_for(library: str, name: str, model: nn.Module) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": 1e-4 if "Lion" in name else 1e-3}
+    if library == "bitsandbytes":
+        bnb: Any = pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+        if name == "SGD8bit":
+            options["momentum"] = 0.9
+        made: torch.optim.Optimizer = getattr(bnb.optim, name)(model.parameters(), **options)
+    else:
+        torchao: Any = pytest.importorskip("torchao.optim", reason="needs the extra `quant`")
+        torch.compiler.set_stance("force_eager")  # the same arithmetic, without minutes of compilation
+        made = getattr(torchao, name)(model.parameters(), **options)
+    return made
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    return x, x.roll(1, 1).tanh()
+
+
+def session(
+    library: str, name: str, steps: tuple[int, int], load: str | None = None, save: str | None = None
+) -> tuple[list[float], dict[str, Any], int]:
+    """Train; returns the losses of whole batches, the whole weights, and how much state was held as codes."""
+    warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH), nn.LayerNorm(WIDTH))
+    shard_model(model, unit_modules=[], device=torch.device("cpu"))
+    optimizer = optimizer_for(library, name, model)
+    if load is not None:
+        load_checkpoint(load, model=model, optimizer=optimizer)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for step in range(*steps):
+        x, y = (part.chunk(size)[rank] for part in batch(step))
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach() / size
+        dist.all_reduce(total)
+        losses.append(float(total))
+    held = sum(len(coded_tensors(state)[0]) for state in optimizer.state.values())
+    empty = [p for p in model.parameters() if isinstance(p, ShardedParameter) and p.numel() == 0]
+    if library == "bitsandbytes" and size == 2:
+        assert empty
+        if load is None:
+            assert not any(p in optimizer.state for p in empty)  # its CUDA kernels cannot be given nothing to do
+    if save is not None:
+        save_checkpoint(save, model=model, optimizer=optimizer)
+    return losses, full_state_dict(model), held
+
+
+def state_of(path: Path) -> dict[str, torch.Tensor]:
+    """All optimizer state of a checkpoint, as values."""
+    with NativeSource(path) as source:
+        return {
+            name: source.read(kind, name, Interval(0, record.numel))
+            for kind, name, record in source.contents.tensors()
+            if isinstance(record, StateTensorRecord) and record.layout == "interval"
+        }
+
+
+def check_resume(directory: Path, library: str, name: str, tolerance: float) -> None:
+    first, second = str(directory / "first"), str(directory / "second")
+    run_ranks(session, 2, library, name, (0, 4), None, first)
+    assert verify_checkpoint(first).is_valid, verify_checkpoint(first)
+    manifest = read_manifest(directory / "first")
+    assert manifest.optimizer is not None
+    pieces = [p for state in manifest.optimizer.state.values() for r in state.values()
+              if isinstance(r, StateTensorRecord) for p in r.pieces]  # fmt: skip
+    assert {isinstance(piece, CodedPieceRecord) for piece in pieces} == {True, False}  # small ones stay in float32
+    coded = sum(p.interval.numel for p in pieces if isinstance(p, CodedPieceRecord))
+    plain = sum(p.interval.numel for p in pieces if not isinstance(p, CodedPieceRecord))
+    stored = sum(record.nbytes for file, record in manifest.files.items() if file.startswith("optimizer"))
+    assert stored < 1.1 * coded + 4 * plain + 30_000  # a byte per value, not four
+
+    # without a stop, and from the checkpoint: bit by bit the same at the same number of ranks
+    whole = run_ranks(session, 2, library, name, (0, 7))[0]
+    same = run_ranks(session, 2, library, name, (4, 7), first)[0]
+    assert same[0] == whole[0][4:] and same[2] == whole[2] > 0
+    assert all(torch.equal(value, whole[1][key]) for key, value in same[1].items())
+
+    # at another number, where blocks are cut elsewhere
+    saved = state_of(directory / "first")
+    for size in (3, 1):
+        losses, _, held = run_ranks(session, size, library, name, (4, 7), first)[0]
+        assert held > 0
+        assert losses == pytest.approx(whole[0][4:], rel=tolerance)
+    run_ranks(session, 3, library, name, (0, 0), first, second)
+    for key, value in state_of(directory / "second").items():
+        assert float((value - saved[key]).abs().mean()) <= tolerance * float(saved[key].abs().mean()), key
+
+
+@pytest.mark.full
+def test_paged_adamw_8bit(tmp_path: Path) -> None:
+    check_resume(tmp_path, "bitsandbytes", "PagedAdamW8bit", 0.02)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BITSANDBYTES[1:])
+def test_bitsandbytes(tmp_path: Path, name: str) -> None:
+    check_resume(tmp_path, "bitsandbytes", name, 0.02)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TORCHAO)
+def test_torchao(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("torchao", reason="needs the extra `quant`")
+    check_resume(tmp_path, "torchao", name, 0.15 if "4bit" in name else 0.05 if "Fp8" in name else 0.02)
+
+
+def paged_on_a_gpu(directory: str) -> None:
+    import bitsandbytes as bnb
+
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 8)).cuda()
+        shard_model(model, unit_modules=[], device=torch.device("cuda"))
+        return model, bnb.optim.PagedAdamW8bit(model.parameters(), lr=1e-3)
+
+    def step(model: nn.Module, optimizer: Any, seed: int) -> float:
+        x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(seed)).cuda()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    model, optimizer = made()
+    for seed in range(3):
+        step(model, optimizer, seed)
+    save_checkpoint(directory, model=model, optimizer=optimizer)
+    expected = [step(model, optimizer, seed) for seed in (3, 4)]
+    again, other = made()
+    load_checkpoint(directory, model=again, optimizer=other)
+    assert any(getattr(state["state1"], "is_paged", False) for state in other.state.values())
+    assert [step(again, other, seed) for seed in (3, 4)] == expected
+
+
+@pytest.mark.gpu
+def test_paged_state_stays_paged_on_a_gpu(tmp_path: Path) -> None:
+    run_ranks(paged_on_a_gpu, 1, str(tmp_path / "saved"))
+
+
+def ademamix(directory: str) -> str:
+    import bitsandbytes as bnb
+
+    model = shard_model(nn.Linear(128, 128), unit_modules=[], device=torch.device("cpu"))
+    optimizer = bnb.optim.AdEMAMix8bit(model.parameters(), lr=1e-3)
+    model(torch.randn(2, 128)).sum().backward()
+    optimizer.step()
+    try:
+        save_checkpoint(directory, model=model, optimizer=optimizer)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_state_of_another_form_is_refused(tmp_path: Path) -> None:
+    [message] = run_ranks(ademamix, 1, str(tmp_path / "c"))
+    assert "shape (2, " in message and "hint" in message
+
+
+BOOKS = {
+    8: torch.cat([-torch.logspace(0, -6, 127), torch.zeros(1), torch.logspace(-6, 0, 128)]),
+    4: torch.linspace(-0.9, 1, 16),
+}
+
+
+def test_a_code_without_a_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 256"):
+        CodeRecord(dtype="uint8", bits=8, block=256, book=16)
+
+
+@given(numel=st.integers(1, 700).map(lambda n: 2 * n), seed=st.integers(0, 99), bits=st.sampled_from([4, 8, "fp8"]))
+def test_coding(numel: int, seed: int, bits: Any) -> None:
+    book = None if bits == "fp8" else BOOKS[bits]
+    width = 4 if bits == 4 else 8
+    record = CodeRecord(dtype="uint8" if book is not None else "float8_e4m3fn", bits=width, block=64,
+                        book=0 if book is None else book.numel())  # fmt: skip
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 7 - 3)
+    values[: numel // 3] = 0
+    codes, scales = encode(values, book, record)
+    found = decode(codes, scales, book, record)
+    assert codes.numel() == numel * record.bits // 8 and scales.numel() == -(-numel // 64)
+    largest = values.abs().max()
+    assert (found - values).abs().max() <= largest * (0.11 if bits == 4 else 0.07)
+    again = decode(*encode(found, book, record), book, record)
+    torch.testing.assert_close(again, found, rtol=0.11, atol=float(largest) * 0.11)
