@@ -258,13 +258,13 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
     interval = entry.parameter.interval
     if isinstance(entry.value, CodedTensor):
         held = entry.value
-        record = StateTensorRecord(
+        coded = StateTensorRecord(
             shape=entry.parameter.shape,
             dtype=str(held.dtype).removeprefix("torch."),
             pieces=(CodedPieceRecord(rank=rank, start=interval.start, stop=interval.stop, coding=held.record),),
             layout="interval",
         )
-        return StateReport(record=record)
+        return StateReport(record=coded)
     tensor: torch.Tensor = entry.value
     start, stop = (interval.start, interval.stop) if entry.layout == "interval" else (0, tensor.numel())
     piece = PieceRecord(rank=rank, start=start, stop=stop)
