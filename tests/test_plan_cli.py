@@ -10,7 +10,6 @@ import itertools
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from fullshard.plan.evaluate import changes_that_fit, evaluate, pareto, search
 from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, write_calibration
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
+from fullshard.plan.library import MODELS as MODELS_BY_NAME
 from fullshard.plan.library import load_model
 from fullshard.plan.memory import Setting, memory_of
 from fullshard.plan.report import as_dict, as_run_config
@@ -42,20 +42,39 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_answers_in_tables_and_imports_no_torch() -> None:
+def test_it_answers_in_tables() -> None:
     done = run("--model", "Llama-3.1-8B", "--devices", "8xH100", "--checkpointing", "full")
     assert done.returncode == 0, done.stderr
     for word in ("main weights", "optimizer state", "logits", "tokens/s", "MFU", "fits", "disk"):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize("devices", ["8xH100", "1024xH100"])
+def test_it_takes_less_than_a_second_and_no_torch(tmp_path: Path, devices: str) -> None:
+    """Of processor time, for a config.json, the whole command, in the best of three.
+
+    On a busy machine processor time passes faster, too: at most four times what importing typer takes at that moment,
+    which is a fifth of a second on a quiet one.
+    """
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MODELS_BY_NAME["Llama-3.1-70B"]}), encoding="utf-8")
     code = (
-        "import sys; sys.argv = ['fullshard', 'plan', '-m', '70B', '-d', '64xA100']\n"
+        f"import os, sys; sys.argv = ['fullshard', 'plan', '-m', {str(path)!r}, '-d', {devices!r}]\n"
         "from fullshard.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules)"
+        "sys.stderr.write(f\"{'torch' in sys.modules} {sum(os.times()[:2])}\")"
     )
-    start = time.monotonic()
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
-    assert time.monotonic() - start < 10
+    base = "import os, sys, typer, typer.main; sys.stderr.write(f'- {sum(os.times()[:2])}')"
+    seconds: dict[str, list[float]] = {base: [], code: []}
+    for _ in range(3):
+        for program, found in seconds.items():
+            command = [sys.executable, "-c", program]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            loaded, spent = done.stderr.split()
+            found.append(float(spent))
+        assert loaded == "False"
+        assert "MFU" in done.stdout
+    assert min(seconds[code]) < max(1.0, 4 * min(seconds[base]))
 
 
 def test_json_has_everything(tmp_path: Path) -> None:

@@ -160,16 +160,16 @@ class Setting:
 def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int) -> Memory:
     """Replay one step."""
     ledger = _Ledger(setting)
-    load = _load_peak(setting, ledger.nbytes)
-    phases = {"load": load}
+    phases = {"load": _load_peak(setting, ledger.nbytes)}
+    fullest = {"forward": -1, "backward": -1, "optimizer": -1}
     timeline = []
     phase = "forward"
     for event in events:
         if event.kind is EventKind.FORWARD_BEGIN and event.unit == setting.layout.root.name:
             phase = "forward"
         for nbytes in ledger.apply(event):
-            if sum(nbytes.values()) > sum(phases.get(phase, {"": -1}).values()):
-                phases[phase] = dict(nbytes)
+            if (total := sum(nbytes.values())) > fullest[phase]:
+                fullest[phase], phases[phase] = total, nbytes
             timeline.append(Moment(event, nbytes))
         if event.kind is EventKind.FORWARD_END and event.unit == setting.layout.root.name:
             phase = "backward"
@@ -247,7 +247,8 @@ class _Ledger:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return {name: self.now[name] for name in CATEGORIES if self.now[name]}
+        now = self.now
+        return {name: now[name] for name in CATEGORIES if now.get(name)}
 
     def apply(self, event: Event) -> list[dict[str, int]]:
         """Change the ledger; the moments to look at, the fullest first where something is there only for a moment."""
