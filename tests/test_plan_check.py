@@ -124,6 +124,31 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     assert "(-100.0%)" in text
 
 
+TRAINER = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+config.use_cache = False
+data = [{"input_ids": torch.arange(8) + i % 5, "labels": torch.arange(8) + i % 5} for i in range(64)]
+arguments = TrainingArguments(
+    output_dir=sys.argv[1], max_steps=int(sys.argv[2]), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    report_to="none", save_strategy="no", max_grad_norm=1.0,
+)
+Trainer(LlamaForCausalLM(config), arguments, train_dataset=data).train()
+"""
+
+
+@pytest.mark.full
+def test_a_trainer_script(tmp_path: Path) -> None:
+    """Unchanged; the micro-batches of a step are those of `TrainingArguments`."""
+    (tmp_path / "script.py").write_text(TRAINER, encoding="utf-8")
+    arguments = ["--config_file", "none", "--cpu", "--num_processes", "2", "--check_plan"]
+    done = launch(*arguments, "script.py", str(tmp_path / "out"), "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "check_plan: LlamaForCausalLM with AdamW, step 3: as planned" in done.stderr
+
+
 @pytest.mark.full
 def test_train_recipe(tmp_path: Path) -> None:
     import subprocess

@@ -84,7 +84,7 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
     )
     repeats, step = _repeats(job)
     events = predict_step(layout, step)
-    is_cpu = cluster.device.framework == 0
+    is_cpu = cluster.device.is_cpu
     setting = Setting(
         trained,
         layout,
