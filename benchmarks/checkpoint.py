@@ -1,12 +1,16 @@
 """Saving and loading a training state: fullshard against Accelerate and plain DCP, on ranks of this machine.
 
     python -m benchmarks.checkpoint --dir DIRECTORY                       # 125 million parameters
-    python -m benchmarks.checkpoint --dir DIRECTORY --millions 1000 --repeats 1
+    python -m benchmarks.checkpoint --dir DIRECTORY --millions 1000 --repeats 1 --checksum-repeats 0 --without-async
 
-Every engine saves and loads the same model with Adam's state (12 bytes per parameter), in turn in one run, each to a
-directory of its own that is removed after the turn. All of them flush their files to the disk before they report
-success. Files are read back while they are in the page cache. Numbers are medians over the turns; the first turn of
-each engine, which pays for fresh memory, is recorded and left out.
+Every engine saves and loads the same model with Adam's state (12 bytes per parameter), in turn in one run and each time
+in fresh processes, to a directory that is removed after the turn. All of them flush their files to the disk before they
+report success. Each saves once before it is measured. Files are read back while they are in the page cache. Numbers are
+medians over the turns.
+
+A save in the background is measured by how long training stands still: in the call, and in the next step, which waits
+until the optimizer's state is copied. *With computation* a forward and backward of 64 rows lies between the two, *at
+once* nothing does; *first* is the first save of a process, which touches its memory for the first time.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import os
 import shutil
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -32,6 +38,8 @@ from benchmarks.record import RESULTS
 
 ENGINES = ("fullshard", "dcp", "accelerate")
 _WIDTH = 2236  # 25 matrices of this width are 125 million parameters
+_ROWS = 64
+"""Of a rank's batch: enough that a step takes about as long as copying the state."""
 
 
 @dataclass(slots=True)
@@ -47,6 +55,17 @@ class Measured:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     load_peak_nbytes: list[int] = field(default_factory=list)
     nbytes_on_disk: int = 0
+
+    def note(self, what: str, seconds: float) -> None:
+        """Add one measurement."""
+        self.seconds.setdefault(what, []).append(seconds)
+
+    def add(self, turn: Measured) -> None:
+        """Add all of another turn."""
+        for what, seconds in turn.seconds.items():
+            self.seconds.setdefault(what, []).extend(seconds)
+        self.load_peak_nbytes += turn.load_peak_nbytes
+        self.nbytes_on_disk = turn.nbytes_on_disk or self.nbytes_on_disk
 
 
 class _Engine:
@@ -172,48 +191,77 @@ def _peak_nbytes(do: Callable[[], object]) -> tuple[float, int]:
     return seconds, status("VmHWM") - before
 
 
-def _worker(rank: int, arguments: argparse.Namespace, port: int) -> None:
+def _worker(rank: int, arguments: argparse.Namespace, what: str, port: int, output: Path) -> None:
+    """One engine's turn, or the measurement of the checksums, on one rank; rank 0 writes what it measured."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(arguments.ranks), LOCAL_WORLD_SIZE=str(arguments.ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    layers = round(arguments.millions * 10**6 / _WIDTH**2)
-    measured = {name: Measured() for name in arguments.engines}
-    for turn in range(arguments.repeats + 1):
-        for name in arguments.engines:
-            # One engine at a time has its state in memory, so that a billion parameters fit.
-            engine = _CLASSES[name](layers)
-            _measure(engine, Path(arguments.dir) / f"{name}-{turn}", measured[name])
-            del engine
-            if rank == 0:
-                print(name, {key: round(seconds[-1], 3) for key, seconds in measured[name].seconds.items()}, flush=True)
+    engine = _CLASSES["fullshard" if what == "checksums" else what](_layers(arguments))
+    path = Path(arguments.dir) / what
+    engine.save(path)  # memory and imports that only the first save pays for
+    _remove(path)
+    into = Measured()
+    if what == "checksums":
+        _compare_checksums(engine, path, into, arguments.checksum_repeats)
+    else:
+        _measure(engine, path, into)
+        if isinstance(engine, _Fullshard) and not arguments.without_async:
+            _measure_async(engine, path, into)
     if rank == 0:
-        _record(arguments, layers, measured)
+        output.write_text(json.dumps(asdict(into)))
     dist.destroy_process_group()
 
 
 def _measure(engine: _Engine, path: Path, into: Measured) -> None:
-    def note(what: str, seconds: float) -> None:
-        into.seconds.setdefault(what, []).append(seconds)
-
-    engine.save(path)  # memory and imports that only the first save pays for
-    _remove(path)
-    note("save", _timed(lambda: engine.save(path)))
+    into.note("save", _timed(lambda: engine.save(path)))
     into.nbytes_on_disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     seconds, peak = _peak_nbytes(lambda: engine.load(path))
-    note("load", seconds)
+    into.note("load", seconds)
     into.load_peak_nbytes.append(peak)
     _remove(path)
-    if isinstance(engine, _Fullshard):
-        for what in ("async first blocks", "async blocks"):
-            dist.barrier()
-            began = time.perf_counter()
-            engine.saver.save(path, model=engine.model, optimizer=engine.optimizer)
-            note(what, time.perf_counter() - began)
-            engine.saver.wait()
-            _remove(path)
+
+
+def _measure_async(engine: _Fullshard, path: Path, into: Measured) -> None:
+    """What training waits for: the call, and what the next step waits for, after a forward and backward and at once."""
+    reached: list[float] = []
+    engine.optimizer.register_step_pre_hook(lambda *_: reached.append(time.perf_counter()))
+    rows = torch.randn(_ROWS, _WIDTH)
+    for kind in ("first", "with computation", "with computation", "at once", "at once"):
+        dist.barrier()
+        began = time.perf_counter()
+        engine.saver.save(path, model=engine.model, optimizer=engine.optimizer)
+        into.note(f"async save, {kind}", time.perf_counter() - began)
+        after = engine.optimizer.register_step_pre_hook(lambda *_: reached.append(time.perf_counter()))
+        if kind != "at once":
+            engine.model(rows).square().mean().backward()
+        else:
+            for parameter in engine.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        into.note(f"async step, {kind}", reached[-1] - reached[-2])
+        after.remove()
+        engine.saver.wait()
+        _remove(path)
+
+
+def _compare_checksums(engine: _Engine, path: Path, into: Measured, repeats: int) -> None:
+    """The same save with and without its checksums, in turn."""
+    from fullshard.checkpoint import storage
+
+    class Absent:
+        extend = staticmethod(lambda crc, data: crc)
+
+    real: Any = storage.google_crc32c
+    for turn in range(2 * repeats):
+        is_with = turn % 2 == 0
+        storage.google_crc32c = real if is_with else Absent
+        into.note("with checksums" if is_with else "without checksums", _timed(lambda: engine.save(path)))
+        _remove(path)
+    storage.google_crc32c = real
 
 
 def _remove(path: Path) -> None:
@@ -223,10 +271,45 @@ def _remove(path: Path) -> None:
     dist.barrier()
 
 
-def _record(arguments: argparse.Namespace, layers: int, measured: dict[str, Measured]) -> None:
-    numel = layers * _WIDTH**2
+def _offline(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Peak memory of the whole process of `fullshard ckpt`, beside the largest file it wrote."""
+    from fullshard.checkpoint import save_checkpoint
+
+    root, base = Path(arguments.dir), Path(arguments.dir) / "config"
+    layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_layers(arguments))]
+    save_checkpoint(root / "kept", model=nn.Sequential(*layers))
+    del layers
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    found = {}
+    for name, words in {
+        "inspect": ["inspect", root / "kept"],
+        "consolidate": ["consolidate", root / "kept", root / "out"],
+        "export": ["export", root / "kept", root / "out", "--config-from", base],
+    }.items():
+        start = [sys.executable, "-c", "from fullshard.cli.main import main; main()", "ckpt"]
+        process = subprocess.Popen([*start, *map(str, words)], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError(f"fullshard ckpt {name} failed")
+        out = root / "out"
+        largest = max((file.stat().st_size for file in out.iterdir()), default=0) if out.is_dir() else 0
+        found[name] = {"peak_nbytes": usage.ru_maxrss * 1024, "largest_file_nbytes": largest}
+        shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(root / "kept")
+    shutil.rmtree(base)
+    return found
+
+
+def _layers(arguments: argparse.Namespace) -> int:
+    millions: float = arguments.millions
+    return round(millions * 10**6 / _WIDTH**2)
+
+
+def _record(arguments: argparse.Namespace, measured: dict[str, Measured], offline: dict[str, Any]) -> None:
+    numel = _layers(arguments) * _WIDTH**2
     medians = {
-        name: {what: statistics.median(seconds[1:] or seconds) for what, seconds in one.seconds.items()}
+        name: {what: statistics.median(seconds) for what, seconds in one.seconds.items()}
         for name, one in measured.items()
     }
     record: dict[str, Any] = {
@@ -239,13 +322,21 @@ def _record(arguments: argparse.Namespace, layers: int, measured: dict[str, Meas
         "torch": torch.__version__,
         "medians": medians,
         "measured": {name: asdict(one) for name, one in measured.items()},
+        "offline": offline,
     }
-    if "fullshard" in medians:
-        record["async_share_of_save"] = medians["fullshard"]["async blocks"] / medians["fullshard"]["save"]
+    ours = medians.get("fullshard", {})
+    for kind in ("first", "with computation", "at once"):
+        if f"async save, {kind}" in ours:
+            blocked = ours[f"async save, {kind}"] + ours[f"async step, {kind}"]
+            record[f"async share of save, {kind}"] = blocked / ours["save"]
+    if "checksums" in medians:
+        with_, without = (medians["checksums"][f"{word} checksums"] for word in ("with", "without"))
+        record["checksum_share_of_save"] = 1 - without / with_
     everything = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     everything[f"{numel / 1e6:.0f}M"] = record
     arguments.output.write_text(json.dumps(everything, indent=1) + "\n")
-    print(json.dumps({"medians": medians, "share": record.get("async_share_of_save")}, indent=1))
+    shown = {key: value for key, value in record.items() if key != "measured"}
+    print(json.dumps(shown, indent=1))
 
 
 def main() -> None:
@@ -253,16 +344,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", required=True, type=Path, help="directory on the disk to be measured")
     parser.add_argument("--millions", type=float, default=125, help="parameters, in millions")
-    parser.add_argument("--repeats", type=int, default=3, help="turns that count, after one that does not")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each engine")
+    parser.add_argument("--checksum-repeats", type=int, default=6, help="saves with and without checksums; 0: none")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--without-async", action="store_true", help="leave out what needs the state in memory twice")
     parser.add_argument("--output", type=Path, default=RESULTS / "checkpoint.json", help="record to add to")
     arguments = parser.parse_args()
     arguments.dir.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    mp.spawn(_worker, args=(arguments, port), nprocs=arguments.ranks)
+    output = arguments.dir / "measured.json"
+    turns = [name for _ in range(arguments.repeats) for name in arguments.engines]
+    measured: dict[str, Measured] = {}
+    for what in [*turns, *(["checksums"] if arguments.checksum_repeats else [])]:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        mp.spawn(_worker, args=(arguments, what, port, output), nprocs=arguments.ranks)
+        turn = Measured(**json.loads(output.read_text()))
+        print(what, {key: [round(s, 3) for s in seconds] for key, seconds in turn.seconds.items()}, flush=True)
+        measured.setdefault(what, Measured()).add(turn)
+    output.unlink()
+    _record(arguments, measured, _offline(arguments))
 
 
 if __name__ == "__main__":

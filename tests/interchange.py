@@ -45,6 +45,14 @@ def groups(net: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def files_in_use(directory: Path) -> list[str]:
+    """Files below `directory` that this process has open or mapped."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    mapped = {line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6}
+    opened = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    return sorted(path for path in mapped | opened if path.startswith(str(directory)))
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
     """A few steps, the same on every rank; returns the losses."""
     losses = []

@@ -123,6 +123,39 @@ def test_the_same_bytes_as_a_save_that_waits(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "later", "meanwhile", "waited"]
 
 
+def _changed_by_hand(directory: str) -> str:
+    root, job = Path(directory), _Job()
+    job.step()
+    moments = [state["exp_avg"] for state in job.optimizer.state.values()]
+    weights = [p.detach().clone() for p in job.model.parameters()]
+    saver = AsyncSaver()
+    with _Gate() as gate:
+        saver.save(root / "weights", **job.state)
+        for parameter in job.model.parameters():
+            parameter.data.add_(1.0)  # which leaves no trace, and scripts that average weights do
+        gate.opened.set()
+        saver.wait()
+    other = _Job(seed=1)
+    load_checkpoint(root / "weights", **other.state)
+    assert all(torch.equal(p, saved) for p, saved in zip(other.model.parameters(), weights, strict=True))
+    with _Gate() as gate:
+        saver.save(root / "moments", **job.state)
+        torch._foreach_add_(moments, 1.0)
+        gate.opened.set()
+        message = _message(saver.wait)
+    saver.save(root / "again", **job.state)
+    saver.wait()
+    assert len(job.optimizer._optimizer_step_pre_hooks) == 1, "hooks of earlier saves are gone"
+    return message
+
+
+def test_what_is_changed_by_hand_is_saved_as_it_was_or_refused(tmp_path: Path) -> None:
+    for message in run_ranks(_changed_by_hand, 2, str(tmp_path)):
+        assert "exp_avg" in message and "was changed, not by a step" in message
+    verify_checkpoint(tmp_path / "again").raise_if_damaged()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "again", "weights"]
+
+
 def _second_save(directory: str) -> tuple[str, bool]:
     root, job = Path(directory), _Job()
     job.step()
@@ -265,10 +298,12 @@ def _blocked_seconds(directory: str) -> tuple[list[float], list[float], int]:
     model = nn.Sequential(*(nn.Linear(2236, 2236, bias=False) for _ in range(25)))
     shard_model(model, unit_modules=list(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    rows = torch.randn(64, 2236)
+    model(rows).square().mean().backward()
     optimizer.step()
     waited, blocked, saver = [], [], AsyncSaver()
+    seen: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(time.perf_counter()))
     for turn in range(4):
         dist.barrier()
         began = time.perf_counter()
@@ -278,6 +313,12 @@ def _blocked_seconds(directory: str) -> tuple[list[float], list[float], int]:
         began = time.perf_counter()
         saver.save(Path(directory) / "b", model=model, optimizer=optimizer, overwrite=turn > 0)
         blocked.append(time.perf_counter() - began)
+        # The next step may have to wait, too: for as long as what the saver does before it begins takes.
+        after = optimizer.register_step_pre_hook(lambda *_: seen.append(time.perf_counter()))
+        model(rows).square().mean().backward()
+        optimizer.step()
+        blocked[-1] += seen[-1] - seen[-2]
+        after.remove()
         saver.wait()
     return waited, blocked, saver.memory.nbytes
 

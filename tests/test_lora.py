@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.checkpoint.format import read_manifest
 from tests.distributed import run_ranks
+from tests.interchange import files_in_use
 from tests.trainers import arguments, build, close, result, samples, trainer
 
 CASES = ("plain", "rslora", "dora", "modules_to_save", "embeddings", "tied", "bias", "two", "resized")
@@ -234,5 +235,7 @@ def test_fullshard_merge_of_a_trainers_checkpoint(tmp_path: Path) -> None:
             merged.configuration() as config,
         ):
             write_weights(merged, tmp_path / name, config_from=config, needs_config=True)
+            assert files_in_use(tmp_path)
+        assert files_in_use(tmp_path) == []
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
     compare_bitwise(first, second)

@@ -19,14 +19,24 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from fullshard.checkpoint import load_checkpoint, verify_checkpoint
+from fullshard.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.offline import Source, compare, open_source, write_dcp, write_native, write_weights
 from fullshard.checkpoint.tensors import local_parameters
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import Interval
 from fullshard.engine import ShardedParameter
 from tests.distributed import run_ranks
-from tests.interchange import Net, groups, plain_job, reference, save_native, sharded_job, train, write_xla
+from tests.interchange import (
+    Net,
+    files_in_use,
+    groups,
+    plain_job,
+    reference,
+    save_native,
+    sharded_job,
+    train,
+    write_xla,
+)
 
 
 def _peer_job(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
@@ -318,6 +328,30 @@ def test_plain_torch_files(tmp_path: Path) -> None:
         assert source.contents.optimizer.kind == "SGD"
         momentum = _read_all(source)["embed.weight/momentum_buffer"]
     assert torch.equal(momentum, named.state[net.embed.weight]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("kind", ["native", "dcp", "torch", "safetensors"])
+def test_a_source_leaves_no_file_open(tmp_path: Path, kind: str) -> None:
+    net, optimizer = plain_job()
+    train(net, optimizer)
+    path = tmp_path / "native"
+    save_checkpoint(path, model=net, optimizer=optimizer)
+    with open_source(path) as source:
+        match kind:
+            case "dcp":
+                path = tmp_path / "dcp"
+                write_dcp(source, path)
+            case "torch":
+                path = tmp_path / "net.pt"
+                torch.save(net.state_dict(), path)
+            case "safetensors":
+                path = tmp_path / "weights"
+                write_weights(source, path)
+    assert files_in_use(tmp_path) == []
+    with open_source(path) as source:
+        _read_all(source)
+        assert bool(files_in_use(tmp_path)) == (kind in ("native", "torch"))
+    assert files_in_use(tmp_path) == []
 
 
 def test_an_optimizer_of_unknown_class_must_be_named(tmp_path: Path) -> None:

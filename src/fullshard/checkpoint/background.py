@@ -1,8 +1,11 @@
 """Save in the background: training waits for a copy into host memory, not for the disk.
 
-    training       ... step | collect, copy | step      | step ...          | step ...
-    background              |               | write, fsync, agree, rename   |
-                                                                            ^ all ranks learn of it at this step
+    training       ... step | collect, copy weights | forward, backward | step ...            | step ...
+    background              |                       | copy optimizer state, write, fsync, agree, rename   |
+                                                    a step waits for it ^     all ranks learn of it here ^
+
+An optimizer's state, two thirds of most checkpoints, changes in steps only, so it is copied while the next step is
+computed. On accelerators it is copied with the weights.
 
 What is written and how it is made to count is the code of `save`; only the thread is another one, and the process
 group, so that its messages never mix with those of the training.

@@ -133,11 +133,10 @@ class Ranks:
 
     def fail_together(self, doing: str, error: Exception | None) -> None:
         """Raise on every rank if any rank passes an error. See `together`."""
+        if self.all(error is None):  # one small message is all it takes nearly always
+            return
         message = None if error is None else (str(error) if isinstance(error, CheckpointError) else _describe(error))
         messages: Sequence[str | None] = self.broadcast(self.gather(message))
-        failed = [rank for rank, text in enumerate(messages) if text is not None]
-        if not failed:
-            return
         if self.world_size == 1 and isinstance(error, CheckpointError):
             raise error
         reasons = dict.fromkeys(text for text in messages if text is not None)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+
+from fullshard.core.errors import CheckpointError
 
 _ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every dtype's size."""
 
-Tensors = Mapping[str, Mapping[str, torch.Tensor]]
-"""Kind of file -> name -> tensor."""
+Named = Mapping[str, torch.Tensor]
 
 
 class HostMemory:
@@ -19,6 +23,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
         self._used = 0
+        self._late: list[LateCopies] = []
 
     @property
     def nbytes(self) -> int:
@@ -28,23 +33,46 @@ class HostMemory:
     def reuse(self) -> None:
         """Declare all copies unused."""
         self._used = 0
+        while self._late:
+            self._late.pop().release()
 
     @torch.no_grad()
-    def copy(self, tensors: Tensors) -> dict[str, dict[str, torch.Tensor]]:
-        """The same tensors, contiguous in a block of their own."""
-        flat = [(kind, name, tensor) for kind, named in tensors.items() for name, tensor in named.items()]
-        is_remote = any(tensor.device.type != "cpu" for _, _, tensor in flat)
-        block = self._take(sum(_aligned(tensor.nbytes) for _, _, tensor in flat), pinned=is_remote)
-        copies: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in tensors}
-        at = 0
-        for kind, name, tensor in flat:
-            copy = block[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copy.copy_(tensor, non_blocking=True)
-            copies[kind][name] = copy
-            at += _aligned(tensor.nbytes)
+    def copy(self, tensors: Mapping[str, Named]) -> dict[str, dict[str, torch.Tensor]]:
+        """The same tensors, by kind of file and name, contiguous in a block of their own."""
+        is_remote = any(_is_remote(tensor) for named in tensors.values() for tensor in named.values())
+        copies = self._room_for(tensors, pinned=is_remote)
+        for kind, named in tensors.items():
+            for name, tensor in named.items():
+                copies[kind][name].copy_(tensor, non_blocking=True)
         if is_remote:
             torch.accelerator.synchronize()
         return copies
+
+    def copy_before_step(self, state: Named, optimizer: torch.optim.Optimizer) -> LateCopies | None:
+        """Copies of an optimizer's state that are made meanwhile, at the latest when its next step begins.
+
+        Returns:
+            None if that cannot be: the state lies on an accelerator, whose own queue orders copies and steps, or the
+            optimizer's class does not announce its steps.
+        """
+        announces_steps = getattr(type(optimizer).step, "hooked", False)  # set by torch.optim.Optimizer
+        if not announces_steps or any(_is_remote(tensor) for tensor in state.values()):
+            return None
+        late = LateCopies(self._room_for({"state": state}, pinned=False)["state"], state, optimizer)
+        self._late.append(late)
+        return late
+
+    def _room_for(self, tensors: Mapping[str, Named], *, pinned: bool) -> dict[str, dict[str, torch.Tensor]]:
+        """Tensors like these in the next block, not filled."""
+        nbytes = sum(_aligned(tensor.nbytes) for named in tensors.values() for tensor in named.values())
+        block = self._take(nbytes, pinned=pinned)
+        room: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in tensors}
+        at = 0
+        for kind, named in tensors.items():
+            for name, tensor in named.items():
+                room[kind][name] = block[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                at += _aligned(tensor.nbytes)
+        return room
 
     def _take(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         if self._used == len(self._blocks):
@@ -55,6 +83,67 @@ class HostMemory:
             self._blocks[self._used] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._used += 1
         return self._blocks[self._used - 1]
+
+
+class LateCopies:
+    """Copies of an optimizer's state that are made while training goes on.
+
+    Only a step changes that state. So the thread that writes makes the copies, and a step that comes before they are
+    all made helps, and waits for the rest. (Weights are not treated so: scripts change them outside of steps, too.)
+
+    Args:
+        copies: where to, by name.
+        sources: the state.
+        optimizer: whose steps change it.
+    """
+
+    def __init__(self, copies: Named, sources: Named, optimizer: torch.optim.Optimizer) -> None:
+        self._copies = copies
+        self._pending = deque((name, copies[name], source, source._version) for name, source in sources.items())
+        self._left = len(self._pending)
+        self._changed: list[str] = []
+        self._progress = threading.Condition()
+        self._hook: Any = optimizer.register_step_pre_hook(lambda *_: self._make())
+
+    def finish(self) -> Named:
+        """The copies, once all are made.
+
+        Raises:
+            CheckpointError: something but a step changed the state before it was copied.
+        """
+        self._make()
+        if self._changed:
+            raise CheckpointError(
+                f"optimizer state {self._changed[0]} ({len(self._changed)} in all) was changed, not by a step, while a "
+                "checkpoint was being saved",
+                hint="wait for the save (AsyncSaver.wait) before changing or loading optimizer state",
+            )
+        return self._copies
+
+    def release(self) -> None:
+        """Let go of the optimizer. For the thread that trains: no step may be under way."""
+        self._hook.remove()
+        self._pending.clear()
+
+    @torch.no_grad()
+    def _make(self) -> None:
+        while True:
+            try:
+                name, copy, source, version = self._pending.popleft()
+            except IndexError:
+                break
+            copy.copy_(source)
+            with self._progress:
+                if source._version != version:
+                    self._changed.append(name)
+                self._left -= 1
+                self._progress.notify_all()
+        with self._progress:
+            self._progress.wait_for(lambda: self._left == 0)
+
+
+def _is_remote(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
 
 
 def _aligned(nbytes: int) -> int:

@@ -38,7 +38,7 @@ class MergedSource(Source):
     """The base model `base` with the adapter in `adapter` merged into it.
 
     Args:
-        base: a source of the base model, whose path is a Hugging Face directory.
+        base: a source of the base model, whose path is a Hugging Face directory. It is closed with this one.
         adapter: a directory of PEFT's, a checkpoint of Trainer's, or the `training_state` inside one.
 
     Raises:
@@ -51,10 +51,19 @@ class MergedSource(Source):
     def __init__(self, base: Source, adapter: Path) -> None:
         self.path, self._base, self._adapter = base.path, base, Path(adapter)
         directory = _config_directory(self._adapter)
-        weights = self._weights = _Adapter(self._adapter)
-        self._model = _skeleton(base.path, directory, weights)
+        self._weights = _Adapter(self._adapter)
+        try:
+            self._prepare(directory)
+        except BaseException:
+            self.close()  # nobody else can: there is no object to close
+            raise
+
+    def _prepare(self, directory: Path) -> None:
+        """Find out what the adapter changes."""
+        base = self._base
+        self._model = _skeleton(base.path, directory, self._weights)
         self._merged = MergedModel(self._model)
-        self._values = weights.by_model_name(self._model)
+        self._values = self._weights.by_model_name(self._model)
         self._disk = _disk_names(base.contents.parameters, self._merged.base)
         self._sources = {self._name(source): source for source in self._merged.sources if self._is_changed(source)}
         changed = {
@@ -141,6 +150,7 @@ class _Adapter:
         self._directory = directory
         file = directory / _ADAPTER_WEIGHTS
         self._native: NativeSource | None = None
+        self._file: Any = None
         if file.is_file():
             safetensors: Any = importlib.import_module("safetensors")
             self._file = safetensors.safe_open(file, framework="pt")
@@ -156,9 +166,12 @@ class _Adapter:
         self.shapes = {name: record.shape for name, record in records.items() if record.is_stored}
 
     def close(self) -> None:
-        """Close a checkpoint's files; a file of safetensors is mapped, and held by nothing else."""
+        """Close its files."""
         if self._native is not None:
             self._native.close()
+        if self._file is not None:
+            self._file.__exit__(None, None, None)  # the only way safetensors has
+            self._file = None
 
     def by_model_name(self, model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
         """A function per tensor that reads it, by the name it has in the PEFT model."""

@@ -171,6 +171,10 @@ class MemorySource(Source):
         """See `Source.read`."""
         return self._tensors[kind, name].read(interval)
 
+    def close(self) -> None:
+        """Let go of the files, which are mapped for as long as somebody holds a tensor of them."""
+        self._tensors = {}
+
 
 def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str) -> TensorRecord:
     """A record without pieces.
