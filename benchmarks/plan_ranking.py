@@ -3,9 +3,9 @@
     python -m benchmarks.plan_ranking [--repeats 3] [--steps 6] [--calibration this.json]
 
 First the machine is calibrated, as `fullshard plan --calibrate` does it; then all configurations run, in an order that
-rotates with the repeat and with fresh processes in each; a time is the median over repeats of the median over steps.
-Predicted and measured seconds per step, side by side, and Spearman's correlation of the two go into
-`benchmarks/results/plan-ranking.json`.
+rotates with the repeat and with fresh processes in each; a time is the least of all steps and repeats, because other
+work on the machine only ever adds. Predicted and measured seconds per step, side by side, and Spearman's correlation of
+the two go into `benchmarks/results/plan-ranking.json`.
 
 The configurations are all of a grid, none left out: strategies at both ends, micro-batches of one sequence and of all,
 with and without checkpointing, on two ranks; and besides one rank alone, and half precision.
@@ -17,7 +17,6 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -103,7 +102,7 @@ def predict(configuration: Configuration, calibration: Path) -> float:
 
 
 def measure(configurations: Sequence[Configuration], *, steps: int) -> dict[str, float]:
-    """Seconds of a step of each: the median of rank 0's. One launch for those with equally many ranks."""
+    """Seconds of a step of each: the least of rank 0's. One launch for those with equally many ranks."""
     found: dict[str, float] = {}
     root = Path(__file__).parent.parent
     for ranks in dict.fromkeys(c.ranks for c in configurations):
@@ -119,7 +118,7 @@ def measure(configurations: Sequence[Configuration], *, steps: int) -> dict[str,
             if done.returncode:
                 raise RuntimeError(f"{ranks} ranks failed:\n{done.stderr[-3000:]}")
             seconds: dict[str, list[float]] = json.loads(out.read_text(encoding="utf-8"))
-            found |= {name: statistics.median(values) for name, values in seconds.items()}
+            found |= {name: min(values) for name, values in seconds.items()}
     return found
 
 
@@ -136,7 +135,7 @@ def work(configurations: Sequence[Configuration], steps: int, out: Path) -> None
 
 
 def run_steps(configuration: Configuration, steps: int, *, seed: int) -> list[float]:
-    """Seconds of `steps` steps; three more before are not counted."""
+    """Seconds of `steps` steps; two more before are not counted."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -156,7 +155,7 @@ def run_steps(configuration: Configuration, steps: int, *, seed: int) -> list[fl
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(MODEL["vocab_size"], (configuration.micro_batch, TOKENS), generator=generator)
     seconds = []
-    for _ in range(steps + 3):
+    for _ in range(steps + 2):
         begin = time.perf_counter()
         for _ in range(configuration.accumulation):
             loss = model(input_ids=tokens, labels=tokens).loss / configuration.accumulation
@@ -164,7 +163,7 @@ def run_steps(configuration: Configuration, steps: int, *, seed: int) -> list[fl
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begin)
-    return seconds[3:]
+    return seconds[2:]
 
 
 def spearman(one: list[float], other: list[float]) -> float:
@@ -187,7 +186,7 @@ def compare(calibration: Path, *, repeats: int, steps: int) -> dict[str, Any]:
         {
             "configuration": configuration.name,
             "predicted_s": round(predict(configuration, calibration), 4),
-            "measured_s": round(statistics.median(times[configuration.name]), 4),
+            "measured_s": round(min(times[configuration.name]), 4),
             "all_s": [round(value, 4) for value in times[configuration.name]],
         }
         for configuration in CONFIGURATIONS

@@ -49,7 +49,7 @@ def test_it_answers_in_tables() -> None:
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("devices", ["8xH100", "1024xH100"])
+@pytest.mark.parametrize("devices", [pytest.param("8xH100", marks=pytest.mark.full), "1024xH100"])
 def test_it_takes_less_than_a_second_and_no_torch(tmp_path: Path, devices: str) -> None:
     """Of processor time, for a config.json, the whole command, in the best of three.
 
