@@ -112,6 +112,7 @@ CONFIGS = groups(
         TrainingConfig,
         gradient_accumulation_steps=st.integers(1, 10**6),
         gradient_clipping=st.none() | st.floats(1e-3, 1e3),
+        check_plan=BOOL,
     ),
     checkpoint=groups(
         CheckpointConfig,
