@@ -92,8 +92,9 @@ def _rank(rank: int, root: Path, store: Path, report: int) -> None:
         save = save_checkpoint if saver is None else saver.save
         save(root / f"step-{step:06d}", model=model, optimizer=optimizer, extra={"step": step}, total_limit=KEEP)
         if saver is not None:
+            optimizer.step()  # what training does meanwhile
             for tensor, _, _ in _tensors(model, optimizer):
-                tensor.zero_()  # what training does meanwhile
+                tensor.zero_()
             saver.wait()
         say("done")
 

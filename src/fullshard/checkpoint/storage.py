@@ -8,6 +8,7 @@ safetensors package does not offer: one tensor in memory at a time while writing
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import logging
@@ -37,6 +38,8 @@ Bytes = NDArray[np.uint8]
 TEMP_PREFIX, OLD_PREFIX = ".tmp-", ".old-"
 _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
 _HEADER_ALIGNMENT = 8
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Python has no name for it
+_SYNC_FILE_RANGE_WRITE = 2
 _BLOCK_NBYTES = 256 * 2**10
 """Bytes written or read at a time: small enough to stay in a core's cache until they are summed."""
 
@@ -140,9 +143,16 @@ class TensorFileWriter:
             self._chunk_filled += part.nbytes
             at += part.nbytes
             if self._chunk_filled == CHUNK_NBYTES:
+                _start_writeback(self._file.fileno(), len(self._crc32c) * CHUNK_NBYTES, CHUNK_NBYTES)
                 self._crc32c.append(self._chunk_crc32c)
                 self._chunk_crc32c = self._chunk_filled = 0
         self._nbytes += data.nbytes
+
+
+def _start_writeback(descriptor: int, start: int, nbytes: int) -> None:
+    """Have the disk begin with a part of a file, so that the `fsync` at its end finds little left to do. Linux only."""
+    if _SYNC_FILE_RANGE is not None:
+        _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 
 
 @dataclass(frozen=True, slots=True)
