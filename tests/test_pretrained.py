@@ -146,23 +146,23 @@ def test_resized_embeddings_keep_their_rows(tmp_path: Path) -> None:
     assert all(values == added[0] for values in added)
 
 
-def check_quantised(path: Path, bits: int) -> tuple[int, int]:
+def check_quantised(path: Path, bits: int, storage: torch.dtype) -> tuple[int, int]:
     rank, _ = rank_and_size()
     if bits == 4:
         quantised = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=torch.bfloat16,
+            bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=storage,
         )  # fmt: skip
     else:
         quantised = BitsAndBytesConfig(load_in_8bit=True)
-    reference = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantised, dtype=torch.float32)
     model: Any = fullshard.from_pretrained(
         AutoModelForCausalLM, path, quantization_config=quantised, dtype=torch.float32
     )
     assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (bits == 4, bits == 8)
-    with_adapter = add_adapter(model)
+    sharded = Accelerator(cpu=True).prepare(add_adapter(model))
+    # After it, so that nothing bitsandbytes has made for the reference is of help.
+    reference = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantised, dtype=torch.float32)
     expected = add_adapter(reference)
-    sharded = Accelerator(cpu=True).prepare(with_adapter)
     ids = tokens(rank)
     # B is zero, so the adapters change nothing yet.
     assert torch.equal(sharded(input_ids=ids).logits, expected(input_ids=ids).logits)
@@ -184,11 +184,19 @@ def add_adapter(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_weights_are_quantised_as_they_are_read(bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "storage"),
+    [
+        (4, torch.uint8),
+        (8, torch.uint8),
+        *(pytest.param(4, dtype, marks=pytest.mark.full) for dtype in (torch.bfloat16, torch.int8, torch.float64)),
+    ],
+    ids=str,
+)
+def test_weights_are_quantised_as_they_are_read(bits: int, storage: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     save(LlamaConfig(**{**SMALL, "hidden_size": 64, "intermediate_size": 128}, num_key_value_heads=4), tmp_path)
-    run_ranks(check_quantised, 2, tmp_path, bits)
+    run_ranks(check_quantised, 2, tmp_path, bits, storage)
 
 
 def test_adapters_that_need_whole_weights_are_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ Weights and scales are *exact*: they are gathered as the bytes they are, whateve
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,7 +121,14 @@ def outline(model: nn.Module) -> None:
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
         if is_to_be_quantised(weight) and weight.is_meta:
+            if hasattr(weight, "quant_state"):
+                # Transformers has cast it to the dtype that the codes are to be stored in.
+                weight.data = weight.data.float()
             weight._quantize("meta")
+    # bitsandbytes keeps its tables of codes on the device it was first asked for them on.
+    tables: Any = getattr(sys.modules.get("bitsandbytes.functional"), "name2qmap", {})
+    for name in [name for name, table in tables.items() if table.is_meta]:
+        del tables[name]
 
 
 def is_to_be_quantised(weight: Any) -> bool:
