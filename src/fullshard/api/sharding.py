@@ -18,7 +18,7 @@ from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.merging import use_sharded_merge
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
-from fullshard.core.sizes import format_count
+from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.engine import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, describe, shard_model
 from fullshard.engine.precision import cast_floating
 from fullshard.wrap.policies import WrapPolicy, checkpoint_modules, compile_modules, unit_modules
@@ -142,7 +142,11 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
         module.to(process.device)
     if is_adapted(model):
         use_sharded_merge(model)
-    say(f"{type(model).__name__}: {describe(model)}")
+    sharding = describe(model)
+    say(f"{type(model).__name__}: {sharding}")
+    if config.cpu_offload:  # which the engine refuses on any other device
+        held = format_nbytes(sharding.rank_nbytes)
+        say(f"CPU offload saves nothing here: the {held} of this rank are in host memory already")
     return model
 
 
