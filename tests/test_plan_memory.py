@@ -7,7 +7,12 @@ pytest tests/test_plan_memory.py
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import mmap
 import os
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +23,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fullshard.api.planning import model_shape
+from fullshard.comm.arena import Arena
+from fullshard.comm.shared_memory import MappedBuffer
 from fullshard.engine import MixedPrecisionPolicy, shard_model
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
@@ -119,13 +126,18 @@ def predict(case: Case) -> Memory:
         shape = model_shape(build(case))
     job = case.job
     layout = lay_out(shape, strategy=job.row, world_size=case.world_size, shard_size=case.shard_size, dtypes=job.dtypes)
-    setting = Setting(shape, layout, job, peers_at_once=case.gloo, on_cpu=True)
+    shares_memory = layout.shard_size > 1 and not case.gloo
+    setting = Setting(shape, layout, job, peers_at_once=case.gloo, on_cpu=True, shares_memory=shares_memory)
     return memory_of(predict_step(layout, job.schedule), setting, ranks_per_host=case.world_size)
 
 
 def measure(case: Case) -> tuple[int, int]:
-    """(live bytes between steps, most live bytes in a step) of this rank, by PyTorch's own allocator reports."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    """(live bytes between steps, most live bytes in a step) of this rank.
+
+    By PyTorch's own allocator reports, and by what is handed out of memory that ranks share.
+    """
+    gc.collect()  # models of other cases
+    with _watched(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = _train(case)
     reports = profiler.profiler.kineto_results.events()
     start, end = (
@@ -133,14 +145,55 @@ def measure(case: Case) -> tuple[int, int]:
         next(e for e in reports if e.name() == "after").start_ns(),
     )
     live = rest = peak = 0
-    for report in sorted((e for e in reports if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        live += report.nbytes()
-        if report.start_ns() < start:
+    allocated = [(e.start_ns(), e.nbytes()) for e in reports if e.name() == "[memory]"]
+    shared = [(e.start_ns(), int(e.name().split()[1])) for e in reports if e.name().startswith("shared ")]
+    for moment, nbytes in sorted(allocated + shared):
+        live += nbytes
+        if moment < start:
             rest = peak = live
-        elif report.start_ns() < end:
+        elif moment < end:
             peak = max(peak, live)
     del model
     return rest, peak
+
+
+class _Returned(deque[tuple[int, int]]):
+    """Where an arena learns that a tensor has ended."""
+
+    def append(self, piece: tuple[int, int]) -> None:
+        note(-piece[1])
+        super().append(piece)
+
+
+def note(nbytes: int) -> None:
+    """Put it between the allocator's own reports."""
+    with record_function(f"shared {nbytes}"):
+        pass
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """Note each tensor that is cut out of shared memory, and its end; of a bucket this rank's interval."""
+    arena_class: Any = Arena
+    buffer_class: Any = MappedBuffer
+    empty, make = arena_class.empty, buffer_class.__init__
+
+    def noted_empty(arena: Arena, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if not isinstance(arena._returned, _Returned):
+            arena._returned = _Returned(arena._returned)
+        tensor: torch.Tensor = empty(arena, numel, dtype)
+        note(-(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        return tensor
+
+    def noted_make(buffer: MappedBuffer, *args: Any, **options: Any) -> None:
+        make(buffer, *args, **options)
+        note(buffer._interval.nbytes)
+
+    arena_class.empty, buffer_class.__init__ = noted_empty, noted_make
+    try:
+        yield
+    finally:
+        arena_class.empty, buffer_class.__init__ = empty, make
 
 
 def _train(case: Case) -> Any:

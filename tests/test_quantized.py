@@ -165,10 +165,14 @@ def check_bytes(make: Any) -> tuple[int, int]:
         if "base" in name and not name.endswith("bias"):
             assert isinstance(parameter, ShardedParameter)
             mine += parameter.nbytes
-    # At rest the objects that the kernels read have no memory.
+    # The objects that the kernels read are in the bucket's memory, which is freed at rest.
     for inner in model.modules():
-        for slot in [slot for bucket in _buckets(inner) for slot in bucket.slots if is_exact(slot.parameter)]:
-            assert all(t.untyped_storage().nbytes() == 0 for t in (slot.parameter, *aliases(slot.parameter)))
+        for bucket in _buckets(inner):
+            assert bucket.buffer.nbytes == 0
+            memory = bucket.full.untyped_storage().data_ptr()
+            for slot in [slot for slot in bucket.slots if is_exact(slot.parameter)]:
+                held = (slot.parameter, *aliases(slot.parameter))
+                assert all(t.untyped_storage().data_ptr() == memory for t in held)
     return whole, mine
 
 

@@ -5,6 +5,8 @@ pytest tests/test_shared_memory.py
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -16,16 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import own_interval
+from fullshard.comm.arena import Arena
+from fullshard.comm.base import FullBuffer, own_interval
+from fullshard.comm.host_memory import SWITCH
 from fullshard.comm.select import collectives_for
-from fullshard.comm.shared_memory import NUM_SLOTS, SLOT_NBYTES, SWITCH, SharedMemoryCollectives
+from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.comm.torch_dist import GlooCollectives
+from fullshard.engine import fully_shard, unsharded
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
-NUMELS = (0, 16, 48, SLOT_NBYTES // 4, SLOT_NBYTES + 64, NUM_SLOTS * SLOT_NBYTES // 4 + 16)
-"""Elements per rank: nothing, less than a slot, exactly one, several with a rest, more than a ring holds."""
+NUMELS = (0, 16, 48, 4096, 100_000, 1_000_016)
+"""Elements per rank: nothing, less than a page, exactly some, more than is summed in one go."""
 
 
 def connected() -> tuple[SharedMemoryCollectives, GlooCollectives]:
@@ -42,22 +47,39 @@ def fill(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(0, 50, (numel,), generator=generator).to(dtype)
 
 
+def gathered(buffer: FullBuffer, main: torch.Tensor, tag: int) -> torch.Tensor:
+    """What `full` holds once it is whole; freed again."""
+    if buffer.main is not None:
+        buffer.main.copy_(main)
+    whole = buffer.gather(main, tag=tag).wait().clone()
+    buffer.free()
+    assert buffer.nbytes == 0
+    return whole
+
+
 def check_same_as_gloo() -> None:
     shared, gloo = connected()
     size, rank = shared.size, shared.rank
     dtypes = DTYPES if size == 2 else DTYPES[:2]
     for tag, (dtype, numel) in enumerate((d, n) for d in dtypes for n in NUMELS):
+        expected = gloo.full_buffer(size * numel, dtype, CPU, holds_main=False)
+        buffers = [shared.full_buffer(size * numel, dtype, CPU, holds_main=holds) for holds in (True, False)]
         for seed in range(2):
-            one, other = (torch.zeros(size * numel, dtype=dtype) for _ in range(2))
-            for full in (one, other):
-                own_interval(full, rank, size).copy_(fill(numel, dtype, 10 * seed + rank))
-            assert torch.equal(shared.all_gather(one, tag=tag).wait(), gloo.all_gather(other, tag=tag).wait())
+            main = fill(numel, dtype, 10 * seed + rank)
+            whole = gathered(expected, main, tag)
+            for buffer in buffers:
+                assert torch.equal(gathered(buffer, main, tag), whole)
+                shared.settle()  # before main changes
             one, other = (fill(size * numel, dtype, 10 * seed + rank) for _ in range(2))
+            divisor = 3.0 if dtype.is_floating_point else 1.0
             # bit for bit: both add in rank order
-            assert torch.equal(shared.reduce_scatter(one, tag=tag).wait(), gloo.reduce_scatter(other, tag=tag).wait())
+            assert torch.equal(
+                shared.reduce_scatter(one, tag=tag, divisor=divisor).wait().float(),
+                gloo.reduce_scatter(other, tag=tag, divisor=divisor).wait().float(),
+            )
         total = fill(numel, torch.float32, rank)
-        expected = sum(fill(numel, torch.float32, r) for r in range(size))
-        torch.testing.assert_close(shared.all_reduce(total, tag=tag).wait(), expected)
+        expected_total = sum(fill(numel, torch.float32, r) for r in range(size))
+        torch.testing.assert_close(shared.all_reduce(total, tag=tag).wait(), expected_total)
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
@@ -66,23 +88,22 @@ def test_same_numbers_as_gloo(size: int) -> None:
 
 
 def check_many_under_way() -> None:
-    """Far more is under way than the rings hold, and the ranks wait in different orders."""
+    """Ranks wait in different orders, one of them late."""
     shared, _ = connected()
     size, rank = shared.size, shared.rank
-    numel = 3 * SLOT_NBYTES // 4
-    fulls = [torch.zeros(size * numel) for _ in range(20)]
-    for index, full in enumerate(fulls):
-        own_interval(full, rank, size).fill_(100 * index + rank)
-    gathers = [shared.all_gather(full, tag=index) for index, full in enumerate(fulls)]
-    sums = [shared.reduce_scatter(torch.full((size * numel,), float(index)), tag=index) for index in range(20)]
-    order = list(range(20)) if rank == 0 else list(reversed(range(20)))
-    if rank == 0:
-        time.sleep(0.3)
-    for index in order:
-        gathered = gathers[index].wait()
-        for source in range(size):
-            assert torch.equal(own_interval(gathered, source, size), torch.full((numel,), 100.0 * index + source))
-        assert torch.equal(sums[index].wait(), torch.full((numel,), float(index * size)))
+    numel = 100_000
+    buffers = [shared.full_buffer(size * numel, torch.bfloat16, CPU, holds_main=False) for _ in range(20)]
+    for again in range(3):
+        works = [b.gather(torch.full((numel,), 10.0 * i + rank + again), tag=i) for i, b in enumerate(buffers)]
+        sums = [shared.reduce_scatter(torch.full((size * numel,), float(i)), tag=i) for i in range(20)]
+        if rank == 0:
+            time.sleep(0.1)
+        for index in range(20) if rank == 0 else reversed(range(20)):
+            full = works[index].wait()
+            for source in range(size):
+                assert bool((own_interval(full, source, size) == 10.0 * index + source + again).all())
+            assert bool((sums[index].wait() == index * size).all())
+            buffers[index].free()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -90,11 +111,108 @@ def test_many_collectives_under_way(size: int) -> None:
     run_ranks(check_many_under_way, size)
 
 
+def check_own_pages() -> None:
+    """What a rank writes into an unsharded bucket is its own, and gone when that is freed; a peer never sees it."""
+    shared, _ = connected()
+    buffer = shared.full_buffer(2 * 5000, torch.float32, CPU, holds_main=True)
+    assert buffer.main is not None
+    buffer.main.fill_(shared.rank + 1.0)
+    full = buffer.gather(buffer.main, tag=0).wait()
+    dist.barrier()
+    full.add_(10.0)
+    dist.barrier()
+    assert full.unique().tolist() == [11.0, 12.0]
+    assert buffer.main.unique().tolist() == [shared.rank + 1.0]
+    buffer.free()
+    shared.settle()
+    buffer.main.add_(0.5)
+    assert buffer.gather(buffer.main, tag=0).wait().unique().tolist() == [1.5, 2.5]
+    buffer.free()
+
+
+def test_changes_to_unsharded_parameters_stay_on_their_rank() -> None:
+    run_ranks(check_own_pages, 2)
+
+
+def check_settled(holds_main: bool) -> float:
+    """Rank 0 wants to change what rank 1 still reads."""
+    shared, _ = connected()
+    buffer = shared.full_buffer(2 * 5000, torch.float32, CPU, holds_main=holds_main)
+    main = torch.zeros(5000) if buffer.main is None else buffer.main
+    main.fill_(1.0)
+    full = buffer.gather(main, tag=0).wait()
+    if shared.rank == 1:
+        time.sleep(0.5)
+        assert full.unique().tolist() == [1.0]
+    buffer.free()
+    start = time.monotonic()
+    if holds_main:
+        shared.settle()
+    main.fill_(2.0)
+    # Without `holds_main`, the next gather itself waits before it writes.
+    assert buffer.gather(main, tag=0).wait().unique().tolist() == [2.0]
+    buffer.free()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("holds_main", [True, False])
+def test_main_weights_change_when_nobody_reads_them(holds_main: bool) -> None:
+    waited = run_ranks(check_settled, 2, holds_main)
+    assert waited[0] > 0.4
+
+
+def test_memory_is_handed_out_again() -> None:
+    memory = mmap.mmap(-1, 2**20)
+    arena = Arena(memory, 4096)
+    one, two = arena.empty(1000, torch.float32), arena.empty(5000, torch.bfloat16)
+    assert (arena.offset(one), arena.offset(two), arena.offset(torch.empty(1))) == (4096, 8192, None)
+    view = one[10:]
+    del one
+    assert arena.offset(arena.empty(10, torch.float32)) not in (4096, 8192)  # the view keeps it
+    del view, two
+    assert arena.offset(arena.empty(5000, torch.float32)) == 4096  # both, put together
+    with pytest.raises(MemoryError, match="share"):
+        arena.empty(2**20, torch.float32)
+
+
+def check_given_back() -> tuple[int, int]:
+    """Resident shared memory of this rank with a model, and after it is gone."""
+    model = torch.nn.Linear(2000, 2000)
+    fully_shard(model)
+    model(torch.ones(1, 2000)).sum().backward()
+    with unsharded(model):
+        pass
+    held = allocated()
+    dist.barrier()
+    del model
+    gc.collect()
+    dist.barrier()
+    return held, allocated()
+
+
+def allocated() -> int:
+    """Bytes in files without a name that this process has open."""
+    files = {path.stat().st_ino: path.stat() for path in Path("/proc/self/fd").iterdir() if is_ours(path)}
+    return sum(512 * file.st_blocks for file in files.values())
+
+
+def is_ours(path: Path) -> bool:
+    try:
+        return "memfd:fullshard" in str(path.readlink())
+    except OSError:
+        return False
+
+
+def test_memory_of_a_model_is_given_back() -> None:
+    for held, left in run_ranks(check_given_back, 2):
+        assert held > 16_000_000 and left < held - 15_000_000
+
+
 def check_other_collective() -> None:
     shared, _ = connected()
     full = torch.zeros(64 * shared.size)
     with pytest.raises(RuntimeError, match=r"is in collective 5, this rank in 3|is in collective 3, this rank in 5"):
-        shared.all_gather(full, tag=3 if shared.rank == 0 else 5).wait()
+        shared.reduce_scatter(full, tag=3 if shared.rank == 0 else 5).wait()
 
 
 def test_ranks_in_different_collectives_are_told() -> None:
@@ -117,16 +235,18 @@ def descriptors() -> int:
 
 
 def check_no_names() -> tuple[list[str], int]:
-    before = descriptors()
     shared, _ = connected()
-    full = torch.zeros(shared.size * SLOT_NBYTES)
-    shared.all_gather(full, tag=0).wait()
-    return [path.name for path in Path("/dev/shm").glob("*fullshard*")], descriptors() - before
+    names = [path.name for path in Path("/dev/shm").glob("*fullshard*")]
+    before = descriptors()
+    for _ in range(50):
+        gathered(shared.full_buffer(shared.size * 1000, torch.float32, CPU, holds_main=False), torch.zeros(1000), 0)
+        shared.reduce_scatter(torch.zeros(shared.size * 1000), tag=0).wait()
+    return names, descriptors() - before
 
 
-def test_the_memory_has_no_name_and_one_descriptor_per_rank() -> None:
+def test_the_memory_has_no_name_and_few_descriptors() -> None:
     for names, opened in run_ranks(check_no_names, 3):
-        assert names == [] and opened <= 3
+        assert names == [] and opened <= 5  # two for buckets, one per rank for gradients
 
 
 KILLED = """
@@ -136,25 +256,39 @@ rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
                         timeout=datetime.timedelta(seconds=60))
 shared = collectives_for(dist.group.WORLD, torch.device("cpu"))
-full = torch.zeros(2 * 2**20)
-shared.all_gather(full, tag=0).wait()
+buffer = shared.full_buffer(2**20, torch.float32, torch.device("cpu"), holds_main=True)
+def collective(what):
+    if what == "gather":
+        buffer.gather(buffer.main, tag=0).wait()
+        buffer.free()
+    elif what == "reduce":
+        shared.reduce_scatter(torch.zeros(2**20), tag=1).wait()
+    else:
+        shared.settle()
+collective("gather")
+collective("reduce")
+if sys.argv[3] == "settle" and rank == 1:
+    buffer.gather(buffer.main, tag=0)
+if sys.argv[3] == "settle" and rank == 0:
+    collective("gather")
 print("ready", os.getpid(), flush=True)
 if rank == 1:
     time.sleep(60)
 start = time.monotonic()
 try:
-    shared.all_gather(full, tag=1).wait()
+    collective(sys.argv[3])
 except RuntimeError as error:
     print(f"told after {time.monotonic() - start:.1f} s: {error}", flush=True)
     os._exit(7)
 """
 
 
-def test_a_killed_rank_is_noticed_within_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["gather", "reduce", "settle"])
+def test_a_killed_rank_is_noticed_within_seconds(tmp_path: Path, what: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", KILLED, str(rank), str(tmp_path / "store"), what],
             stdout=subprocess.PIPE, text=True, env=environment,
         )
         for rank in range(2)

@@ -6,8 +6,10 @@ pytest tests/test_traps_state.py
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -338,3 +340,16 @@ def check_class() -> None:
 
 def test_class_keeps_its_name() -> None:
     run_ranks(check_class, 1)
+
+
+def check_freed() -> None:
+    model = build_sharded(Stack, BLOCKS)
+    model(batch(0, 0)).sum().backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_model_that_nobody_holds_is_freed() -> None:
+    run_ranks(check_freed, 2)

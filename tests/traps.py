@@ -194,10 +194,7 @@ def unsharded_nbytes(model: nn.Module) -> dict[str, int]:
     """Bytes of unsharded parameter memory that each unit holds right now."""
     from fullshard.engine import units_of
 
-    return {
-        unit.name: sum(0 if b.shares_main else b.full.untyped_storage().size() for b in unit.buckets)
-        for unit in units_of(model)
-    }
+    return {unit.name: sum(bucket.buffer.nbytes for bucket in unit.buckets) for unit in units_of(model)}
 
 
 def assert_at_rest(model: nn.Module) -> None:

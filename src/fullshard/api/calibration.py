@@ -100,27 +100,30 @@ def _op_seconds(device: torch.device) -> float:
 def _links(mesh: Mesh) -> tuple[float, float]:
     """Bytes per second one process sends in an all-gather or a reduce-scatter, and in an all-reduce.
 
-    A fixed number of rounds: all ranks must agree on it. Buffers are new each time, as the engine's are.
+    A fixed number of rounds: all ranks must agree on it. Where ranks share memory, an all-gather takes no time of its
+    own, and the first figure is that of a reduce-scatter.
     """
     if mesh.shard_size == 1:
         return (_memory_bandwidth(mesh.device),) * 2
-    numel = _LINK_NBYTES.get(mesh.device.type, _LINK_NBYTES["other"]) // 4
+    numel = _LINK_NBYTES.get(mesh.device.type, _LINK_NBYTES["other"]) // 4 // mesh.shard_size * mesh.shard_size
+    buffer = mesh.gather.full_buffer(numel, torch.float32, mesh.device, holds_main=True)
+    main = torch.zeros(numel // mesh.shard_size, device=mesh.device) if buffer.main is None else buffer.main
     full = torch.zeros(numel, device=mesh.device)
-    sent = full.nbytes // mesh.shard_size * (mesh.shard_size - 1)
+    sent = main.nbytes * (mesh.shard_size - 1)
 
     def gather() -> None:
-        full.untyped_storage().resize_(0)
-        full.untyped_storage().resize_(4 * numel)
-        mesh.gather.all_gather(full, tag=0).wait()
+        buffer.gather(main, tag=0).wait()
+        buffer.free()
 
     def reduce() -> None:
-        mesh.reduce.reduce_scatter(full, tag=0).wait()
+        mesh.reduce.reduce_scatter(mesh.reduce.staging(numel, torch.float32, mesh.device), tag=0).wait()
 
     def all_reduce() -> None:
         dist.all_reduce(full)
 
-    both = _seconds(gather, mesh.device) + _seconds(reduce, mesh.device)
-    return 2 * sent / both, 2 * sent / _seconds(all_reduce, mesh.device)
+    reducing = _seconds(reduce, mesh.device)
+    gathering = reducing if buffer.main is not None else _seconds(gather, mesh.device)
+    return 2 * sent / (reducing + gathering), 2 * sent / _seconds(all_reduce, mesh.device)
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:

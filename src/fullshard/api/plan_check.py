@@ -252,8 +252,7 @@ def _compare_events(planned: list[Event], found: list[Event]) -> Difference:
 
 def _gathered_nbytes(units: list[Unit]) -> int:
     """Bytes of unsharded parameters that exist right now."""
-    buckets = (bucket for unit in units for bucket in unit.buckets if not bucket.shares_main)
-    return sum(bucket.full.untyped_storage().nbytes() for bucket in buckets)
+    return sum(bucket.buffer.nbytes for unit in units for bucket in unit.buckets)
 
 
 def _most_gathered(events: list[Event], layout: ModelLayout) -> int:

@@ -56,6 +56,8 @@ def rest(model: nn.Module) -> None:
                 f"unit {unit.name!r} is held unsharded", hint="leave the `with unsharded(model)` block first"
             )
         unit.reshard()
+    for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
+        schedule.settle()
 
 
 def local_parameters(model: nn.Module, *, rank: int, on_meta: bool = False) -> list[LocalTensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import shared_memory
 from fullshard.comm.base import Collectives
+from fullshard.comm.shared_memory import connect_collectives
 from fullshard.comm.torch_dist import Alone, GlooCollectives, NativeCollectives
 
 
@@ -31,5 +31,5 @@ def collectives_for(
         return Alone()
     if device.type != "cpu":
         return NativeCollectives(group)
-    shared = None if only_all_reduce else shared_memory.connect(group)
+    shared = None if only_all_reduce else connect_collectives(group)
     return shared or GlooCollectives(group)

@@ -1,434 +1,386 @@
 """Collectives over shared memory, for ranks on one host that compute on its CPU.
 
-Each rank owns *rings* in memory that its peers map too. A ring is a short row of slots: the owner copies a piece of a
-tensor into a free slot and counts it as posted; a reader copies it out, or adds it up where it lies, and counts it as
-consumed; a slot that every reader has consumed is free again. So a tensor of any size goes through a few MiB that are
-mapped once, and stays in the processor's cache on the way.
+Nothing is sent. Each rank writes where its peers read:
 
-    all-gather        one ring per rank, read by all its peers
-    reduce-scatter    one ring per pair of ranks; the reader adds up all peers' pieces in rank order
+    all-gather        The unsharded bucket is one piece of memory that all ranks map and in which each owns its
+                      interval. If ranks compute in the dtype of the main weights, that interval *is* the main weights,
+                      and unsharding copies nothing at all; else each rank casts its own into it.
+    reduce-scatter    Each rank collects its gradients in memory that the others can read, says where, and adds up its
+                      own interval of everybody's, in rank order, so that the sum is always the same number.
 
-Nothing blocks when a collective is issued: whatever cannot be copied yet is copied when this rank issues or waits the
-next time. There is no thread and no lock, only counters that one rank writes and others read. That relies on stores
-becoming visible in order, which x86-64 promises, so other processors keep to Gloo.
-
-The memory has no name anywhere: it is gone with the processes, however they end.
+What remains is to know when. A rank counts how often it has offered and freed each bucket, and how many gradients it
+has posted and read. Main weights change only when no peer can be reading them any more: `settle` waits for that.
 """
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
-import platform
-import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import Work, own_interval
+from fullshard.comm.arena import Arena
+from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
+from fullshard.comm.host_memory import FILE_NBYTES, Peers, connect, host_memory_nbytes
 from fullshard.comm.torch_dist import GlooCollectives
 
-logger = logging.getLogger(__name__)
-
-SWITCH = "FULLSHARD_COMM"
-"""Environment variable; `gloo` turns shared memory off."""
-
-SLOT_NBYTES = 512 * 1024
-"""Long enough that counting costs nothing, short enough that a slot is still in the cache when it is read."""
-NUM_SLOTS = 16
-
-_HEADER_NBYTES = 4096
-_TAGS_OFFSET = 2048
-_MAX_READERS = _TAGS_OFFSET // 64 - 1
+_PAGE_NBYTES = mmap.PAGESIZE
+_BUFFERS_START = FILE_NBYTES // 2
+"""In rank 0's file: counters and unsharded buckets begin here; before it, each rank's gradients."""
 _LINE = 8
-"""Counters, of 8 bytes each, in a cache line of their own."""
-_SPINS_BEFORE_SLEEP = 200
-_SLEEP_SECONDS = 50e-6
-_SECONDS_BETWEEN_CHECKS = 0.5
+"""Counters, of 8 bytes each, in a cache line."""
+_MAILBOX_NBYTES = 2**16
+_LETTERS = 2048
+"""Gradients that may be under way; a rank waits for its peers before it posts more."""
+_MAX_BUFFERS = 2**16
+"""Buckets of all models that ever use these collectives."""
+_BLOCK_NBYTES = 256 * 1024
+"""Of a sum that is made in one go: short enough that it is still in the cache when it is divided."""
 
 
-class Ring:
-    """One rank's slots, as the owner or a reader sees them.
-
-    Header, in lines of 64 bytes: line 0 counts the slots posted; line 1 + i the slots consumed by reader i. Then the
-    tag of each slot's collective.
-    """
-
-    def __init__(self, memory: mmap.mmap, index: int, readers: int) -> None:
-        start, nbytes = index * self.nbytes(), NUM_SLOTS * SLOT_NBYTES
-        header = np.frombuffer(memory, dtype=np.int64, offset=start, count=_HEADER_NBYTES // 8)
-        self._posted = header[:1]
-        self._consumed = header[_LINE : _LINE * (1 + readers) : _LINE]
-        self._tags = header[_TAGS_OFFSET // 8 :][:NUM_SLOTS]
-        self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=start + _HEADER_NBYTES, count=nbytes)
-
-    @staticmethod
-    def nbytes() -> int:
-        """Bytes of memory a ring takes."""
-        return _HEADER_NBYTES + NUM_SLOTS * SLOT_NBYTES
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the owner may post."""
-        return int(self._posted[0]) - int(self._consumed.min()) < NUM_SLOTS
-
-    def post(self, piece: torch.Tensor, tag: int) -> None:
-        """Owner: copy a piece (bytes, at most a slot) into the next slot."""
-        index = int(self._posted[0]) % NUM_SLOTS
-        self._slots.narrow(0, index * SLOT_NBYTES, piece.numel()).copy_(piece)
-        self._tags[index] = tag
-        self._posted[0] += 1
-
-    def has_piece(self, reader: int) -> bool:
-        """Whether there is something this reader has not consumed."""
-        return int(self._posted[0]) > int(self._consumed[reader])
-
-    def tag(self, reader: int) -> int:
-        """Tag of the next piece."""
-        return int(self._tags[int(self._consumed[reader]) % NUM_SLOTS])
-
-    def piece(self, reader: int, nbytes: int) -> torch.Tensor:
-        """The next piece, where it lies."""
-        return self._slots.narrow(0, int(self._consumed[reader]) % NUM_SLOTS * SLOT_NBYTES, nbytes)
-
-    def consume(self, reader: int) -> None:
-        """Reader: done with the next piece."""
-        self._consumed[reader] += 1
-
-
-@dataclass(slots=True)
-class Lane:
-    """A ring this rank reads, and its number among the readers."""
-
-    ring: Ring
-    reader: int
-
-    @property
-    def has_piece(self) -> bool:
-        """Whether something is there to read."""
-        return self.ring.has_piece(self.reader)
-
-    def next_piece(self, nbytes: int, tag: int, source: int) -> torch.Tensor:
-        """The next piece of the collective `tag`.
-
-        Raises:
-            RuntimeError: the other rank is in another collective.
-        """
-        found = self.ring.tag(self.reader)
-        if found != tag:
-            raise RuntimeError(f"rank {source} of the group is in collective {found}, this rank in {tag}")
-        return self.ring.piece(self.reader, nbytes)
-
-    def consume(self) -> None:
-        """Give the slot back."""
-        self.ring.consume(self.reader)
-
-
-def _pieces(nbytes: int) -> list[tuple[int, int]]:
-    """(start, length) of each piece of `nbytes` bytes."""
-    return [(start, min(SLOT_NBYTES, nbytes - start)) for start in range(0, nbytes, SLOT_NBYTES)]
-
-
-class _Sending:
-    """What is left to post of one tensor into one ring."""
-
-    def __init__(self, ring: Ring, tensor: torch.Tensor, tag: int) -> None:
-        self._ring, self._tag = ring, tag
-        self._data = tensor.view(torch.uint8)
-        self._left = deque(_pieces(self._data.numel()))
-
-    def step(self) -> bool:
-        """Post as much as there is room for; whether that was anything."""
-        before = len(self._left)
-        while self._left and self._ring.has_room:
-            start, nbytes = self._left.popleft()
-            self._ring.post(self._data.narrow(0, start, nbytes), self._tag)
-        return len(self._left) < before
-
-    @property
-    def is_done(self) -> bool:
-        """Whether everything is posted."""
-        return not self._left
-
-
-class _Receiving:
-    """What is left to copy of one peer's interval."""
-
-    def __init__(self, lane: Lane, source: int, into: torch.Tensor, tag: int) -> None:
-        self._lane, self._source, self._tag = lane, source, tag
-        self._data = into.view(torch.uint8)
-        self._left = deque(_pieces(self._data.numel()))
-
-    def step(self) -> bool:
-        """Copy what is there; whether that was anything."""
-        before = len(self._left)
-        while self._left and self._lane.has_piece:
-            start, nbytes = self._left[0]
-            self._data.narrow(0, start, nbytes).copy_(self._lane.next_piece(nbytes, self._tag, self._source))
-            self._lane.consume()
-            self._left.popleft()
-        return len(self._left) < before
-
-    @property
-    def is_done(self) -> bool:
-        """Whether everything is copied."""
-        return not self._left
-
-
-class _Summing:
-    """What is left to add up of this rank's interval; in rank order, so that the sum is always the same number."""
-
-    def __init__(self, lanes: dict[int, Lane], rank: int, own: torch.Tensor, tag: int) -> None:
-        self._lanes, self._rank, self._own, self._tag = lanes, rank, own, tag
-        self._left = deque(_pieces(own.numel() * own.itemsize))
-
-    def step(self) -> bool:
-        """Add up the pieces that every peer has posted; whether that was anything."""
-        before = len(self._left)
-        while self._left and all(lane.has_piece for lane in self._lanes.values()):
-            start, nbytes = self._left[0]
-            own = self._own.view(torch.uint8).narrow(0, start, nbytes).view(self._own.dtype)
-            terms = {
-                source: lane.next_piece(nbytes, self._tag, source).view(self._own.dtype)
-                for source, lane in self._lanes.items()
-            }
-            if len(terms) == 1:
-                own.add_(next(iter(terms.values())))  # the order of two makes no difference
-            else:
-                terms[self._rank] = own
-                ordered = [terms[source] for source in sorted(terms)]
-                total = ordered[0] + ordered[1]
-                for term in ordered[2:]:
-                    total.add_(term)
-                own.copy_(total)
-            for lane in self._lanes.values():
-                lane.consume()
-            self._left.popleft()
-        return len(self._left) < before
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the sum is complete."""
-        return not self._left
-
-
-_Step = _Sending | _Receiving | _Summing
-
-
-class Exchange:
-    """A collective under way."""
-
-    def __init__(self, owner: SharedMemoryCollectives, steps: dict[object, _Step], result: torch.Tensor) -> None:
-        self.owner, self.steps, self.result = owner, steps, result
-
-    @property
-    def is_done(self) -> bool:
-        """Whether this rank has given and taken everything."""
-        return all(step.is_done for step in self.steps.values())
-
-    def wait(self) -> torch.Tensor:
-        """Go on until it is done."""
-        self.owner.finish(self)
-        return self.result
+def connect_collectives(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
+    """Shared memory between all ranks of `group`, or None if they cannot or shall not have it. A collective."""
+    peers = connect(group)
+    return None if peers is None else SharedMemoryCollectives(group, peers)
 
 
 class SharedMemoryCollectives(GlooCollectives):
-    """Collectives of the ranks of one host. Get one from `connect`, which says whether it is possible.
+    """Collectives of the ranks of one host. All-reduce, used along the replicate axis, stays with Gloo."""
 
-    All-reduce, used along the replicate axis, stays with Gloo.
+    def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
+        super().__init__(group)
+        self._peers = peers
+        self._buffers: _Buffers | None = None
+        self._post: _Post | None = None
+
+    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, holds_main: bool) -> FullBuffer:
+        """See `Collectives.full_buffer`. All ranks ask for the same ones in the same order."""
+        if numel == 0:
+            return ResizedBuffer(self, numel, dtype, device)
+        if self._buffers is None:
+            self._buffers = _Buffers(self._peers)
+        place = self._buffers.place(numel * dtype.itemsize)
+        if place is None:
+            return ResizedBuffer(self, numel, dtype, device)
+        return MappedBuffer(self._buffers, place, numel, dtype, holds_main=holds_main)
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `Collectives.staging`."""
+        return self._open_post().arena.empty(numel, dtype)
+
+    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
+        """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
+        return self._open_post().send(full, tag, divisor)
+
+    def settle(self) -> None:
+        """See `Collectives.settle`."""
+        if self._buffers is not None:
+            self._buffers.settle()
+
+    def _open_post(self) -> _Post:
+        if self._post is None:
+            self._post = _Post(self._peers)
+        return self._post
+
+
+# -- all-gather ---------------------------------------------------------------------------------------------------
+
+
+class _Buffers:
+    """Where the unsharded buckets are, all in rank 0's file, and how often each rank has offered and freed each.
+
+    Attributes:
+        offered, freed: shape (ranks, buckets); each row is written by its rank.
+        shared: the buckets, as all ranks see them.
+        own: the same, but what this rank writes there is seen by itself alone.
+        pending: gathers that this rank could not offer yet, because a peer reads what it would write over.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        header = 2 * peers.size * _MAX_BUFFERS * 8
+        nbytes = header + 2 * host_memory_nbytes()  # no place is used twice
+        self.shared = peers.map(0, _BUFFERS_START, nbytes)
+        self.own = peers.map(0, _BUFFERS_START, nbytes, private=True)
+        counts = np.frombuffer(self.shared, dtype=np.int64, count=header // 8)
+        self.offered, self.freed = counts.reshape(2, peers.size, _MAX_BUFFERS)
+        self.pending: deque[_Gathering] = deque()
+        self._end = header
+        self._number = 0
+
+    def place(self, nbytes: int) -> tuple[int, int] | None:
+        """(number, first byte) for a new bucket of `nbytes` bytes; None if there is no room for it."""
+        number, start = self._number, self._end
+        if number == _MAX_BUFFERS or start + nbytes > len(self.shared):
+            return None
+        self._number += 1
+        self._end += -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        return number, start
+
+    def settle(self) -> None:
+        """Wait until every rank has freed what this rank has."""
+        freed = self.freed[:, : self._number]
+        own = freed[self.peers.rank]
+        self.peers.wait_until(lambda: bool((freed >= own).all()))
+
+    def is_settled(self, number: int) -> bool:
+        """Whether no rank reads what this rank has offered of a bucket."""
+        return bool((self.freed[:, number] >= self.offered[self.peers.rank, number]).all())
+
+    def offer_pending(self) -> None:
+        """Offer what can be offered by now."""
+        for gathering in [gathering for gathering in self.pending if gathering.offer_if_free()]:
+            self.pending.remove(gathering)
+
+
+class MappedBuffer:
+    """An unsharded bucket in memory that all ranks map. See `FullBuffer`.
+
+    `full` is a private mapping of it: of a page that this rank writes it gets a copy, which is thrown away when the
+    bucket is freed. So in-place changes to unsharded parameters stay this rank's own, as in any other memory.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        gather: Ring,
-        scatter: dict[int, Ring],
-        gathered: dict[int, Lane],
-        scattered: dict[int, Lane],
-        pids: Sequence[int],
-        timeout_seconds: float,
+        self, buffers: _Buffers, place: tuple[int, int], numel: int, dtype: torch.dtype, *, holds_main: bool
     ) -> None:
-        super().__init__(group)
-        self._gather, self._scatter, self._gathered, self._scattered = gather, scatter, gathered, scattered
-        self._pids, self._timeout_seconds = pids, timeout_seconds
-        self._under_way: deque[Exchange] = deque()
+        self._buffers = buffers
+        self._number, self._start = place
+        rank, nbytes = buffers.peers.rank, numel // buffers.peers.size * dtype.itemsize
+        whole = memoryview(buffers.own)[self._start : self._start + numel * dtype.itemsize]
+        self.full = torch.frombuffer(whole, dtype=torch.uint8).view(dtype)
+        interval = memoryview(buffers.shared)[self._start + rank * nbytes : self._start + (rank + 1) * nbytes]
+        self._interval = torch.frombuffer(interval, dtype=torch.uint8).view(dtype)
+        self.main = self._interval if holds_main else None
+        self._offers = 0
+        # With the memory and not with this object: a tensor may outlive it.
+        begin = self._start + rank * nbytes
+        weakref.finalize(interval, _give_back, buffers, self._number, begin, nbytes, os.getpid()).atexit = False
 
-    def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
-        """Post this rank's interval once, and copy every peer's."""
-        steps: dict[object, _Step] = {"send": _Sending(self._gather, own_interval(full, self.rank, self.size), tag)}
-        for source, lane in self._gathered.items():
-            steps[lane.ring] = _Receiving(lane, source, own_interval(full, source, self.size), tag)
-        return self._begin(Exchange(self, steps, full))
+    @property
+    def nbytes(self) -> int:
+        """Nothing while it is freed: the memory is that of all ranks' main weights, or of their copies."""
+        return self.full.nbytes if self._is_gathered else 0
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
-        """Post every peer its interval, and add up theirs for this one."""
-        steps: dict[object, _Step] = {
-            ring: _Sending(ring, own_interval(full, to, self.size), tag) for to, ring in self._scatter.items()
-        }
-        own = own_interval(full, self.rank, self.size)
-        steps["sum"] = _Summing(self._scattered, self.rank, own, tag)
-        return self._begin(Exchange(self, steps, own))
+    @property
+    def _is_gathered(self) -> bool:
+        return self._offers > int(self._buffers.freed[self._buffers.peers.rank, self._number])
 
-    def _begin(self, exchange: Exchange) -> Exchange:
-        self._under_way.append(exchange)
-        # Only give here: what is taken may be wrong, and that is for the one who waits to hear.
-        self._progress(_Sending)
-        return exchange
+    def gather(self, main: torch.Tensor, *, tag: int) -> Work:
+        """Offer this rank's interval."""
+        self._offers += 1
+        gathering = _Gathering(self, self._offers, None if self.main is not None else main)
+        if not gathering.offer_if_free():
+            self._buffers.pending.append(gathering)
+        return gathering
 
-    def _progress(self, kind: type[_Sending] | type[object] = object) -> bool:
-        """Copy what can be copied now, oldest first; whether that was anything."""
-        busy: set[object] = set()  # rings are first come, first served
-        moved = False
-        for exchange in self._under_way:
-            for key, step in exchange.steps.items():
-                if not step.is_done and key not in busy and isinstance(step, kind):
-                    moved |= step.step()
-                    if not step.is_done:
-                        busy.add(key)
-        while self._under_way and self._under_way[0].is_done:
-            self._under_way.popleft()
-        return moved
+    def free(self) -> None:
+        """Drop this rank's own copies of pages, and say that it reads no more."""
+        if self._is_gathered:
+            if _has_own_pages(self.full):
+                self._buffers.own.madvise(mmap.MADV_DONTNEED, self._start, self.full.nbytes)
+            self._buffers.freed[self._buffers.peers.rank, self._number] = self._offers
 
-    def finish(self, exchange: Exchange) -> None:
-        """Go on until `exchange` is done.
+    def offer(self, main: torch.Tensor | None, number: int) -> bool:
+        """Offer this rank's interval for the gather of that number, unless a peer may read what would be overwritten.
 
-        Raises:
-            RuntimeError: a peer has ended, or does not come within the group's time-out.
+        `main` is what to put there; None if it is there.
         """
-        idle, deadline = 0, time.monotonic() + self._timeout_seconds
-        next_check = time.monotonic() + _SECONDS_BETWEEN_CHECKS
-        while not exchange.is_done:
-            if self._progress():
-                idle, deadline = 0, time.monotonic() + self._timeout_seconds
-                continue
-            idle += 1
-            if idle < _SPINS_BEFORE_SLEEP:
-                os.sched_yield()
-                continue
-            time.sleep(_SLEEP_SECONDS)
-            if (now := time.monotonic()) > next_check:
-                next_check = now + _SECONDS_BETWEEN_CHECKS
-                self._check_peers()
-                if now > deadline:
-                    raise RuntimeError(f"no rank of the group moved for {self._timeout_seconds:g} s")
-
-    def _check_peers(self) -> None:
-        for rank, pid in enumerate(self._pids):
-            if _has_ended(pid):
-                raise RuntimeError(f"rank {rank} of the group (process {pid}) has ended")
-
-
-def connect(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
-    """Shared memory between all ranks of `group`, or None if they cannot or shall not have it. A collective."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    mine = _offer(size)
-    offers: list[_Offer | None] = [None] * size
-    dist.all_gather_object(offers, mine.offer, group=group)
-    try:
-        rings = [_accept(owner, offer, mine.offer, size) for owner, offer in enumerate(offers)]
-        problem = None
-    except OSError as error:
-        rings, problem = [], str(error)
-    problems: list[str | None] = [None] * size
-    dist.all_gather_object(problems, problem, group=group)
-    for descriptor in mine.descriptors:  # everybody has mapped it, or never will
-        os.close(descriptor)
-    if any(problems):
-        logger.debug("no shared memory between the ranks: %s", next(p for p in problems if p))
-        return None
-    pids = [offer.pid for offer in offers if offer is not None]
-    peers = [peer for peer in range(size) if peer != rank]
-    return SharedMemoryCollectives(
-        group,
-        gather=rings[rank].gather,
-        scatter={peer: rings[rank].scatter[peer] for peer in peers},
-        gathered={peer: Lane(rings[peer].gather, _reader_number(rank, peer)) for peer in peers},
-        scattered={peer: Lane(rings[peer].scatter[rank], 0) for peer in peers},
-        pids=pids,
-        timeout_seconds=group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
-    )
-
-
-def is_possible() -> bool:
-    """Whether this process could share memory at all, and nobody has turned it off."""
-    is_ordered = platform.machine() in ("x86_64", "AMD64")
-    is_wanted = os.environ.get(SWITCH, "auto") != "gloo"
-    return is_ordered and is_wanted and hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether there is no such process, or only what its parent has not noticed yet."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+        if main is not None:
+            if not bool((self._buffers.freed[:, self._number] >= number - 1).all()):
+                return False
+            with torch.no_grad():
+                self._interval.copy_(main)
+        self._buffers.offered[self._buffers.peers.rank, self._number] = number
         return True
-    return state in "ZX"
+
+    def wait(self, number: int) -> torch.Tensor:
+        """Wait until all ranks have offered their intervals for the gather of that number."""
+        offered = self._buffers.offered[:, self._number]
+
+        def is_whole() -> bool:
+            self._buffers.offer_pending()
+            return bool((offered >= number).all())
+
+        self._buffers.peers.wait_until(is_whole)
+        return self.full
 
 
-def _reader_number(reader: int, owner: int) -> int:
-    """Readers of a ring are numbered in rank order, the owner left out."""
-    return reader - (reader > owner)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gathering:
+    """An all-gather under way, the bucket's `number`th."""
+
+    buffer: MappedBuffer
+    number: int
+    main: torch.Tensor | None
+
+    def offer_if_free(self) -> bool:
+        """See `MappedBuffer.offer`."""
+        return self.buffer.offer(self.main, self.number)
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the peers' intervals."""
+        return self.buffer.wait(self.number)
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """Where peers find a rank's memory.
+def _has_own_pages(tensor: torch.Tensor) -> bool:
+    """Whether this process has written to the tensor, a private mapping of a file: such a page is no file's."""
+    first, last = tensor.data_ptr() // _PAGE_NBYTES, -(-(tensor.data_ptr() + tensor.nbytes) // _PAGE_NBYTES)
+    flags = np.empty(last - first, dtype=np.uint64)
+    try:
+        pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.preadv(pages, [flags.data], 8 * first) < flags.nbytes:
+                return True
+        finally:
+            os.close(pages)
+    except OSError:
+        return True  # dropping what is not there costs only time
+    is_there, is_file = flags >> np.uint64(62) != 0, flags >> np.uint64(61) & np.uint64(1) != 0
+    return bool((is_there & ~is_file).any())
+
+
+def _give_back(buffers: _Buffers, number: int, start: int, nbytes: int, pid: int) -> None:
+    """Give the pages of this rank's interval of a bucket back to the system, unless a peer may be reading them."""
+    if os.getpid() == pid and buffers.is_settled(number):  # not in a forked process, which has the object too
+        first, last = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES, (start + nbytes) // _PAGE_NBYTES * _PAGE_NBYTES
+        if last > first:
+            buffers.shared.madvise(mmap.MADV_REMOVE, first, last - first)
+
+
+# -- reduce-scatter -----------------------------------------------------------------------------------------------
+
+
+class _Mailbox:
+    """Where a rank says which of its gradients may be read; at the start of its file.
+
+    Line 0 counts the letters posted, line 1 + r those rank r has read. A letter is (tag, where in the file).
+    """
+
+    def __init__(self, memory: mmap.mmap, size: int) -> None:
+        numbers = np.frombuffer(memory, dtype=np.int64, count=_MAILBOX_NBYTES // 8)
+        self._posted = numbers[:1]
+        self.read = numbers[_LINE : _LINE * (1 + size) : _LINE]
+        self._letters = numbers[-2 * _LETTERS :].reshape(_LETTERS, 2)
+
+    @property
+    def posted(self) -> int:
+        """Letters so far."""
+        return int(self._posted[0])
+
+    def post(self, tag: int, offset: int) -> None:
+        """Add one. There must be room."""
+        self._letters[self.posted % _LETTERS] = (tag, offset)
+        self._posted[0] += 1
+
+    def letter(self, number: int) -> tuple[int, int]:
+        """(tag, offset) of the letter of that number."""
+        tag, offset = self._letters[number % _LETTERS].tolist()
+        return tag, offset
+
+
+class _Post:
+    """Gradients on their way between the ranks.
 
     Attributes:
-        namespace: of process numbers; equal if and only if the ranks see one another's processes.
-        pid: process.
-        descriptor: its file descriptor of the memory; None if it has none to offer.
+        arena: memory that peers can read.
     """
 
-    namespace: str
-    pid: int
-    descriptor: int | None
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        nbytes = _MAILBOX_NBYTES + host_memory_nbytes()
+        self._memories = [peers.map(owner, 0, nbytes) for owner in range(peers.size)]
+        self._mailboxes = [_Mailbox(memory, peers.size) for memory in self._memories]
+        self._own = self._mailboxes[peers.rank]
+        self.arena = Arena(self._memories[peers.rank], _MAILBOX_NBYTES)
+        self._under_way: deque[_Averaging] = deque()
+
+    def send(self, full: torch.Tensor, tag: int, divisor: float) -> _Averaging:
+        """Let the peers read `full`, which must not change until they have."""
+        offset = self.arena.offset(full)
+        if offset is None:
+            full = self.arena.empty(full.numel(), full.dtype).copy_(full)
+            offset = self.arena.offset(full) or 0
+        self._peers.wait_until(lambda: self._own.posted - int(self._own.read.min()) < _LETTERS)
+        averaging = _Averaging(self, self._own.posted, full, tag, divisor)
+        self._own.post(tag, offset)
+        self._under_way.append(averaging)
+        return averaging
+
+    def finish(self, averaging: _Averaging) -> None:
+        """Make the averages up to this one, in the order in which all ranks sent."""
+        while not averaging.is_done:
+            self._average(self._under_way[0])
+            self._under_way.popleft()
+
+    def _average(self, averaging: _Averaging) -> None:
+        number, own = averaging.number, averaging.own_interval(self._peers)
+        self._peers.wait_until(lambda: all(mailbox.posted > number for mailbox in self._mailboxes))
+        terms = []
+        for source, (mailbox, memory) in enumerate(zip(self._mailboxes, self._memories, strict=True)):
+            tag, offset = mailbox.letter(number)
+            if tag != averaging.tag:
+                raise RuntimeError(f"rank {source} of the group is in collective {tag}, this rank in {averaging.tag}")
+            if source == self._peers.rank or own.numel() == 0:
+                terms.append(own)
+                continue
+            start = offset + self._peers.rank * own.nbytes
+            terms.append(torch.frombuffer(memory, dtype=own.dtype, count=own.numel(), offset=start))
+        averaging.result = _average(terms, self.arena.empty(own.numel(), own.dtype), averaging.divisor)
+        for mailbox in self._mailboxes:
+            mailbox.read[self._peers.rank] = number + 1
+        # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
+        self._peers.wait_until(lambda: int(self._own.read.min()) > number)
+        averaging.full = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Mine:
-    offer: _Offer
-    descriptors: list[int]
+class _Averaging:
+    """A reduce-scatter under way.
 
-
-@dataclass(frozen=True, slots=True)
-class _Rings:
-    """All rings of one rank: the one it gathers with, and one per reader to scatter with."""
-
-    gather: Ring
-    scatter: dict[int, Ring]
-
-
-def _offer(size: int) -> _Mine:
-    if not is_possible():
-        return _Mine(_Offer("", os.getpid(), None), [])
-    descriptor = os.memfd_create("fullshard", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size * Ring.nbytes())
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return _Mine(_Offer(f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid(), descriptor), [descriptor])
-
-
-def _accept(owner: int, offer: _Offer | None, mine: _Offer, size: int) -> _Rings:
-    """Map the memory of rank `owner`, which may be this one.
-
-    Raises:
-        OSError: it is on another host, or not to be had.
+    Attributes:
+        number: of the letter, the same on every rank.
+        full: this rank's gradients; None once every rank has read them.
+        result: this rank's interval of the average.
     """
-    if offer is None or offer.descriptor is None or size - 1 > _MAX_READERS:
-        raise OSError("a rank offers none")
-    if offer.namespace != mine.namespace:
-        raise OSError("the ranks are on several hosts")
-    with Path(f"/proc/{offer.pid}/fd/{offer.descriptor}").open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), size * Ring.nbytes())
-    # One ring per reader to scatter with; in the owner's own place, the one to gather with.
-    return _Rings(
-        gather=Ring(memory, owner, size - 1),
-        scatter={reader: Ring(memory, reader, 1) for reader in range(size) if reader != owner},
-    )
+
+    __slots__ = ("_post", "divisor", "full", "number", "result", "tag")
+
+    def __init__(self, post: _Post, number: int, full: torch.Tensor, tag: int, divisor: float) -> None:
+        self._post, self.number, self.tag, self.divisor = post, number, tag, divisor
+        self.full: torch.Tensor | None = full
+        self.result: torch.Tensor | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result is there."""
+        return self.result is not None
+
+    def own_interval(self, peers: Peers) -> torch.Tensor:
+        """This rank's gradients for the interval that it averages."""
+        assert self.full is not None  # noqa: S101 -- it is not done
+        return own_interval(self.full, peers.rank, peers.size)
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the peers' gradients, and average."""
+        self._post.finish(self)
+        assert self.result is not None  # noqa: S101 -- finished
+        return self.result
+
+
+@torch.no_grad()
+def _average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
+    """The sum of `terms`, added up in their order, over `divisor`."""
+    length = _BLOCK_NBYTES // into.itemsize
+    for start in range(0, into.numel(), length):
+        block = into[start : start + length]
+        first, second, *others = (term[start : start + length] for term in terms)
+        torch.add(first, second, out=block)
+        for other in others:
+            block.add_(other)
+        if divisor != 1:
+            block.div_(divisor)
+    return into

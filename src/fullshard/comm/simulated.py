@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.base import Work, own_interval
+from fullshard.comm.base import Collectives, Work, own_interval
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.torch_dist import Done
 
 
 @dataclass(slots=True)
-class SimulatedCollectives:
+class SimulatedCollectives(Collectives):
     """One of `size` ranks that never hears from the others.
 
     Attributes:
@@ -34,10 +34,10 @@ class SimulatedCollectives:
         """Count, and leave `full` as it is."""
         return self._done(full, full.nbytes // self.size * (self.size - 1))
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
+    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
         """Count, and take this rank's own interval for the sum."""
         own = own_interval(full, self.rank, self.size)
-        return self._done(own, own.nbytes * (self.size - 1))
+        return self._done(own / divisor, own.nbytes * (self.size - 1))
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Count, and take this rank's own values for the sum."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import Work, own_interval
+from fullshard.comm.base import Collectives, FullBuffer, ResizedBuffer, Work, own_interval
 
 
 @dataclass(slots=True)
@@ -37,42 +37,72 @@ class Pending:
 
 @dataclass(slots=True)
 class PendingSum:
-    """Peers' contributions under way, to be added to this rank's own in rank order, so the sum is deterministic."""
+    """Contributions under way, to be added up in rank order, so the sum is deterministic, and divided."""
 
     works: list[dist.Work]
     contributions: list[torch.Tensor]
+    divisor: float
 
     def wait(self) -> torch.Tensor:
         """Wait, then add up."""
-        for work in self.works:
-            work.wait()
+        while self.works:
+            self.works.pop().wait()  # it holds what it received
         total = self.contributions[0]
-        for contribution in self.contributions[1:]:
-            total.add_(contribution)
-        self.contributions = [total]
-        return total
+        while len(self.contributions) > 1:  # each is freed as soon as it is in the sum
+            total.add_(self.contributions.pop(1))
+        return total / self.divisor  # never a view, so that the unsharded buffer is freed
 
 
-class Alone:
+@dataclass(slots=True)
+class LastingBuffer:
+    """A buffer that one rank owns whole, in the dtype of the main weights: those are it. See `FullBuffer`."""
+
+    full: torch.Tensor
+
+    @property
+    def main(self) -> torch.Tensor:
+        """All of it."""
+        return self.full
+
+    @property
+    def nbytes(self) -> int:
+        """Nothing would be given back."""
+        return 0
+
+    def gather(self, main: torch.Tensor, *, tag: int) -> Work:
+        """Nothing to do."""
+        return Done(self.full)
+
+    def free(self) -> None:
+        """Nothing to do."""
+
+
+class Alone(Collectives):
     """A group of one rank: nothing to communicate."""
 
     rank = 0
     size = 1
 
+    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, holds_main: bool) -> FullBuffer:
+        """See `Collectives.full_buffer`."""
+        if holds_main:
+            return LastingBuffer(torch.zeros(numel, dtype=dtype, device=device))
+        return ResizedBuffer(self, numel, dtype, device)
+
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """`full` is whole already."""
         return Done(full)
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
+    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
         """`full` is the sum already."""
-        return Done(full)
+        return Done(full.div_(divisor) if divisor != 1 else full)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """`tensor` is the sum already."""
         return Done(tensor)
 
 
-class NativeCollectives:
+class NativeCollectives(Collectives):
     """The backend's own collectives (NCCL, XCCL and others)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -85,10 +115,10 @@ class NativeCollectives:
         own = own_interval(full, self.rank, self.size)
         return Pending([all_gather_single(full, own, group=self.group, async_op=True)], full)
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
+    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
         """One reduce-scatter into this rank's interval."""
         own = own_interval(full, self.rank, self.size)
-        return Pending([reduce_scatter_single(own, full, group=self.group, async_op=True)], own)
+        return PendingSum([reduce_scatter_single(own, full, group=self.group, async_op=True)], [own], divisor)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """One all-reduce."""
@@ -111,7 +141,7 @@ class GlooCollectives(NativeCollectives):
             works.append(self._send(own, to, tag))
         return Pending(works, full)
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int) -> Work:
+    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
         own = own_interval(full, self.rank, self.size)
         received = own.new_empty((self.size - 1) * own.numel())
@@ -121,7 +151,7 @@ class GlooCollectives(NativeCollectives):
             contributions[source] = received.narrow(0, index * own.numel(), own.numel())
             works.append(self._receive(contributions[source], source, tag))
             works.append(self._send(own_interval(full, to, self.size), to, tag))
-        return PendingSum(works, contributions)
+        return PendingSum(works, contributions, divisor)
 
     def _rounds(self) -> list[tuple[int, int]]:
         """`(send to, receive from)` per round, so that in each round every rank has one partner either way."""

@@ -5,11 +5,10 @@ Five tensors, always named like this:
     original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
     main                 this rank's interval, in the stored dtype; persistent; what the optimizer updates
     sharded parameter    a view of `main` for one parameter; what `module.parameters()` yields at rest
-    full                 the unsharded bucket, in the compute dtype; its memory exists only while it is needed
+    full                 the unsharded bucket, in the compute dtype; whole only while it is needed
     gradient             see `engine.gradient`
 
-The memory of `full` is freed and brought back by resizing its storage, never by rebinding: autograd saves views of
-parameters (`weight.t()`), and those keep pointing at this storage.
+How `full` becomes whole is the business of its buffer, `comm.base.FullBuffer`; in some of them `main` is its part.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fullshard.comm.base import Work, own_interval
+from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import BucketLayout, ParameterSpec
@@ -82,7 +81,14 @@ class Bucket:
     def _allocate(self, weights: WeightSource | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
         layout, mesh = self.layout, self.mesh
-        self.main = torch.zeros(layout.shard_numel, dtype=self.dtype, device=mesh.device)
+        self.buffer: FullBuffer = mesh.gather.full_buffer(
+            layout.full_numel, self.compute_dtype, mesh.device, holds_main=self.dtype == self.compute_dtype
+        )
+        self.full = self.buffer.full
+        if self.buffer.main is not None:
+            self.main = self.buffer.main
+        else:
+            self.main = torch.zeros(layout.shard_numel, dtype=self.dtype, device=mesh.device)
         for index, slot in enumerate(self.slots):
             interval = layout.interval(index, mesh.shard_rank)
             own = self.main[layout.shard_slice(index, mesh.shard_rank)]
@@ -91,10 +97,6 @@ class Bucket:
                 slot.make_real(mesh.device)
             else:
                 own.copy_(slot.parameter.detach().reshape(-1)[interval.start : interval.stop])
-        if self.shares_main:
-            self.full = self.main
-        else:
-            self.full = torch.empty(layout.full_numel, dtype=self.compute_dtype, device=mesh.device)
         for index, slot in enumerate(self.slots):
             # `.data` keeps the parameter object (subclasses, tied identities) and gives it a version counter of its
             # own; `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
@@ -109,7 +111,7 @@ class Bucket:
     @property
     def shares_main(self) -> bool:
         """Whether unsharding is nothing at all: one rank owns everything, in the dtype it computes in."""
-        return self.mesh.shard_size == 1 and self.dtype == self.compute_dtype
+        return self.full is self.main
 
     @property
     def full_nbytes(self) -> int:
@@ -117,13 +119,8 @@ class Bucket:
         return self.full.numel() * self.full.itemsize
 
     def issue_unshard(self) -> None:
-        """Bring back the memory of `full`, fill this rank's interval and launch the all-gather."""
-        if self.shares_main:
-            return
-        self.full.untyped_storage().resize_(self.full_nbytes)
-        with torch.no_grad():
-            own_interval(self.full, self.mesh.shard_rank, self.mesh.shard_size).copy_(self.main)
-        self._gathering = self.mesh.gather.all_gather(self.full, tag=self.tag)
+        """Launch the all-gather of everybody's `main` into `full`."""
+        self._gathering = self.buffer.gather(self.main, tag=self.tag)
 
     def wait_unshard(self) -> None:
         """Wait for the all-gather, if one is under way."""
@@ -134,8 +131,7 @@ class Bucket:
     def reshard(self) -> None:
         """Free the memory of `full`."""
         self.wait_unshard()
-        if not self.shares_main:
-            self.full.untyped_storage().resize_(0)
+        self.buffer.free()
 
     def write_back(self) -> None:
         """Copy what was changed in this rank's interval of the unsharded parameters into `main`.

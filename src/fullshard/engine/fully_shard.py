@@ -302,6 +302,8 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             unit.is_pinned = was_pinned
             if state is not UnitState.UNSHARDED:
                 unit.reshard()
+        for schedule in dict.fromkeys(unit.schedule for unit in units):
+            schedule.settle()
 
 
 def describe(model: nn.Module) -> Sharding:

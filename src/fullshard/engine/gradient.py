@@ -1,8 +1,8 @@
 """Gradients of one bucket: collected unsharded during backward, reduced, and published as sharded `.grad`s.
 
     autograd      parameter.grad -> copied (and cast) into `full`, then freed        per parameter, as it appears
-    launch        reduce-scatter of `full` along the shard axis                      once per backward
-    advance       scale; all-reduce of the shard along the replicate axis            when the next bucket launches
+    launch        reduce-scatter of `full` along the shard axis, and scale           once per backward
+    advance       all-reduce of the shard along the replicate axis                   when the next bucket launches
     finish        add to the main gradient, set the sharded parameters' `.grad`      at the end of backward
 
 `full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates.
@@ -92,8 +92,8 @@ class Gradient:
 
     def _unsharded(self) -> torch.Tensor:
         if self._full is None:
-            numel = self.bucket.layout.full_numel
-            self._full = torch.empty(numel, dtype=self.dtype, device=self.bucket.mesh.device)
+            mesh = self.bucket.mesh
+            self._full = mesh.reduce.staging(self.bucket.layout.full_numel, self.dtype, mesh.device)
             for start, stop in self._gaps:
                 self._full[start:stop].zero_()
         return self._full
@@ -107,18 +107,14 @@ class Gradient:
                 self.bucket._view(full, index).zero_()
         self.advance()  # an earlier reduction of this bucket in the same backward
         self._full, self._filled = None, set()
-        self._reducing = self.bucket.mesh.reduce.reduce_scatter(full, tag=self.bucket.tag)
+        self._reducing = self.bucket.mesh.reduce.reduce_scatter(full, tag=self.bucket.tag, divisor=self.divisor)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Once reduced along the shard axis: scale, and go on along the replicate axis."""
+        """Once reduced along the shard axis, go on along the replicate axis."""
         if self._reducing is None:
             return
-        reduced, self._reducing = self._reducing.wait(), None
-        if reduced.untyped_storage().nbytes() == reduced.nbytes:
-            shard = reduced.div_(self.divisor)
-        else:
-            shard = reduced / self.divisor  # a copy, so that the unsharded buffer is freed
+        shard, self._reducing = self._reducing.wait(), None
         if self._replicating is not None:
             self._earlier = self._replicating.wait()
         if self._held is not None:

@@ -219,6 +219,7 @@ def _before_load_state_dict(
     """Cut whole tensors down to this rank's slice."""
     unit = _unit(module)
     unit.reshard()
+    unit.schedule.settle()
     if local_metadata.get("assign_to_params_buffers"):
         raise LifecycleError(
             f"unit {unit.name!r}: load_state_dict(assign=True) would replace sharded parameters",

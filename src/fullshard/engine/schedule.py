@@ -140,6 +140,8 @@ class Schedule:
             if other.state is UnitState.GATHERING or not (torch.is_grad_enabled() or other.is_kept_for_backward):
                 other.reshard()
             other.rest()
+        if not failed:
+            self.settle()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -214,6 +216,7 @@ class Schedule:
         for unit in self.units:
             unit.finish_backward()
         self._end_backward()
+        self.settle()
 
     def _end_backward(self) -> None:
         for unit in self.units:
@@ -285,6 +288,19 @@ class Schedule:
             self._abandon_forward()
         for unit in self.units:
             unit.reshard()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until no other rank reads what was unsharded: after that, main weights may change at any time.
+
+        Raises:
+            CommunicationError: another rank has ended, or did not come so far.
+        """
+        for mesh in dict.fromkeys(unit.mesh for unit in self.units):
+            try:
+                mesh.gather.settle()
+            except RuntimeError as error:
+                raise self.units[-1].communication_error("after the last reshard", error) from error
 
 
 def _gradient(bucket: Bucket) -> Gradient:

@@ -250,7 +250,7 @@ class Unit:
                 # A hook can only be put on what requires grad at that moment.
                 requires_grad = slot.parameter.requires_grad
                 slot.parameter.requires_grad_(True)
-                slot.parameter.register_post_accumulate_grad_hook(_uncompiled(_GradientHook(self, bucket, index)))
+                slot.parameter.register_post_accumulate_grad_hook(_uncompiled(_GradientHook(bucket, index)))
                 slot.parameter.requires_grad_(requires_grad)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -426,15 +426,19 @@ class Unit:
 
 
 class _GradientHook:
-    """Post-accumulate hook of one original parameter."""
+    """Post-accumulate hook of one original parameter.
 
-    def __init__(self, unit: Unit, bucket: Bucket, index: int) -> None:
-        self.unit, self.bucket, self.index = weakref.ref(unit), bucket, index
+    It holds nothing strongly: autograd keeps it where Python's garbage collector does not look, so that a model would
+    never be freed.
+    """
+
+    def __init__(self, bucket: Bucket, index: int) -> None:
+        self.bucket, self.index = weakref.ref(bucket), index
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if (unit := self.unit()) is not None:
-            with _located(unit, "gradient"):
-                unit.gradient_appeared(self.bucket, self.index)
+        if (bucket := self.bucket()) is not None:
+            with _located(bucket.unit, "gradient"):
+                bucket.unit.gradient_appeared(bucket, self.index)
 
 
 class _OutputHook:

@@ -86,9 +86,8 @@ def _check_sum(device: torch.device) -> str:
 
 def _check_collectives(collectives: Collectives, device: torch.device) -> str:
     size, rank, numel = collectives.size, collectives.rank, 1000
-    full = torch.zeros(size * numel, device=device)
-    full[rank * numel : (rank + 1) * numel] = rank + 1
-    gathered = collectives.all_gather(full, tag=0).wait()
+    buffer = collectives.full_buffer(size * numel, torch.float32, device, holds_main=False)
+    gathered = buffer.gather(torch.full((numel,), rank + 1.0, device=device), tag=0).wait()
     expected = torch.arange(1, size + 1, device=device).repeat_interleave(numel)
     if not torch.equal(gathered, expected.to(gathered.dtype)):
         return "wrong: an all-gather brought other elements than the ranks had"
@@ -148,11 +147,17 @@ def _train(model: nn.Module, device: torch.device) -> list[float]:
 def _measure(collectives: Collectives, device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:
     """Time of one collective on a whole tensor of `nbytes`, and the bytes that a rank receives in that time."""
     numel = nbytes // 4 // collectives.size * collectives.size
-    full = torch.zeros(numel, device=device)
-    calls: dict[str, Callable[[], Any]] = {
-        "all-gather": lambda: collectives.all_gather(full, tag=2).wait(),
-        "reduce-scatter": lambda: collectives.reduce_scatter(full, tag=3).wait(),
-    }
+    main = torch.zeros(numel // collectives.size, device=device)
+    buffer = collectives.full_buffer(numel, main.dtype, device, holds_main=False)
+
+    def all_gather() -> None:
+        buffer.gather(main, tag=2).wait()
+        buffer.free()
+
+    def reduce_scatter() -> None:
+        collectives.reduce_scatter(collectives.staging(numel, main.dtype, device), tag=3).wait()
+
+    calls: dict[str, Callable[[], Any]] = {"all-gather": all_gather, "reduce-scatter": reduce_scatter}
     for name, call in calls.items():
         seconds = statistics.median(_times(call, device))
         received = numel * 4 * (collectives.size - 1) / collectives.size

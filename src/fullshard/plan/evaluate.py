@@ -92,6 +92,7 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
         framework=cluster.device.framework,
         peers_at_once=is_cpu and cluster.hosts > 1,
         on_cpu=is_cpu,
+        shares_memory=is_cpu and 1 < layout.shard_size <= cluster.per_host,
     )
     traffic = traffic_of(events, layout).times(repeats)
     full_numel = sum(bucket.layout.full_numel for bucket in layout.buckets)

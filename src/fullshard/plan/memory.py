@@ -2,7 +2,7 @@
 
 What each event changes is what the engine does (`engine/bucket`, `engine/gradient`):
 
-    unshard issued      `full` of the unit is allocated                                   + gathered
+    unshard issued      `full` of the unit is allocated (with shared memory: is there)    + gathered
     resharded           and freed                                                         - gathered
     forward end         what autograd saved stays                                         + activations (root: + logits)
     backward begin      recomputed activations, the reduce input, one parameter's grad    + activations, reduce buffers
@@ -147,6 +147,9 @@ class Setting:
             summed, which the engine does over Gloo (between hosts without accelerators).
         on_cpu: whether torch's CPU rules hold: optimizers take one parameter after the other, and a product in half
             precision has a float32 copy of its result for a moment.
+        shares_memory: whether the ranks of a shard group are on one host's CPU. Unsharded parameters are then one
+            piece of memory for all of them: their main weights, or copies of those that last, in the dtype they
+            compute in. Each rank counts its own part.
     """
 
     model: ModelShape
@@ -155,6 +158,17 @@ class Setting:
     framework: int = 0
     peers_at_once: bool = False
     on_cpu: bool = False
+    shares_memory: bool = False
+
+    def gathered_nbytes(self, unit: UnitLayout) -> int:
+        """What unsharding `unit` takes."""
+        return 0 if self.shares_memory else unit.gathered_nbytes
+
+    def copies_nbytes(self, bucket: BucketPlan) -> int:
+        """What lasts of a bucket in the dtype it is computed in, besides its main weights."""
+        if not self.shares_memory or bucket.dtype == bucket.compute_dtype:
+            return 0
+        return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)
 
 
 def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int) -> Memory:
@@ -195,7 +209,7 @@ def persistent_of(setting: Setting) -> dict[str, int]:
     scales = sum(p.nbytes for p in setting.model.parameters if p.role == "scale") // setting.layout.shard_size
     frozen = sum(bucket.main_nbytes for bucket in setting.layout.buckets if not bucket.trainable)
     return {
-        "sharded parameters": frozen - scales,
+        "sharded parameters": frozen - scales + sum(map(setting.copies_nbytes, setting.layout.buckets)),
         "main weights": sum(bucket.main_nbytes for bucket in setting.layout.buckets if bucket.trainable),
         "quantisation scales": scales,
         "optimizer state": round(STATE_NBYTES[setting.job.optimizer] * state_numel(setting)),
@@ -257,9 +271,9 @@ class _Ledger:
             case EventKind.UNSHARD_ISSUED:
                 if unit is self.root and self.micro_batch == 0:
                     self._release_gradients()
-                self.now["gathered units"] += unit.gathered_nbytes
+                self.now["gathered units"] += self.setting.gathered_nbytes(unit)
             case EventKind.RESHARDED:
-                self.now["gathered units"] -= unit.gathered_nbytes
+                self.now["gathered units"] -= self.setting.gathered_nbytes(unit)
             case EventKind.FORWARD_END:
                 return self._end_forward(unit)
             case EventKind.BACKWARD_BEGIN:

@@ -15,9 +15,10 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
     optimizer             bytes read and written / memory bandwidth
 
 On a CPU nothing runs beside anything else: the processor that computes also copies what is sent, so a collective takes
-its time in full. Four more things count there, at speeds that `--calibrate` measures: weights are read from memory for
-every product; an operation costs some microseconds however small it is; so do a unit's hooks; and buffers of more than
-32 MiB are new to the process each time, so that the kernel clears them page by page.
+its time in full. Between ranks that share memory nothing is sent to unshard. Four more things count on a CPU, at speeds
+that `--calibrate` measures: weights are read from memory for every product; an operation costs some microseconds
+however small it is; so do a unit's hooks; and buffers of more than 32 MiB are new to the process each time, so that the
+kernel clears them page by page.
 
 Sources: Kaplan et al. (arXiv 2001.08361, table 1) and Chowdhery et al. (arXiv 2204.02311, appendix B) for FLOP counts
 and the definition of MFU, which counts no recomputation; nccl-tests' PERFORMANCE.md for collectives.
@@ -185,12 +186,15 @@ def _copies(setting: Setting, cluster: Cluster) -> float:
     device, layout, job = cluster.device, setting.layout, setting.job
     moved = fresh = 0
     for bucket in layout.buckets:
-        if not bucket.shares_main:
+        if setting.shares_memory:  # nothing is new, and what is there is not copied
+            copied = setting.copies_nbytes(bucket)
+            moved += 2 * (bucket.main_nbytes + copied) if copied else 0
+        elif not bucket.shares_main:
             moved += 2 * (bucket.main_nbytes + bucket.layout.shard_numel * itemsize(bucket.compute_dtype))
             fresh += 2 * _fresh(bucket.full_nbytes)
         if bucket.trainable:
             moved += bucket.layout.full_numel * itemsize(bucket.compute_dtype) + bucket.reduce_nbytes
-            fresh += _fresh(bucket.reduce_nbytes)
+            fresh += 0 if setting.shares_memory else _fresh(bucket.reduce_nbytes)
     seconds = moved * job.accumulation / (device.memory_bandwidth * device.link_efficiency)
     if device.fresh_bandwidth:
         seconds += fresh * job.accumulation / device.fresh_bandwidth
@@ -261,7 +265,8 @@ class _Clock:
         unit = self.layouts[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
-                self.gathered[unit.name] = self._collective(self.setting.layout, event.nbytes)
+                nbytes = 0 if self.setting.shares_memory else event.nbytes
+                self.gathered[unit.name] = self._collective(self.setting.layout, nbytes)
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
             case EventKind.FORWARD_END:

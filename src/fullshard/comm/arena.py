@@ -1,0 +1,79 @@
+"""Memory that is taken once and handed out again and again.
+
+A page that a process touches for the first time takes the kernel about as long as copying it three times does, and the
+system's allocator returns large blocks at once. So buffers that come and go in every step are cut out of one piece.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+
+import torch
+
+_PAGE_NBYTES = mmap.PAGESIZE
+
+
+class Arena:
+    """Cuts tensors out of a memory. One that nothing refers to any more is handed out again.
+
+    Args:
+        memory: where from; only what was handed out is ever touched.
+        start: its first byte that is to be used.
+    """
+
+    def __init__(self, memory: mmap.mmap, start: int) -> None:
+        self._memory = memory
+        self._address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        self._top = start
+        self._free: dict[int, int] = {}
+        # Tensors end whenever and in whichever thread they end; appending to a deque is safe there.
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor of shape (numel,).
+
+        Raises:
+            MemoryError: all of it is in use.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = -(-numel * dtype.itemsize // _PAGE_NBYTES) * _PAGE_NBYTES
+        start = self._take(nbytes)
+        piece = memoryview(self._memory)[start : start + numel * dtype.itemsize]
+        # The tensor's storage holds this very object, so the two end together.
+        weakref.finalize(piece, self._returned.append, (start, nbytes)).atexit = False
+        return torch.frombuffer(piece, dtype=torch.uint8).view(dtype)
+
+    def offset(self, tensor: torch.Tensor) -> int | None:
+        """Where in the memory a tensor's data begin; None if they are elsewhere."""
+        offset = tensor.data_ptr() - self._address
+        return offset if 0 <= offset < self._top else None
+
+    def _take(self, nbytes: int) -> int:
+        while self._returned:
+            self._give_back(*self._returned.popleft())
+        # The smallest that is large enough; of those the first.
+        found = min(((size, start) for start, size in self._free.items() if size >= nbytes), default=None)
+        if found is not None:
+            size, start = found
+            del self._free[start]
+            if size > nbytes:
+                self._free[start + nbytes] = size - nbytes
+            return start
+        last = next((start for start, size in self._free.items() if start + size == self._top), self._top)
+        if last + nbytes > len(self._memory):
+            raise MemoryError(f"{nbytes} bytes more than the {len(self._memory)} bytes that ranks of one host share")
+        self._free.pop(last, None)
+        self._top = last + nbytes
+        return last
+
+    def _give_back(self, start: int, nbytes: int) -> None:
+        for before, size in self._free.items():
+            if before + size == start:
+                del self._free[before]
+                start, nbytes = before, size + nbytes
+                break
+        nbytes += self._free.pop(start + nbytes, 0)
+        self._free[start] = nbytes
