@@ -1,4 +1,4 @@
-"""Things that guides to sharded fine-tuning warn of, each shown to work.
+"""The seven things that guides to sharded fine-tuning warn of, each shown to work. docs/lora.md has the table.
 
 pytest tests/test_caveats.py -m full
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fullshard import Accelerator, FullyShardedDataParallelPlugin
+import fullshard
+from fullshard import Accelerator, FullyShardedDataParallelPlugin, unsharded
 from fullshard.checkpoint import full_state_dict
+from fullshard.checkpoint.coded_state import coded_tensors
 from tests import test_lora, test_optimizers_8bit
 from tests.distributed import run_ranks
-from tests.trainers import build, close
+from tests.trainers import SMALL, arguments, build, close, result, samples, trainer
 
 pytestmark = pytest.mark.full
 
@@ -93,6 +96,48 @@ def test_3_memory_saved_by_cpu_offload_is_measured_and_said(capfd: pytest.Captur
 
 # -- 4: 8-bit optimizers ----------------------------------------------------------------------------------------------
 
+WIDE = {**SMALL, "hidden_size": 128, "intermediate_size": 256}
+
+
+def qlora(directory: str, output: str, resume: str | None) -> Any:
+    """A quantised model with adapters, under Trainer, with the optimizer that saving used to fail with."""
+    import peft
+    from transformers import BitsAndBytesConfig
+
+    warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    model = fullshard.from_pretrained(
+        AutoModelForCausalLM, directory, dtype=torch.float32, quantization_config=quantized
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=64, target_modules="all-linear", task_type="CAUSAL_LM"))
+    args = arguments(output, optim="paged_adamw_8bit", save_strategy="steps", save_steps=2, learning_rate=1e-3)
+    made = trainer(model, args)
+    made.train(resume_from_checkpoint=resume)
+    optimizer = made.optimizer.optimizer
+    assert type(optimizer).__module__.startswith("bitsandbytes.")
+    coded = sum(len(coded_tensors(state)[0]) for state in optimizer.state.values())
+    weights = full_state_dict(made.model)
+    adapters = {name: value.clone() for name, value in weights.items() if "lora_" in name}
+    return result(made)["losses"], adapters, coded
+
+
+def test_4_paged_adamw_8bit_is_saved_and_resumed(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**WIDE)).save_pretrained(tmp_path / "base")
+    base, output = str(tmp_path / "base"), str(tmp_path / "out")
+    losses, adapters, coded = run_ranks(qlora, 2, base, output, None)[0]
+    assert coded > 0
+    again, resumed, _ = run_ranks(qlora, 2, base, output, f"{output}/checkpoint-2")[0]
+    assert again == losses
+    assert all(torch.equal(value, resumed[name]) for name, value in adapters.items())
+    for size in (1, 4):  # blocks are cut elsewhere there, so values are rounded once more
+        other, _, _ = run_ranks(qlora, size, base, output, f"{output}/checkpoint-2")[0]
+        assert close(other, losses, 5e-3)
+
 
 @pytest.mark.parametrize("name", ["PagedAdamW8bit", "Lion8bit"])
 def test_4_optimizers_of_8_bits_without_a_trainer(tmp_path: Path, name: str) -> None:
@@ -143,3 +188,63 @@ def test_5_several_models_and_optimizers_in_any_order(tmp_path: Path) -> None:
 def _same(one: Any, other: Any) -> bool:
     pairs = [(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
     return all(a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items()) for a, b in pairs)
+
+
+# -- 6: generation ----------------------------------------------------------------------------------------------------
+
+
+def generations(how: str) -> tuple[list[int], list[int]]:
+    """What this rank generates, sharded and whole; prompts and lengths differ from rank to rank."""
+    rank = dist.get_rank()
+    prompt = samples(4, lengths=(9, 5))[rank]["input_ids"][None]
+    options: dict[str, Any] = {"max_new_tokens": 3 + 5 * rank, "do_sample": False, "pad_token_id": 0}
+    expected = build().eval().generate(prompt, **options)
+    model = Accelerator(cpu=True).prepare(build()).eval()
+    if how == "gathered once":
+        with unsharded(model):
+            found = model.generate(prompt, **options)
+    else:
+        found = model.generate(prompt, synced_gpus=True, **options)
+    return found[0].tolist(), expected[0].tolist()
+
+
+@pytest.mark.parametrize("how", ["gathered once", "in step"])
+def test_6_generation_of_different_lengths(how: str) -> None:
+    ranks = run_ranks(generations, 2, how)
+    assert len(ranks[0][0]) != len(ranks[1][0])
+    for found, expected in ranks:
+        assert found == expected
+
+
+# -- 7: use_orig_params -----------------------------------------------------------------------------------------------
+
+
+def with_orig_params(use_orig_params: bool | None) -> Any:
+    model = test_lora.adapted("plain", torch.bfloat16)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(use_orig_params=use_orig_params))
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.stack([row["input_ids"] for row in samples(2)])
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model(input_ids=ids, labels=ids).loss.backward()
+    held = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    moments = sum(s[key].nbytes for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
+    whole = sum(p.global_shape.numel() * p.element_size() for p in model.parameters())
+    return losses, held, trained, gradients, moments, whole
+
+
+def test_7_use_orig_params_is_not_needed() -> None:
+    """Frozen and trained parameters share units, and only the trained ones cost a gradient, either way."""
+    results = {choice: run_ranks(with_orig_params, 2, choice) for choice in (None, False, True)}
+    assert results[None] == results[False] == results[True]
+    for _, held, trained, gradients, moments, whole in results[None]:
+        assert held <= whole / 2 + 256
+        assert (gradients, moments) == (trained, 2 * trained) and trained < held / 3

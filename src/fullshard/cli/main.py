@@ -20,6 +20,7 @@ USAGE_ERROR = 2
 
 COMMANDS: dict[str, type[TyperCommand] | type[TyperGroup]] = {
     "launch": RawCommand,
+    "sft": RawCommand,
     "train": TyperCommand,
     "merge": TyperCommand,
     "plan": TyperCommand,

@@ -9,6 +9,7 @@
     ├── CommunicationError  (RuntimeError)  ranks disagree, or a collective failed
     ├── CheckpointError     (RuntimeError)  a checkpoint is incomplete, damaged or does not match
     ├── DataError           (ValueError)    training data that cannot be read or used
+    ├── HubError            (OSError)       a model that is saved could not be pushed
     └── MissingExtraError   (ImportError)   an optional dependency is not installed
 
 The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own.
@@ -63,6 +64,10 @@ class CheckpointError(FullshardError, RuntimeError):
 
 class DataError(FullshardError, ValueError):
     """Training data that cannot be read or used."""
+
+
+class HubError(FullshardError, OSError):
+    """A model that is saved could not be pushed to the hub."""
 
 
 class MissingExtraError(FullshardError, ImportError):

@@ -1,0 +1,82 @@
+"""`fullshard sft`: fine-tune a model; starts the processes, or takes part in a run that a launcher started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import typer
+
+from fullshard.config.schema import SECTIONS
+from fullshard.core.errors import ConfigError
+
+_LAUNCH = {"--num_processes": 2, "--config_file": 2, "--check_plan": 1}
+"""The launcher's flags, and how many words each takes."""
+_RECIPE = "fullshard.recipes.sft"
+_HELP = """Usage: fullshard sft [--num_processes N] [--config_file FILE] --model_name_or_path M --dataset_name D ...
+       fullshard sft RUN.yaml
+
+Fine-tune a model on chats or texts: all weights, LoRA (--use_peft_lora True), or LoRA on a quantised model
+(--use_4bit_quantization True). The flags are those of PEFT's examples/sft/train.py and TRL's SFTConfig; docs/sft.md
+lists what is particular. RUN.yaml holds the same names, and fullshard's sections (launch, sharding, ...) beside them.
+--num_processes, --config_file and --check_plan are those of `fullshard launch`, whose other flags go with
+  fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
+"""
+
+
+def sft(context: typer.Context) -> None:
+    """Fine-tune a model: all weights, LoRA or QLoRA. `fullshard sft --help` says how."""
+    words = list(context.args)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_HELP)
+        return
+    launch_words = _take_launch_flags(words)
+    with tempfile.TemporaryDirectory(prefix="fullshard-sft-") as directory:
+        if len(words) == 1 and not words[0].startswith("-"):
+            words = _split_file(Path(words[0]), Path(directory), launch_words)
+        if "RANK" in os.environ:
+            if launch_words:
+                raise ConfigError(f"{launch_words[0]} has no effect here: a launcher has started the processes already")
+            from fullshard.recipes.sft import main
+
+            main(words)
+            return
+        from fullshard.cli.main import app
+
+        app(["launch", *launch_words, "-m", _RECIPE, *words])
+
+
+def _take_launch_flags(words: list[str]) -> list[str]:
+    """Remove the launcher's flags from `words`, and return them."""
+    taken: list[str] = []
+    for position in reversed(range(len(words))):
+        name, sign, _ = words[position].partition("=")
+        name = name.replace("-", "_").replace("__", "--", 1)
+        if name in _LAUNCH:
+            count = 1 if sign else _LAUNCH[name]
+            taken = [*words[position : position + count], *taken]
+            del words[position : position + count]
+    return taken
+
+
+def _split_file(path: Path, directory: Path, launch_words: list[str]) -> list[str]:
+    """One file for the launcher and one for the recipe, from one that holds both."""
+    from ruamel.yaml import YAML
+
+    from fullshard.recipes.sft_arguments import read_file
+
+    values = read_file(path)
+    shared = {name: values.pop(name) for name in list(values) if name in SECTIONS}
+    yaml = YAML(typ="safe")
+    if shared:
+        if any(word.startswith(("--config_file", "--config-file")) for word in launch_words):
+            raise ConfigError(f"{path} has the sections {', '.join(shared)}, and --config_file names another file")
+        with (directory / path.name).open("w", encoding="utf-8") as file:
+            yaml.dump(shared, file)
+        launch_words += ["--config_file", str(directory / path.name)]
+    recipe = directory / "sft.yaml"
+    with recipe.open("w", encoding="utf-8") as file:
+        yaml.dump(values, file)
+    return [str(recipe)]

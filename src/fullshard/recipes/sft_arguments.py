@@ -1,0 +1,199 @@
+"""What `fullshard sft` can be told: the flags of the well-known `train.py` for supervised fine-tuning, and TRL's own.
+
+Three groups, as there: the model, the data, and everything of `SFTConfig`. Flags that have another name today are
+translated, those without effect say why, each with one line; any other flag is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fullshard.core.errors import ConfigError, MissingExtraError
+
+
+@dataclass
+class ModelArguments:
+    """The model and its adapters."""
+
+    model_name_or_path: str = field(metadata={"help": "Directory or hub name of the model."})
+    chat_template_format: str = field(
+        default="none",
+        metadata={"help": "chatml or zephyr: how chats are rendered; none: as the model's tokenizer does."},
+    )
+    use_peft_lora: bool = field(default=False, metadata={"help": "Train LoRA adapters and leave the model frozen."})
+    lora_alpha: int = field(default=16, metadata={"help": "Scale of the adapters, divided by their rank."})
+    lora_dropout: float = field(default=0.1, metadata={"help": "Dropout before the adapters."})
+    lora_r: int = field(default=64, metadata={"help": "Rank of the adapters."})
+    lora_target_modules: str = field(
+        default="q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj",
+        metadata={"help": "Layers that get an adapter, separated by commas, or all-linear."},
+    )
+    use_4bit_quantization: bool = field(default=False, metadata={"help": "Quantise the frozen model to 4 bits."})
+    use_8bit_quantization: bool = field(default=False, metadata={"help": "Quantise the frozen model to 8 bits."})
+    bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "nf4 or fp4."})
+    bnb_4bit_compute_dtype: str = field(default="float16", metadata={"help": "What quantised layers compute in."})
+    use_nested_quant: bool = field(default=False, metadata={"help": "Quantise the scales, too."})
+    use_flash_attn: bool = field(default=False, metadata={"help": "Attention by the package flash-attn."})
+    use_reentrant: bool = field(default=False, metadata={"help": "The reentrant form of gradient checkpointing."})
+    merge_dir: str | None = field(
+        default=None, metadata={"help": "After training, write the model with its adapters merged here."}
+    )
+
+
+@dataclass
+class DataArguments:
+    """The data."""
+
+    dataset_name: str = field(
+        metadata={"help": "A directory with one .jsonl, .json or .parquet per split, such a file, or a hub name."}
+    )
+    splits: str = field(default="train,test", metadata={"help": "Splits: those named like train, and for evaluation."})
+
+
+NO_EFFECT = {
+    "append_concat_token": "TRL puts the end-of-sequence token between packed texts",
+    "add_special_tokens": "TRL's tokenisation decides on special tokens",
+    "bnb_4bit_quant_storage_dtype": "quantised weights are sharded as bytes, whatever the dtype around them",
+}
+RENAMED = {
+    "max_seq_len": "max_length",
+    "max_seq_length": "max_length",
+    "evaluation_strategy": "eval_strategy",
+    "warmup_ratio": "warmup_steps",  # which below 1 is a share of all steps
+}
+_REFUSED = {"use_unsloth": "fullshard has an engine of its own", "tokenizer_name": "the model's tokenizer is used"}
+_TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class SFTArguments:
+    """Everything a run is told.
+
+    Attributes:
+        model, data: see the classes.
+        training: TRL's `SFTConfig`, made for fullshard's engine.
+    """
+
+    model: ModelArguments
+    data: DataArguments
+    training: Any
+
+
+def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
+    """The arguments on a command line, or in a YAML or JSON file that is its only word.
+
+    Args:
+        words: `--name value`, `--name=value` or `--name` for true; `-` and `_` are the same.
+        say: told in one line what became of a flag that was not plainly used.
+
+    Raises:
+        ConfigError: an unknown or refused flag, or a value that is wrong.
+        MissingExtraError: without TRL.
+    """
+    values = read_file(Path(words[0])) if len(words) == 1 and not words[0].startswith("-") else dict(_flags(words))
+    return make_arguments(values, say)
+
+
+def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFTArguments:
+    """The arguments from values by flag name; see `read_arguments`."""
+    config = _sft_config()
+    known = {f.name for cls in (ModelArguments, DataArguments, config) for f in fields(cls) if f.init}
+    taken: dict[str, Any] = {}
+    problems = []
+    for written, value in values.items():
+        name = written.replace("-", "_")
+        if name in NO_EFFECT:
+            say(f"--{name} has no effect: {NO_EFFECT[name]}")
+        elif name in _REFUSED and str(value).lower() not in _FALSE:
+            problems.append(f"--{name} is not supported: {_REFUSED[name]}")
+        elif name in _REFUSED:
+            continue
+        elif name in RENAMED:
+            say(f"--{name} is --{RENAMED[name]} today")
+            if RENAMED[name] in values:
+                problems.append(f"--{name} and --{RENAMED[name]} both say it; keep the second")
+            if name == "warmup_ratio" and _is_whole(value):
+                problems.append(f"--warmup_ratio {value}: below 1, because --warmup_steps counts steps from 1 on")
+            taken[RENAMED[name]] = value
+        elif name in known:
+            taken[name] = value
+        else:
+            near = difflib.get_close_matches(name, known | NO_EFFECT.keys() | RENAMED.keys(), n=1)
+            problems.append(f"unknown flag --{written}" + (f"; did you mean --{near[0]}?" if near else ""))
+    if problems:
+        raise ConfigError("\n".join(problems), hint="docs/sft.md says which flags there are")
+    return _parse(taken, config)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The values in a YAML or JSON file. Raises `ConfigError` if it is none."""
+    from fullshard.config.document import read_document
+
+    return {entry.key: _plain(entry) for entry in read_document(path)}
+
+
+def _plain(entry: Any) -> Any:
+    return {inner.key: _plain(inner) for inner in entry.value} if entry.is_mapping else entry.value
+
+
+def _is_whole(ratio: Any) -> bool:
+    """Whether a ratio would be read as a number of steps. What is no number at all is the parser's to refuse."""
+    try:
+        return float(ratio) >= 1
+    except (TypeError, ValueError):
+        return False
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if not word.startswith("--"):
+            raise ConfigError(f"{word!r} belongs to no flag", hint="write --name value")
+        name, sign, value = word[2:].partition("=")
+        position += 1
+        if not sign:
+            is_value = position < len(words) and not words[position].startswith("--")
+            value = words[position] if is_value else "true"
+            position += is_value
+        yield name.replace("-", "_"), value
+
+
+def _parse(values: dict[str, Any], config: type) -> SFTArguments:
+    """By Transformers' parser, which knows the type of every field."""
+    import transformers
+
+    reentrant = str(values.get("use_reentrant", "false")).lower() in _TRUE
+    values.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": reentrant})
+    words = [w for name, value in values.items() for w in (f"--{name}", _text(value))]
+    parser = transformers.HfArgumentParser((ModelArguments, DataArguments, config), allow_abbrev=False)
+    try:
+        model, data, training = parser.parse_args_into_dataclasses(words)
+    except (SystemExit, ValueError) as error:
+        raise ConfigError(f"the settings are not accepted: {error}") from error
+    if model.chat_template_format not in ("none", "chatml", "zephyr"):
+        raise ConfigError(f"chat_template_format = {model.chat_template_format!r}", hint="use none, chatml or zephyr")
+    if (model.use_4bit_quantization or model.use_8bit_quantization) and not model.use_peft_lora:
+        raise ConfigError("a quantised model is frozen, so there is nothing to train", hint="add --use_peft_lora True")
+    if model.merge_dir is not None and not model.use_peft_lora:
+        raise ConfigError(
+            "merge_dir without adapters: there is nothing to merge", hint="the whole model is saved to output_dir"
+        )
+    return SFTArguments(model, data, training)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _sft_config() -> Any:
+    try:
+        from fullshard.integrations.transformers import SFTConfig
+    except ImportError as error:
+        raise MissingExtraError("trl", extra="sft", purpose="fullshard sft") from error
+    return SFTConfig

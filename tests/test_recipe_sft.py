@@ -1,0 +1,372 @@
+"""`fullshard sft`, with the two commands of a well-known page on PEFT and FSDP.
+
+pytest tests/test_recipe_sft.py; FULLSHARD_SEED_DOCUMENTS=DIR cuts the commands out of the pages in DIR instead of
+out of tests/fixtures/commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tests.trainers  # noqa: F401 -- says that the hub is not to be asked
+from fullshard.core.errors import ConfigError
+from tests.distributed import run_ranks
+from tests.trainers import close
+
+DOCUMENTS = Path(os.environ.get("FULLSHARD_SEED_DOCUMENTS") or Path(__file__).parent / "fixtures" / "commands")
+SMALLER = [
+    "--max_seq_len",
+    "32",
+    "--max_steps",
+    "3",
+    "--lora_dropout",
+    "0",
+    "--logging_steps",
+    "1",
+    "--report_to",
+    "none",
+]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """The YAML before each `accelerate launch ... train.py` of the page, and the arguments behind it."""
+    found = []
+    for path in sorted(DOCUMENTS.glob("*")):
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(r"^accelerate launch .*?train\.py((?:.*\\\n)*.*)$", text, re.MULTILINE):
+            yaml = re.findall(r"```ya?ml\n(.*?)```", text[: match.start()], re.DOTALL)
+            if "--use_peft_lora" in match[1]:
+                found.append((yaml[-1], shlex.split(match[1].replace("\\\n", " "))))
+    return found
+
+
+def replaced(words: list[str], **values: str | None) -> list[str]:
+    """The command with other values for some flags; None leaves a flag out."""
+    result: list[str] = []
+    position = 0
+    while position < len(words):
+        name = words[position].removeprefix("--")
+        has_value = position + 1 < len(words) and not words[position + 1].startswith("--")
+        pair = words[position : position + 1 + has_value]
+        position += len(pair)
+        if name not in values:
+            result += pair
+        elif (value := values[name]) is not None:
+            result += [f"--{name}", value]
+    return result
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a tokenizer, and chats."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("sft")
+    chats = [
+        [{"role": "user", "content": f"what is {i} plus {j}?"}, {"role": "assistant", "content": f"it is {i + j}"}]
+        for i in range(8)
+        for j in range(8)
+    ]
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learn = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    inner.train_from_iterator([turn["content"] for chat in chats for turn in chat], learn)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(directory / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory / "model")
+    (directory / "data").mkdir()
+    for split, rows in (("train", chats[:56]), ("test", chats[56:])):
+        lines = [json.dumps({"messages": chat}) + "\n" for chat in rows]
+        (directory / "data" / f"{split}.jsonl").write_text("".join(lines))
+    return directory
+
+
+def run(command: list[str], code: int = 0) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [str(Path(sys.executable).parent / "fullshard"), *command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stderr
+
+
+def losses(output: Path) -> list[float]:
+    state = max(output.glob("checkpoint-*"), key=lambda p: int(p.name[11:])) / "trainer_state.json"
+    return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+
+
+def pefts_losses(words: list[str], adapter: str) -> list[float]:
+    """What TRL and PEFT do with the same arguments in one process, from the same adapter."""
+    import trl
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from fullshard.recipes import sft, sft_arguments
+
+    sft_arguments._sft_config = lambda: trl.SFTConfig
+    arguments = sft_arguments.read_arguments(words, print)
+    training = arguments.training
+    training.packing_strategy, training.use_cpu = "wrapped", True
+    tokenizer, _ = sft.load_tokenizer(arguments.model)
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model.model_name_or_path, dtype=torch.float32,
+        quantization_config=quantized if arguments.model.use_4bit_quantization else None,
+    )  # fmt: skip
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8, mean_resizing=False)
+    train, _ = sft.load_data(arguments.data, arguments.model, tokenizer, training)
+    trainer = trl.SFTTrainer(
+        model, args=training, train_dataset=train, processing_class=tokenizer,
+        peft_config=sft.lora_config(arguments.model),
+    )  # fmt: skip
+    weights = load_file(f"{adapter}/adapter_model.safetensors")
+    set_peft_model_state_dict(trainer.model, weights)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [0, 1], ids=["lora", "qlora"])
+def test_the_commands_of_the_page(tmp_path: Path, place: Path, number: int) -> None:
+    yaml, words = commands()[number]
+    own: dict[str, str | None] = {"model_name_or_path": str(place / "model"), "dataset_name": str(place / "data")}
+    exact: dict[str, str | None] = {"bf16": "False"}
+    if number == 1:
+        exact["bnb_4bit_compute_dtype"] = "float32"
+
+    def launch(name: str, size: int, values: dict[str, str | None], code: int = 0) -> str:
+        file = tmp_path / f"{size}.yaml"
+        smaller = re.sub(r"num_processes: \d+", f"num_processes: {size}", yaml)
+        file.write_text(
+            smaller if "bf16" not in values else re.sub(r"mixed_precision: bf16", "mixed_precision: 'no'", smaller)
+        )
+        batch = str(4 // size)
+        sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
+        command = replaced(words, **own, **sizes, output_dir=str(tmp_path / name), **values)
+        return run(["launch", "--config_file", str(file), "-m", "fullshard.recipes.sft", *command, *SMALLER], code)
+
+    # as it is written, on two ranks: all but the push, for there is no network
+    said = launch("verbatim", 2, {}, code=1)
+    for flag in ("append_concat_token", "add_special_tokens", "use_flash_attn", "dataset_text_field"):
+        assert f"--{flag} has no effect" in said
+    assert "--evaluation_strategy is --eval_strategy today" in said
+    assert f"the model is saved in {tmp_path / 'verbatim'}, whole, but it is not on the hub" in said
+    assert "hf upload" in said
+
+    offline: dict[str, str | None] = {"push_to_hub": None}
+    launch("alone", 1, offline)
+    assert close(losses(tmp_path / "verbatim"), losses(tmp_path / "alone"), 2e-2)  # three digits, of which bf16 has two
+    launch("two", 2, offline | exact)
+    launch("one", 1, offline | exact)
+    tolerance = 1e-5 if number == 0 else 1e-4  # TRL keeps the adapters of a quantised model in bf16
+    assert close(losses(tmp_path / "two"), losses(tmp_path / "one"), tolerance)
+    launch("start", 1, offline | exact | {"learning_rate": "0"})
+    command = replaced(
+        words, **own, **offline, **exact, output_dir=str(tmp_path / "peft"), per_device_train_batch_size="4",
+        evaluation_strategy="no", splits="train",
+    )  # fmt: skip
+    [expected] = run_ranks(pefts_losses, 1, [*command, *SMALLER], str(tmp_path / "start"))
+    assert close(losses(tmp_path / "two"), expected, tolerance)
+    check_merged(tmp_path, place / "model", "verbatim")
+
+
+def check_merged(directory: Path, model: Path, adapter: str) -> None:
+    """`fullshard merge` makes of the saved adapter what PEFT makes of it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run(["merge", str(model), str(directory / adapter), str(directory / "merged")])
+    merged = AutoModelForCausalLM.from_pretrained(directory / "merged")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    base.resize_token_embeddings(merged.config.vocab_size, mean_resizing=False)
+    adapted = PeftModel.from_pretrained(base, directory / adapter).merge_and_unload()
+    for name, value in adapted.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], value), name
+
+
+def train_and_push(arguments: list[str]) -> list[str]:
+    """The calls that would reach the hub, and what was there at each."""
+    import huggingface_hub
+
+    from fullshard.recipes.sft import main
+
+    output, merged = Path(arguments[1]), Path(arguments[3])
+    calls: list[str] = []
+
+    class Url:
+        repo_id = "someone/model"
+
+    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append("create_repo")
+        return Url
+
+    def upload(self: Any, **kwargs: Any) -> str:
+        calls.append(f"upload {kwargs['commit_message']}, merged: {(merged / 'config.json').is_file()}")
+        assert (output / "adapter_model.safetensors").is_file()
+        return "url"
+
+    api: Any = huggingface_hub.HfApi
+    api.create_repo, api.upload_folder = create, upload
+    main(arguments)
+    return calls
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantized", ["False", "True"])
+def test_merged_then_pushed(tmp_path: Path, place: Path, quantized: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    words = [
+        "--output_dir", str(tmp_path / "out"), "--merge_dir", str(tmp_path / "merged"), "--push_to_hub", "True",
+        "--model_name_or_path", str(place / "model"), "--dataset_name", str(place / "data"), "--use_peft_lora", "True",
+        "--chat_template_format", "chatml", "--bf16", "False", "--max_steps", "1", "--report_to", "none",
+        "--learning_rate", "0.1", "--use_4bit_quantization", quantized, "--bnb_4bit_compute_dtype", "float32",
+        "--hub_strategy", "end",
+    ]  # fmt: skip
+    first, second = run_ranks(train_and_push, 2, words)
+    assert first[0] == "create_repo" and first[-1] == "upload End of training, merged: True" and second == []
+    base = AutoModelForCausalLM.from_pretrained(place / "model")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    base.resize_token_embeddings(merged.config.vocab_size, mean_resizing=False)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out").merge_and_unload()
+    for name, value in adapted.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], value), name
+
+
+def labels_of(words: list[str]) -> list[tuple[str, str]]:
+    """What the model reads, and of it what it is trained on."""
+    from fullshard.recipes.sft import make_trainer
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    trainer = make_trainer(read_arguments(words, print))
+    tokenizer = trainer.processing_class
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
+    return [
+        (tokenizer.decode(ids[mask.bool()]), tokenizer.decode(ids[labels != -100]))
+        for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True)
+    ]
+
+
+@pytest.mark.full
+def test_completion_only_loss(tmp_path: Path, place: Path) -> None:
+    rows = [{"prompt": f"what is {i}?", "completion": f" it is {i}"} for i in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["--model_name_or_path", str(place / "model"), "--output_dir", str(tmp_path / "out"), "--splits", "train",
+              "--report_to", "none"]  # fmt: skip
+    [found] = run_ranks(labels_of, 1, [*common, "--dataset_name", str(tmp_path)])
+    assert found[1] == ("what is 1? it is 1</s>", " it is 1</s>")
+    chats = ["--dataset_name", str(place / "data"), "--assistant_only_loss", "True", "--chat_template_format"]
+    [[(text, trained), _]] = run_ranks(labels_of, 1, [*common, *chats, "chatml"])
+    assert text == "<|im_start|>user\nwhat is 0 plus 0?<|im_end|>\n<|im_start|>assistant\nit is 0<|im_end|>\n"
+    assert trained == "it is 0<|im_end|>"
+    [[(text, trained), _]] = run_ranks(labels_of, 1, [*common, *chats, "zephyr"])
+    assert text == "<|user|>\nwhat is 0 plus 0?</s>\n<|assistant|>\nit is 0</s>\n" and trained == "it is 0</s>"
+
+
+@pytest.mark.full
+def test_one_file_holds_it_all(tmp_path: Path, place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings = f"""
+model_name_or_path: {place / "model"}
+dataset_name: {place / "data"}
+output_dir: {tmp_path / "out"}
+chat_template_format: zephyr
+dataset_text_field: content
+max_length: 64
+max_steps: 2
+bf16: false
+report_to: none
+learning_rate: 1e-3
+launch:
+  num_processes: 2
+  device: cpu
+sharding:
+  strategy: SHARD_GRAD_OP
+"""
+    (tmp_path / "run.yaml").write_text(settings)
+    assert "SHARD_GRAD_OP" in run(["sft", str(tmp_path / "run.yaml")])
+    before = AutoModelForCausalLM.from_pretrained(place / "model").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])  # all weights are trained
+
+
+def parsed(*words: str) -> tuple[Any, list[str]]:
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    said: list[str] = []
+    common = ("--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", "--report_to", "none")
+    return read_arguments([*common, *words], said.append), said
+
+
+def test_every_flag_of_the_page_is_understood() -> None:
+    assert len(commands()) == 2
+    for _, words in commands():
+        arguments, said = parsed(*replaced(words, push_to_hub=None, hub_private_repo=None, hub_strategy=None))
+        written = dict(itertools.pairwise(words))
+        training = arguments.training
+        assert (training.max_length, training.seed) == (int(written["--max_seq_len"]), int(written["--seed"]))
+        assert arguments.model.lora_r == int(written["--lora_r"]) and training.packing
+        assert arguments.training.gradient_checkpointing_kwargs == {"use_reentrant": arguments.model.use_reentrant}
+        assert len(said) >= 4
+
+
+def test_the_page_names_every_flag() -> None:
+    from fullshard.recipes.sft_arguments import NO_EFFECT, RENAMED, DataArguments, ModelArguments
+
+    text = (Path(__file__).parent.parent / "docs" / "sft.md").read_text(encoding="utf-8")
+    table = text.partition("## Flags")[2].partition("## Data")[0]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    own = {f.name for cls in (ModelArguments, DataArguments) for f in dataclasses.fields(cls)}
+    assert named == own | RENAMED.keys() | NO_EFFECT.keys()
+
+
+def test_a_warmup_ratio_is_a_share_of_the_steps() -> None:
+    for words, steps in ((["--warmup_ratio", "0.1"], 10), (["--warmup_steps", "7"], 7), (["--warmup_ratio", "0.0"], 0)):
+        assert parsed(*words)[0].training.get_warmup_steps(100) == steps
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--lora_dropot", "3"], "did you mean --lora_dropout"),
+        (["--use_4bit_quantization", "True"], "nothing to train"),
+        (["--chat_template_format", "alpaca"], "chatml or zephyr"),
+        (["--use_unsloth", "True"], "engine of its own"),
+        (["--learning_rate", "fast"], "not accepted"),
+        (["stray"], "belongs to no flag"),
+        (["--merge_dir", "x"], "nothing to merge"),
+        (["--warmup_ratio", "1.0"], "below 1"),
+        (["--max_seq_length", "8", "--max_length", "9"], "keep the second"),
+    ],
+)
+def test_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        parsed(*words)
