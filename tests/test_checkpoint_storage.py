@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,15 @@ def test_a_commit_replaces_and_tidies_up(tmp_path: Path) -> None:
         assert [p.name for p in tmp_path.iterdir()] == ["step[1]"]
     with pytest.raises(CheckpointError, match=r"exists already\nhint: .*overwrite=True"):
         make_temp_directory(final, "x", overwrite=False)
+
+
+def test_a_hint_that_was_being_written_goes(tmp_path: Path) -> None:
+    left, held = tmp_path / ".tmp-LATEST-1", tmp_path / ".tmp-LATEST-2"
+    left.touch()
+    with held.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        make_temp_directory(tmp_path / "a", "0123456789abcdef", overwrite=False)
+        assert not left.exists() and held.exists()
 
 
 def test_leftovers_of_killed_saves_go_and_replaced_ones_come_back(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ Bytes = NDArray[np.uint8]
 
 TEMP_PREFIX, OLD_PREFIX = ".tmp-", ".old-"
 _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
+_TEMPORARY_HINT = re.compile(re.escape(TEMP_PREFIX) + r"LATEST-[0-9]+")
 _HEADER_ALIGNMENT = 8
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Python has no name for it
 _SYNC_FILE_RANGE_WRITE = 2
@@ -366,10 +367,12 @@ def write_file(path: Path, data: bytes) -> None:
     """Create or replace a small file so that a crash leaves the old or the new contents."""
     temporary = path.with_name(f"{TEMP_PREFIX}{path.name}-{os.getpid()}")
     with temporary.open("wb") as file:
+        with contextlib.suppress(OSError):  # as in `_hold`: until it is complete, it is nobody's leftover
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+        temporary.replace(path)
     sync_directory(path.parent)
 
 
@@ -544,12 +547,15 @@ def _is_held(temp: Path) -> bool | None:
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Remove temporary directories that nobody holds, beside `final`.
+    """Remove temporary directories, and hints of which is the latest, that nobody holds, beside `final`.
 
     Where locks do not work only those of saves to the same name go: nobody else should be saving to it.
     """
     same_name = _beside(final, TEMP_PREFIX)
     for path in sorted(final.parent.iterdir()):
+        if _TEMPORARY_HINT.fullmatch(path.name) and _is_held(path) is False:
+            path.unlink(missing_ok=True)
+            continue
         if path not in same_name and not (_TEMPORARY.fullmatch(path.name) and path.is_dir()):
             continue
         held = _is_held(path)
