@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
+from fullshard.checkpoint import full_state_dict
 from fullshard.checkpoint.format import read_manifest
 from tests.distributed import run_ranks
 from tests.interchange import files_in_use
@@ -135,6 +137,38 @@ def test_resume_is_bit_exact_and_holds_only_adapters(tmp_path: Path, case: str, 
     stored = [name for name, record in manifest.parameters.items() if record.is_stored]
     assert stored and all("lora_" in name or "modules_to_save" in name for name in stored)
     assert (checkpoint / "adapter_model.safetensors").is_file()
+
+
+def dora_from_files(base: str) -> dict[str, torch.Tensor]:
+    import peft
+
+    import fullshard
+
+    model: Any = fullshard.from_pretrained(transformers.AutoModelForCausalLM, base)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    model = fullshard.Accelerator(cpu=True).prepare(model)
+    ids = samples(1)[0]["input_ids"][None]
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        # B is zero, so magnitude times direction is the weight itself
+        tolerance = 1e-5 if whole.dtype is torch.float32 else 4e-3  # a step of bf16
+        torch.testing.assert_close(model(input_ids=ids).logits, whole(input_ids=ids).logits, rtol=0, atol=tolerance)
+    return {name: v for name, v in full_state_dict(model).items() if "magnitude" in name}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dora_starts_from_norms_that_are_read(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    import peft
+
+    build(family).to(dtype).save_pretrained(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    found = run_ranks(dora_from_files, 2, str(tmp_path))[0]
+    magnitudes = {name: v for name, v in expected.state_dict().items() if "magnitude" in name}
+    assert found.keys() == magnitudes.keys() and len(found) == 14
+    assert all(torch.equal(found[name], value) for name, value in magnitudes.items())
 
 
 # -- merging --------------------------------------------------------------------------------------------------------

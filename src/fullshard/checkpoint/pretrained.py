@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 _HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
 _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Names in old checkpoints, and what they are called today."""
+_DORA = "lora_magnitude_vector"
+_NORM_NUMEL = 2**20
+"""Elements of a weight that are held at once to take the norms of its rows."""
 
 
 def from_pretrained(
@@ -99,7 +102,7 @@ class PretrainedWeights:
         self._stored = dict(stored_tensors(directory))
         self._by_name: dict[str, StoredWeights] = {}
         self._names: dict[tuple[int, str], str] = {}
-        self._adapters: dict[int, tuple[str, Any]] = {}
+        self._adapters: dict[int, _AdapterPart] = {}
 
     def start(self, model: nn.Module) -> None:
         """Match the model's names with those in the files.
@@ -107,7 +110,7 @@ class PretrainedWeights:
         Raises:
             CheckpointError: shapes that differ, or names that only Transformers can convert; all are listed.
         """
-        self._adapters = dict(_adapter_modules(model))
+        self._adapters = {id(part.module): part for part in _adapter_parts(model)}
         places = [p for p in _places(self._base) if id(p.module) not in self._adapters]
         known = {place.name for place in places}
         self._by_name = {self._model_name(key, known): stored for key, stored in self._stored.items()}
@@ -171,8 +174,11 @@ class PretrainedWeights:
         found = self._adapters.get(id(module))
         if found is None:
             return False
-        kind, scheme = found
+        kind, scheme = found.kind, found.scheme
         with torch.no_grad():
+            if kind == _DORA:
+                self._read_row_norms(found.layer.get_base_layer(), module.weight)  # type: ignore[arg-type]
+                return True
             for name, parameter in module.named_parameters(recurse=False):
                 if name == "bias" or (scheme is not False and kind in ("lora_B", "lora_embedding_A")):
                     parameter.zero_()
@@ -183,6 +189,22 @@ class PretrainedWeights:
                 else:
                     nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
         return True
+
+    def _read_row_norms(self, base: nn.Module, out: torch.Tensor) -> None:
+        """DoRA starts from the norm of each row of the base weight, which is read a few rows at a time."""
+        name = self._names.get((id(base), "weight"))
+        if name is None or self._by_name[name].numel != out.numel() * math.prod(self._by_name[name].shape[1:]):
+            raise ConfigError(
+                f"DoRA on {type(base).__name__}: {self.directory} does not hold its weight as it is in the model",
+                hint="load the base with Transformers' own from_pretrained before adding the adapter",
+            )
+        rows, columns = self._by_name[name].shape
+        step = max(1, _NORM_NUMEL // columns)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            part = torch.empty(stop - start, columns, dtype=base.weight.dtype)  # type: ignore[arg-type]
+            self._read(name, Interval(start * columns, stop * columns), part.view(-1))
+            out[start:stop] = torch.linalg.norm(part, dim=1)
 
     def _name(self, slot: Slot) -> str | None:
         names = (self._names.get((id(module), attribute)) for module, attribute in slot.owners)
@@ -268,25 +290,41 @@ def _new_rows(model: nn.Module, name: str, stored: StoredWeights, numel: int) ->
     return torch.randn(numel - stored.numel, generator=generator) * std
 
 
-def _adapter_modules(model: nn.Module) -> Iterator[tuple[int, tuple[str, Any]]]:
-    """Modules that hold parts of LoRA adapters: which part, and how it is to be initialised.
+@dataclass(frozen=True, slots=True)
+class _AdapterPart:
+    """A module of a LoRA adapter: which part it is, of which layer, and how it is to be initialised."""
+
+    module: nn.Module
+    kind: str
+    scheme: Any
+    layer: Any
+
+
+def _adapter_parts(model: nn.Module) -> Iterator[_AdapterPart]:
+    """Modules that hold parts of LoRA adapters.
 
     Raises:
-        ConfigError: an initialisation that needs the whole base weight.
+        ConfigError: an initialisation that needs the whole base weight at once.
     """
     for module in model.modules():
         if not (hasattr(module, "adapter_layer_names") and hasattr(module, "lora_A")):
             continue
-        for kind in module.adapter_layer_names:  # type: ignore[union-attr]
-            for adapter, part in _parts(getattr(module, kind, None)):
+        layer: Any = module
+        for kind in layer.adapter_layer_names:
+            for adapter, part in _parts(getattr(layer, kind, None)):
                 scheme = _scheme(model, adapter)
-                if kind == "lora_magnitude_vector" or (scheme not in (True, False) and scheme != "gaussian"):
-                    what = "DoRA" if kind == "lora_magnitude_vector" else f"init_lora_weights={scheme!r}"
+                # B is zero in the beginning but for False, and a row is one output but for `fan_in_fan_out`.
+                is_of_rows = (
+                    type(part).__name__ == "DoraLinearLayer" and not part.fan_in_fan_out and scheme is not False
+                )
+                if (kind == _DORA and not is_of_rows) or (scheme not in (True, False) and scheme != "gaussian"):
+                    what = f"{type(part).__name__}, " if kind == _DORA else ""
                     raise ConfigError(
-                        f"{what} computes the adapter from whole base weights, which no rank holds here",
+                        f"{what}init_lora_weights={scheme!r} computes the adapter from whole base weights, which no "
+                        "rank holds here",
                         hint="load the base with Transformers' own from_pretrained before adding the adapter",
                     )
-                yield id(part), (kind, scheme)
+                yield _AdapterPart(part, kind, scheme, layer)
 
 
 def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
