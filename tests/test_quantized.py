@@ -19,7 +19,7 @@ from fullshard.core.errors import WrapError
 from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, shard_model
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import unit_of
-from fullshard.wrap.quantized import aliases, expose_scales, is_exact
+from fullshard.wrap.quantized import _PIECE_NUMEL, _quantise_4bit, aliases, expose_scales, is_exact
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
 
@@ -265,3 +265,23 @@ def check_replaced_bias() -> None:
 def test_a_bias_that_the_layer_casts_in_forward_is_refused_not_lost() -> None:
     with pytest.raises(RuntimeError, match=r"parameter 2\.two\.base\.bias: forward gave it other data"):
         run_ranks(check_replaced_bias, 2)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_a_weight_quantised_piece_by_piece_is_bitsandbytes(quant_type: str, double: bool, storage: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(1500, 1024).bfloat16()
+    assert values.numel() > _PIECE_NUMEL and values.numel() % _PIECE_NUMEL
+    settings = {"quant_type": quant_type, "compress_statistics": double, "quant_storage": storage}
+    packed, state = _quantise_4bit(values, bnb.nn.Params4bit(values, **settings))
+    expected, its_state = bnb.functional.quantize_4bit(values, **settings)
+    assert packed.shape == expected.shape and torch.equal(packed.view(torch.uint8), expected.view(torch.uint8))
+    ours, theirs = state.as_dict(packed=True), its_state.as_dict(packed=True)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert torch.equal(
+        bnb.functional.dequantize_4bit(packed, state),
+        bnb.functional.dequantize_4bit(expected, its_state),
+    )
