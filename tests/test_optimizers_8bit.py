@@ -117,7 +117,8 @@ def check_resume(directory: Path, library: str, name: str, tolerance: float) -> 
     saved = state_of(directory / "first")
     for size in (3, 1):
         losses, _, held = run_ranks(session, size, library, name, (4, 7), first)[0]
-        assert held > 0
+        # torchao codes only what is a whole number of its blocks long; on 3 ranks no slice is
+        assert (held > 0) == (library == "bitsandbytes" or size == 1)
         assert losses == pytest.approx(whole[0][4:], rel=tolerance)
     run_ranks(session, 3, library, name, (0, 0), first, second)
     for key, value in state_of(directory / "second").items():

@@ -126,6 +126,8 @@ def check_training(make: Any, dtype: torch.dtype, exact_forward: bool = True) ->
             assert isinstance(ours, ShardedParameter) and ours.grad is not None and theirs.grad is not None
             mine = theirs.grad.reshape(-1)[ours.interval.start : ours.interval.stop]
             tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+            if getattr(make, "compute", None) is torch.float16:
+                tolerance = 1e-3  # the reference halves the loss first, which rounds small float16 numbers otherwise
             torch.testing.assert_close(ours.grad, mine, rtol=tolerance, atol=tolerance)
         for optimizer in optimizers:
             optimizer.step()

@@ -129,22 +129,25 @@ def interrupted(output: str, kind: str, family: str) -> tuple[Any, Any, list[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"),
+    ("kind", "family", "size"),
     [
-        ("SHARDED_STATE_DICT", "llama"),
-        ("FULL_STATE_DICT", "tied"),
-        pytest.param("FULL_STATE_DICT", "experts", marks=pytest.mark.full),
+        ("SHARDED_STATE_DICT", "llama", 2),
+        ("FULL_STATE_DICT", "tied", 2),
+        pytest.param("FULL_STATE_DICT", "experts", 2, marks=pytest.mark.full),
+        pytest.param("SHARDED_STATE_DICT", "qwen", 4, marks=pytest.mark.full),
+        pytest.param("SHARDED_STATE_DICT", "gemma", 4, marks=pytest.mark.full),
+        pytest.param("FULL_STATE_DICT", "gemma", 2, marks=pytest.mark.full),
     ],
 )
-def test_resume_is_bit_exact(tmp_path: Path, kind: str, family: str) -> None:
-    whole, again, files = run_ranks(interrupted, 2, str(tmp_path), kind, family)[0]
+def test_resume_is_bit_exact(tmp_path: Path, kind: str, family: str, size: int) -> None:
+    whole, again, files = run_ranks(interrupted, size, str(tmp_path), kind, family)[0]
     assert again["losses"] == whole["losses"]
     for name, value in whole["weights"].items():
         assert torch.equal(again["weights"][name], value), name
-    assert {"config.json", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= set(files)
+    assert {"config.json", "trainer_state.json", *(f"rng_state_{rank}.pth" for rank in range(size))} <= set(files)
     weights = [f for f in files if Path(f).name.startswith("model") and f.endswith(".safetensors")]
     if kind == "SHARDED_STATE_DICT":
-        assert weights == [f"training_state/model-rank{rank:05d}.safetensors" for rank in range(2)]
+        assert weights == [f"training_state/model-rank{rank:05d}.safetensors" for rank in range(size)]
     elif family == "tied":
         assert weights == ["model.safetensors"]  # written once
 
@@ -208,10 +211,10 @@ def test_resume_takes_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert run_ranks(resume_newest, 2, str(tmp_path))[0] == (6, "6")
 
 
-def save_both(output: str) -> None:
+def save_both(output: str, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    made = trainer(build("tied"), arguments(output))
+    made = trainer(build(family), arguments(output))
     made.train()
     whole = result(made)["weights"]
     assert made.is_fsdp_enabled
@@ -226,8 +229,17 @@ def save_both(output: str) -> None:
                 assert torch.equal(whole[name], value), name
 
 
-def test_save_model_always_writes_a_loadable_model(tmp_path: Path) -> None:
-    run_ranks(save_both, 2, str(tmp_path))
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("tied", 2),
+        pytest.param("llama", 4, marks=pytest.mark.full),
+        pytest.param("qwen", 4, marks=pytest.mark.full),
+        pytest.param("gemma", 4, marks=pytest.mark.full),
+    ],
+)
+def test_save_model_always_writes_a_loadable_model(tmp_path: Path, family: str, size: int) -> None:
+    run_ranks(save_both, size, str(tmp_path), family)
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         names = sorted(p.name for p in (tmp_path / kind).iterdir())
         assert names == ["config.json", "generation_config.json", "model.safetensors", "training_args.bin"]

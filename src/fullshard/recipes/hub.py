@@ -42,7 +42,7 @@ class Hub:
         """Push what is in the output directory, if that was asked for.
 
         Raises:
-            HubError: it was not pushed; on every rank if the hub is out of reach, on rank 0 if the upload fails.
+            HubError: it was not pushed; on rank 0, the others are done.
         """
         if not self._is_wanted:
             return
@@ -52,7 +52,7 @@ class Hub:
                 trainer.push_to_hub(commit_message="End of training", revision=trainer.args.hub_revision)
             except Exception as error:  # whatever the network and the hub come up with
                 problem = _one_line(error)
-        if problem is not None:
+        if problem is not None and read_rank_environment().is_main:
             directory = trainer.args.output_dir
             name = trainer.args.hub_model_id or "USER/NAME"
             raise HubError(
