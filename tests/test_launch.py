@@ -251,6 +251,7 @@ def test_the_default_file_of_accelerate_is_named(tmp_path: Path) -> None:
     assert "precision no" in without.stdout
 
 
+@pytest.mark.full
 def test_printed_slurm_script_really_trains(tmp_path: Path) -> None:
     """`srun` is a shell function here that starts one task per host, with Slurm's variables."""
     (tmp_path / "train.py").write_text(TRAIN)

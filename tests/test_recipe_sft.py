@@ -127,7 +127,8 @@ def pefts_losses(words: list[str], adapter: str) -> list[float]:
     arguments = sft_arguments.read_arguments(words, print)
     training = arguments.training
     training.packing_strategy, training.use_cpu = "wrapped", True
-    training.gradient_checkpointing = False  # the same numbers; reentrant, it does not go with DDP even of one rank
+    # the same numbers; its reentrant form does not go with DDP, even of one rank
+    training.gradient_checkpointing_kwargs = {"use_reentrant": False}
     tokenizer, _ = sft.load_tokenizer(arguments.model)
     quantized = BitsAndBytesConfig(
         load_in_4bit=True,

@@ -86,6 +86,7 @@ def test_the_example_divides_the_data_and_gives_the_losses_of_one_process() -> N
     assert ranks[0]["losses"] != ranks[1]["losses"], "each rank has data of its own"
 
 
+@pytest.mark.full
 def test_a_resumed_run_gives_the_same_losses_bit_for_bit(tmp_path: Path) -> None:
     options = (*SMALL, "--batch-size", "4")
     whole = run_ranks(_train, 2, *options, "--steps", "12")
