@@ -116,6 +116,7 @@ def losses(output: Path) -> list[float]:
 
 def pefts_losses(words: list[str], adapter: str) -> list[float]:
     """What TRL and PEFT do with the same arguments in one process, from the same adapter."""
+    import accelerate
     import trl
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -127,8 +128,6 @@ def pefts_losses(words: list[str], adapter: str) -> list[float]:
     arguments = sft_arguments.read_arguments(words, print)
     training = arguments.training
     training.packing_strategy, training.use_cpu = "wrapped", True
-    # the same numbers; its reentrant form does not go with DDP, even of one rank
-    training.gradient_checkpointing_kwargs = {"use_reentrant": False}
     tokenizer, _ = sft.load_tokenizer(arguments.model)
     quantized = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -146,6 +145,8 @@ def pefts_losses(words: list[str], adapter: str) -> list[float]:
         model, args=training, train_dataset=train, processing_class=tokenizer,
         peft_config=sft.lora_config(arguments.model),
     )  # fmt: skip
+    # reentrant checkpointing does not go with DDP otherwise, even of one rank
+    trainer.accelerator.ddp_handler = accelerate.DistributedDataParallelKwargs(static_graph=True)
     weights = load_file(f"{adapter}/adapter_model.safetensors")
     set_peft_model_state_dict(trainer.model, weights)
     trainer.train()
