@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ SWITCH = "FULLSHARD_COMM"
 
 FILE_NBYTES = 2**44
 """More than a host has, and little enough for every rank to map some of each."""
+
+Made = TypeVar("Made")
 
 _MAP_NORESERVE = 0x4000
 """Linux' value on x86-64; Python does not name it before 3.13."""
@@ -89,34 +92,38 @@ class Peers:
                 raise RuntimeError(f"no answer from another rank of the group for {self.timeout_seconds:g} s")
 
 
-def connect(group: dist.ProcessGroup) -> Peers | None:
-    """The ranks of `group` as peers, or None if they cannot or shall not share memory. A collective."""
+def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> Made | None:
+    """What `make` makes of the ranks of `group`, or None if any of them cannot or shall not share memory. A collective.
+
+    `make` maps what it needs, and raises `OSError` if it cannot.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine, own_file = _offer()
     offers: list[_Offer | None] = [None] * size
     dist.all_gather_object(offers, mine, group=group)
     files: list[int] = []
-    problem = None
+    made = problem = None
     try:
         for source, offer in enumerate(offers):
             files.append(own_file if source == rank and own_file is not None else _open(offer, mine))
+        peers = Peers(
+            rank=rank,
+            size=size,
+            pids=[offer.pid for offer in offers if offer is not None],
+            files=files,
+            timeout_seconds=group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+        )
+        made = make(peers)
     except OSError as error:
         problem = str(error)
     problems: list[str | None] = [None] * size
     dist.all_gather_object(problems, problem, group=group)
     if any(problems):
         logger.debug("no shared memory between the ranks: %s", next(p for p in problems if p))
-        _close({*files, own_file} - {None})  # type: ignore[arg-type]
+        _close({file for file in (*files, own_file) if file is not None})
         return None
-    peers = Peers(
-        rank=rank,
-        size=size,
-        pids=[offer.pid for offer in offers if offer is not None],
-        files=files,
-        timeout_seconds=group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
-    )
     weakref.finalize(peers, _close, set(files)).atexit = False
-    return peers
+    return made
 
 
 def host_memory_nbytes() -> int:

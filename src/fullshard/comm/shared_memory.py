@@ -45,8 +45,7 @@ _BLOCK_NBYTES = 256 * 1024
 
 def connect_collectives(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
     """Shared memory between all ranks of `group`, or None if they cannot or shall not have it. A collective."""
-    peers = connect(group)
-    return None if peers is None else SharedMemoryCollectives(group, peers)
+    return connect(group, lambda peers: SharedMemoryCollectives(group, peers))
 
 
 class SharedMemoryCollectives(GlooCollectives):
@@ -54,16 +53,13 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group)
-        self._peers = peers
-        self._buffers: _Buffers | None = None
-        self._post: _Post | None = None
+        # Mapped at once: a rank that has no room for it among its addresses raises OSError, and all keep to Gloo.
+        self._buffers, self._post = _Buffers(peers), _Post(peers)
 
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, holds_main: bool) -> FullBuffer:
         """See `Collectives.full_buffer`. All ranks ask for the same ones in the same order."""
         if numel == 0:
             return ResizedBuffer(self, numel, dtype, device)
-        if self._buffers is None:
-            self._buffers = _Buffers(self._peers)
         place = self._buffers.place(numel * dtype.itemsize)
         if place is None:
             return ResizedBuffer(self, numel, dtype, device)
@@ -71,21 +67,15 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Collectives.staging`."""
-        return self._open_post().arena.empty(numel, dtype)
+        return self._post.arena.empty(numel, dtype)
 
     def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
         """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
-        return self._open_post().send(full, tag, divisor)
+        return self._post.send(full, tag, divisor)
 
     def settle(self) -> None:
         """See `Collectives.settle`."""
-        if self._buffers is not None:
-            self._buffers.settle()
-
-    def _open_post(self) -> _Post:
-        if self._post is None:
-            self._post = _Post(self._peers)
-        return self._post
+        self._buffers.settle()
 
 
 # -- all-gather ---------------------------------------------------------------------------------------------------
@@ -292,7 +282,9 @@ class _Post:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        nbytes = _MAILBOX_NBYTES + host_memory_nbytes()
+        if _LINE * (1 + peers.size) * 8 > _MAILBOX_NBYTES - 16 * _LETTERS:
+            raise OSError(f"no mailbox for {peers.size} ranks")
+        nbytes = _MAILBOX_NBYTES + 2 * host_memory_nbytes() // peers.size  # ranks are alike, so each has its part
         self._memories = [peers.map(owner, 0, nbytes) for owner in range(peers.size)]
         self._mailboxes = [_Mailbox(memory, peers.size) for memory in self._memories]
         self._own = self._mailboxes[peers.rank]
