@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -227,6 +228,22 @@ def check_switch(value: str) -> str:
 def test_one_rank_turns_it_off_for_all() -> None:
     assert run_ranks(check_switch, 2, "gloo") == ["GlooCollectives"] * 2
     assert run_ranks(check_switch, 2, "auto") == ["SharedMemoryCollectives"] * 2
+
+
+def check_no_room() -> str:
+    """Rank 0 may have few more addresses than it has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    try:
+        if dist.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_AS, (taken + 2**30, before[1]))
+        return type(collectives_for(dist.group.WORLD, CPU)).__name__
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_one_rank_without_room_turns_it_off_for_all() -> None:
+    assert run_ranks(check_no_room, 2) == ["GlooCollectives"] * 2
 
 
 def descriptors() -> int:
