@@ -229,6 +229,11 @@ def _settings() -> dict[str, list[float]]:
     variants: dict[str, dict[str, Any]] = {
         "plain": {},
         "recomputed": {"activation_checkpointing": True, "wrap": "class", "wrap_classes": "Block"},
+        "recomputed in part": {
+            "activation_checkpointing": True,
+            "activation_checkpointing_mode": "selective",
+            "wrap_classes": "Block",
+        },
         "compiled": {"compile": True},
         "gathered once": {"strategy": "SHARD_GRAD_OP"},
         "replicated": {"strategy": "NO_SHARD"},

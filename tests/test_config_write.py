@@ -85,6 +85,7 @@ SHARDING = groups(
     forward_prefetch=BOOL,
     activation_checkpointing=BOOL,
     activation_checkpointing_reentrant=BOOL,
+    activation_checkpointing_mode=st.sampled_from(["full", "selective"]),
     cpu_offload=BOOL,
     sync_module_states=BOOL,
     cpu_ram_efficient_loading=BOOL,

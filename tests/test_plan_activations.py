@@ -5,6 +5,8 @@ pytest tests/test_plan_activations.py
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fullshard.plan.activations import BACKWARD_LOSS_NBYTES, layer_activations, logits_nbytes
 from fullshard.plan.families import from_config
 from fullshard.plan.job import Job
+from fullshard.wrap.policies import checkpoint_modules, unit_modules
 
 SEQUENCE, BATCH = 512, 2
 LLAMA = {
@@ -29,6 +32,7 @@ CASES = {
     "llama, bf16, eager": ("llama", {}, "bf16", "eager"),
     "llama, bf16, sdpa": ("llama", {}, "bf16", "sdpa"),
     "llama, grouped keys, bf16, eager": ("llama", {"num_key_value_heads": 2}, "bf16", "eager"),
+    "llama, grouped keys, bf16, sdpa": ("llama", {"num_key_value_heads": 2}, "bf16", "sdpa"),
     "qwen2, fp32, sdpa": ("qwen2", {}, "no", "sdpa"),
     "mistral, wide, bf16, sdpa": ("mistral", {"intermediate_size": 1024, "num_key_value_heads": 8}, "bf16", "sdpa"),
 }
@@ -73,6 +77,42 @@ def test_a_layer_keeps_what_the_formulas_say(name: str) -> None:
     measured = saved_by_layers(model)
     print(f"{name}: predicted {predicted}, saved {measured}, ratio {predicted / measured:.3f}")
     assert predicted == pytest.approx(measured, rel=0.04)
+
+
+def held_by_checkpoints(config: Any, dtype: torch.dtype, attention: str) -> int:
+    """Bytes that a layer's selective checkpoint holds between forward and backward: what Python can see, per layer.
+
+    Autograd itself saves nothing inside a checkpoint, and what the checkpoint keeps it keeps in Python objects.
+    """
+    tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    totals = []
+    for layers in (1, 3):
+        config.num_hidden_layers = layers
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        checkpoint_modules(model, unit_modules(model), selective=True)
+        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        out = model(tokens, use_cache=False, logits_to_keep=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some objects warn when they are looked at
+            tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        totals.append(sum(nbytes for key, nbytes in held.items() if key not in parameters))
+        del out, tensors, model
+        gc.collect()
+    return (totals[1] - totals[0]) // 2
+
+
+@pytest.mark.parametrize("name", ["qwen2, fp32, sdpa", "mistral, wide, bf16, sdpa", "llama, grouped keys, bf16, sdpa"])
+def test_a_selective_checkpoint_keeps_what_the_formula_says(name: str) -> None:
+    """Within 2 %: the rest is attention's log-sum-exp."""
+    kind, changes, precision, attention = CASES[name]
+    values = {**LLAMA, **changes, "model_type": kind}
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    shape, _ = from_config(values, where=name)
+    values_of_job = {"precision": precision, "attention": attention, "micro_batch": BATCH, "seq_len": SEQUENCE}
+    predicted = layer_activations(shape.blocks[0], Job.of({**values_of_job, "checkpointing": "selective"})).kept
+    measured = held_by_checkpoints(AutoConfig.for_model(**values), dtype, attention)
+    assert predicted == pytest.approx(measured, rel=0.02)
 
 
 def test_the_loss_needs_what_the_formula_says() -> None:

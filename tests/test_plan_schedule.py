@@ -83,6 +83,7 @@ VARIANTS = {
     "accumulation without sync": Variant(accumulation=3, no_sync=True),
     "checkpointing": Variant(checkpointing="non-reentrant"),
     "checkpointing, reentrant": Variant(checkpointing="reentrant"),
+    "checkpointing, selective": Variant(checkpointing="selective"),
     "no prefetch": Variant(forward_prefetch=False, backward_prefetch="NO_PREFETCH"),
     "prefetch after": Variant(forward_prefetch=False, backward_prefetch="BACKWARD_POST"),
     "forward prefetch only": Variant(backward_prefetch="NO_PREFETCH"),
@@ -168,7 +169,8 @@ def record(variant: Variant, strategy: str, shard_size: int | None) -> tuple[lis
     model = build(variant)
     blocks = list(model.blocks)
     if variant.checkpointing != "none":
-        checkpoint_modules(model, blocks, reentrant=variant.checkpointing == "reentrant")
+        mode = variant.checkpointing
+        checkpoint_modules(model, blocks, reentrant=mode == "reentrant", selective=mode == "selective")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if variant.mixed else None
     shard_model(
         model,

@@ -29,7 +29,13 @@ SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 64, "intermediate_size": 160, "n
         {"strategy": "SHARD_GRAD_OP", "accumulation": 2},
         {"strategy": "NO_SHARD"},
         {"strategy": "HYBRID_SHARD", "shard_size": 4, "checkpointing": "full"},
-        {"strategy": "HYBRID_SHARD_ZERO2", "shard_size": 2, "precision": "fp32", "forward_prefetch": False},
+        {
+            "strategy": "HYBRID_SHARD_ZERO2",
+            "shard_size": 2,
+            "precision": "fp32",
+            "forward_prefetch": False,
+            "checkpointing": "selective",
+        },
     ],
     ids=lambda settings: settings.get("strategy", "FULL_SHARD"),
 )

@@ -82,12 +82,14 @@ def test_every_sample_is_dealt_once(tmp_path: Path, strategy: str) -> None:
         assert all(len(set(a + b)) <= 2 for a, b in zip(*ranks, strict=True))  # alike over both ranks
 
 
-@pytest.mark.parametrize("spelling", ["gradient_checkpointing", "activation_checkpointing", "fsdp_config"])
+@pytest.mark.parametrize("spelling", ["gradient_checkpointing", "activation_checkpointing", "fsdp_config", "mode"])
 def test_activation_checkpointing(tmp_path: Path, spelling: str) -> None:
     [stock] = run_ranks(run, 1, str(tmp_path / "stock"), "llama", True, {})
     options = (
         {"fsdp_config": {"activation_checkpointing": True}}
         if spelling == "fsdp_config"
+        else {"fsdp_config": {"activation_checkpointing": True, "activation_checkpointing_mode": "selective"}}
+        if spelling == "mode"
         else {spelling: True, f"{spelling}_kwargs": {"use_reentrant": spelling == "gradient_checkpointing"}}
     )
     sharded = run_ranks(run, 2, str(tmp_path / "sharded"), "llama", False, options)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         shard_model,
         unsharded,
     )
+    from fullshard.wrap.chunked_loss import use_chunked_loss
 
 __version__ = "0.1.0"
 
@@ -52,12 +53,14 @@ __all__ = [
     "repoint",
     "shard_model",
     "unsharded",
+    "use_chunked_loss",
 ]
 
 _ELSEWHERE = {
     **dict.fromkeys(("Accelerator", "FullyShardedDataParallelPlugin", "accelerate"), "fullshard.api"),
     "from_pretrained": "fullshard.checkpoint",
     "plan_model": "fullshard.api.planning",
+    "use_chunked_loss": "fullshard.wrap.chunked_loss",
 }
 
 

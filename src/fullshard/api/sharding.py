@@ -114,7 +114,12 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
                 f"activation_checkpointing recomputes unit by unit, and {type(model).__name__} is one unit",
                 hint="wrap its repeated block, or leave activation_checkpointing out",
             )
-        checkpoint_modules(model, units, reentrant=config.activation_checkpointing_reentrant)
+        checkpoint_modules(
+            model,
+            units,
+            reentrant=config.activation_checkpointing_reentrant,
+            selective=config.activation_checkpointing_mode == "selective",
+        )
     if config.compile:
         compile_modules(units or [model], **setup.compile_options())
     if precision.mode in ("bf16", "fp16"):

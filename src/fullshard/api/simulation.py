@@ -115,8 +115,8 @@ def simulate(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
-    if job.method != "full" or job.checkpointing == "selective":
-        raise ConfigError("only full training, with no or full checkpointing, can be simulated")
+    if job.method != "full":
+        raise ConfigError("only full training can be simulated")
     replicate_size, shard_size = job.row.mesh_shape(world_size, job.shard_size)
     meta = torch.device("meta")
     start = time.perf_counter()
@@ -126,8 +126,8 @@ def simulate(
     built = time.perf_counter()
     mesh = simulated_mesh(rank=rank, replicate_size=replicate_size, shard_size=shard_size, device=meta)
     units = unit_modules(model)
-    if job.checkpointing == "full":
-        checkpoint_modules(model, units, reentrant=job.reentrant)
+    if job.checkpointing != "none":
+        checkpoint_modules(model, units, reentrant=job.reentrant, selective=job.checkpointing == "selective")
     events: list[Event] = []
     model.__dict__[WEIGHTS] = NoWeights()
     dtypes = job.dtypes

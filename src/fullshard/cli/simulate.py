@@ -22,7 +22,7 @@ def simulate(
     strategy: Annotated[str, typer.Option(help="A row of the strategy table")] = "FULL_SHARD",
     shard_size: Annotated[int | None, typer.Option(min=1, help="Ranks per shard group, for hybrid strategies")] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or no")] = "bf16",
-    checkpointing: Annotated[str, typer.Option(help="none or full")] = "none",
+    checkpointing: Annotated[str, typer.Option(help="none, selective or full")] = "none",
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step")] = 1,
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch")] = 1,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence")] = 2048,

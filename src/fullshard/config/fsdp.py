@@ -112,6 +112,7 @@ FSDP_KEYS = (
     Key("fsdp_cpu_ram_efficient_loading", target="sharding.cpu_ram_efficient_loading"),
     Key("fsdp_sync_module_states", target="sharding.sync_module_states"),
     Key("fsdp_activation_checkpointing", target="sharding.activation_checkpointing"),
+    Key("fsdp_activation_checkpointing_mode", target="sharding.activation_checkpointing_mode"),
     Key(
         "fsdp_activation_checkpointing_offload",
         Status.REFUSED,

@@ -30,6 +30,7 @@ Device = Literal["auto", "cpu", "cuda"]
 RendezvousBackend = Literal["c10d", "static"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 CheckpointFormat = Literal["native", "dcp"]
+CheckpointingMode = Literal["full", "selective"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -181,6 +182,10 @@ class ShardingConfig(_Settings):
     activation_checkpointing_reentrant: bool = False
     """Use PyTorch's older, reentrant implementation of it."""
 
+    activation_checkpointing_mode: CheckpointingMode = "full"
+    """What of a unit is recomputed: all of it, or (`selective`) all but attention's output and every second matrix
+    product."""
+
     cpu_offload: bool = False
     """Whether sharded parameters, gradients and optimizer state live in host memory."""
 
@@ -255,6 +260,27 @@ class ShardingConfig(_Settings):
                 "activation_checkpointing_reentrant is set, but activation_checkpointing is not",
                 "activation_checkpointing_reentrant",
                 hint="set activation_checkpointing: true, or leave activation_checkpointing_reentrant out",
+            )
+        if self.activation_checkpointing_mode != "full" and not self.activation_checkpointing:
+            raise CombinationError(
+                f"activation_checkpointing_mode = {self.activation_checkpointing_mode!r} is set, but "
+                "activation_checkpointing is not",
+                "activation_checkpointing_mode",
+                hint="set activation_checkpointing: true, or leave activation_checkpointing_mode out",
+            )
+        other = (
+            "activation_checkpointing_reentrant"
+            if self.activation_checkpointing_reentrant
+            else "compile"
+            if self.compile
+            else None
+        )
+        if self.activation_checkpointing_mode == "selective" and other is not None:
+            raise CombinationError(
+                f"activation_checkpointing_mode = 'selective' looks at single operations, which {other} hides",
+                "activation_checkpointing_mode",
+                other,
+                hint="use activation_checkpointing_mode: full",
             )
         if self.activation_checkpointing and self.wrap == "none":
             raise CombinationError(

@@ -61,6 +61,7 @@ _IN_THE_SCRIPT = {
     "training.gradient_accumulation_steps": "pass it to Accelerator(...) in the script",
     "training.gradient_clipping": "call accelerator.clip_grad_norm_ in the script",
     "sharding.activation_checkpointing_reentrant": "Accelerate has no such setting",
+    "sharding.activation_checkpointing_mode": "Accelerate has no such setting: it would recompute whole units",
     "launch.rdzv_id": "Accelerate has no such setting",
     "checkpoint.async_save": "Accelerate has no such setting",
     "training.check_plan": "Accelerate has no such setting",

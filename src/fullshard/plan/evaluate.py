@@ -138,8 +138,8 @@ def notes_of(plan: Plan) -> list[str]:
     notes = []
     if plan.job.offload and plan.cluster.device.name != "CPU":
         notes.append("this engine refuses offload on accelerators for now; the plan says what it would need")
-    if plan.job.checkpointing == "selective":
-        notes.append("this engine checkpoints whole units; selective is torchtitan's and is planned for comparison")
+    if plan.job.checkpointing == "selective" and plan.job.compile:
+        notes.append("this engine does not compile what it checkpoints selectively; it is planned for comparison")
     if not plan.model.blocks:
         notes.append("what the layers compute is unknown, so activations are not in these numbers")
     if plan.job.method == "qlora" and "CPU" not in plan.cluster.device.name and plan.job.precision == "fp32":
@@ -253,8 +253,8 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 def search(model: ModelShape, job: Job, cluster: Cluster, *, strategies: Sequence[str] = ()) -> list[Plan]:
     """Every combination of strategy, shard size, micro-batch, checkpointing and offload that fits, fastest first.
 
-    Only what this engine runs: no selective checkpointing, and no offload on accelerators (`notes_of` says so too). The
-    sequences of an optimizer step stay those of `job`, as far as micro-batches divide them.
+    Only what this engine runs: selective checkpointing uncompiled only, and no offload on accelerators (`notes_of` says
+    so too). The sequences of an optimizer step stay those of `job`, as far as micro-batches divide them.
 
     Raises:
         ConfigError: nothing fits.
@@ -280,7 +280,7 @@ def _candidates(
 ) -> Iterator[Plan]:
     sequences = job.micro_batch * job.accumulation
     for strategy, shard_size in _meshes(cluster, strategies):
-        for checkpointing in ("none", "full"):
+        for checkpointing in ("none", "full") if job.compile else ("none", "selective", "full"):
             for micro_batch in _MICRO_BATCHES:
                 if micro_batch > sequences and sequences > 1:
                     break

@@ -100,7 +100,7 @@ class Job(BaseModel):
             "precision": precision.mode,
             "reduce_dtype": precision.reduce_dtype,
             "offload": sharding.cpu_offload,
-            "checkpointing": "full" if sharding.activation_checkpointing else "none",
+            "checkpointing": sharding.activation_checkpointing_mode if sharding.activation_checkpointing else "none",
             "reentrant": sharding.activation_checkpointing_reentrant,
             "compile": sharding.compile,
             "accumulation": config.training.gradient_accumulation_steps,

@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import GIB, format_count, format_nbytes
 from fullshard.plan.evaluate import Change, Plan, notes_of
 from fullshard.plan.memory import CATEGORIES
@@ -164,13 +163,11 @@ def as_run_config(plan: Plan) -> RunConfig:
     What it cannot say (batch size, sequence length, optimizer, LoRA) belongs to the script.
 
     Raises:
-        ConfigError: the plan needs something this engine does not have.
+        ConfigError: the plan needs something this engine does not have, such as selective checkpointing with compile.
     """
     from fullshard.config.schema import LaunchConfig, PrecisionConfig, RunConfig, ShardingConfig, TrainingConfig
 
     job = plan.job
-    if job.checkpointing == "selective":
-        raise ConfigError("selective checkpointing cannot be launched", hint="plan with checkpointing none or full")
     return RunConfig(
         launch=LaunchConfig(
             num_processes=plan.cluster.count,
@@ -180,7 +177,8 @@ def as_run_config(plan: Plan) -> RunConfig:
         sharding=ShardingConfig(
             strategy=job.strategy,
             shard_size=job.shard_size,
-            activation_checkpointing=job.checkpointing == "full",
+            activation_checkpointing=job.checkpointing != "none",
+            activation_checkpointing_mode="selective" if job.checkpointing == "selective" else "full",
             activation_checkpointing_reentrant=job.reentrant,
             cpu_offload=job.offload,
             compile=job.compile,

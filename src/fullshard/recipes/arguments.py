@@ -65,6 +65,15 @@ class TrainArguments(BaseModel):
         "fp32", description="What forward and backward compute in; main weights and reductions stay fp32"
     )
     activation_checkpointing: bool = Field(False, description="Recompute each unit's activations in backward")
+    activation_checkpointing_mode: Literal["full", "selective"] = Field(
+        "full", description="Recompute all of it, or (selective) all but attention and every second matrix product"
+    )
+    loss_chunk: int | None = Field(
+        None,
+        ge=1,
+        description="Compute the loss so many tokens at a time, so that all tokens' logits never exist at once; "
+        "costs the head's product once more",
+    )
     compile: bool = Field(False, description="Compile each unit with torch.compile")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="What to compute on; auto prefers CUDA")
 
@@ -123,6 +132,17 @@ class TrainArguments(BaseModel):
             raise ConfigError(f"--warmup-steps {self.warmup_steps} is more than --steps {self.steps}")
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ConfigError(f"--micro-batch-size {self.micro_batch_size} is more than --batch-size {self.batch_size}")
+        if self.activation_checkpointing_mode != "full" and not self.activation_checkpointing:
+            raise ConfigError(
+                "--activation-checkpointing-mode without --activation-checkpointing recomputes nothing",
+                hint="add --activation-checkpointing",
+            )
+        if self.activation_checkpointing_mode == "selective" and self.compile:
+            raise ConfigError("--activation-checkpointing-mode selective looks at operations that --compile hides")
+        if self.loss_chunk is not None and self.compile and self.wrap == "none":
+            raise ConfigError(
+                "--loss-chunk with --compile and --wrap none: the head would be within the compiled graph"
+            )
         if self.resume not in ("auto", "never") and self.overwrite:
             raise ConfigError("--overwrite removes the checkpoints that --resume wants to continue from")
         return self

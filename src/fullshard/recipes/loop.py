@@ -117,6 +117,11 @@ class Trainer:
     def _loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""
         inputs, labels = micro_batch
+        if self._arguments.loss_chunk is not None:
+            loss: torch.Tensor = self.model(
+                input_ids=inputs, shift_labels=labels, num_items_in_batch=1, use_cache=False
+            ).loss
+            return loss
         logits = self.model(input_ids=inputs, use_cache=False).logits
         return functional.cross_entropy(
             logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"

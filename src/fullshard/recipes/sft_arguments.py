@@ -56,6 +56,7 @@ class DataArguments:
 
 
 NO_EFFECT = {
+    "loss_chunk": "TRL computes the loss of some tokens at a time by itself",
     "append_concat_token": "TRL puts the end-of-sequence token between packed texts",
     "add_special_tokens": "TRL's tokenisation decides on special tokens",
     "bnb_4bit_quant_storage_dtype": "quantised weights are sharded as bytes, whatever the dtype around them",

@@ -49,6 +49,7 @@ from fullshard.recipes.data import TrainingData, prepare_data
 from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
 from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.resume import find_checkpoint, load, save
+from fullshard.wrap.chunked_loss import use_chunked_loss
 from fullshard.wrap.policies import checkpoint_modules, compile_modules, unit_modules
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -168,9 +169,11 @@ def _make_trainer(
     model.train()
     units = unit_modules(model, arguments.wrap)
     if arguments.activation_checkpointing:
-        checkpoint_modules(model, units)
+        checkpoint_modules(model, units, selective=arguments.activation_checkpointing_mode == "selective")
     if arguments.compile:
         compile_modules(units)
+    if arguments.loss_chunk is not None:
+        use_chunked_loss(model, tokens=arguments.loss_chunk)
     shard_model(
         model,
         unit_modules=units,
@@ -210,8 +213,9 @@ def _checked_plan(
             "strategy": arguments.strategy,
             "shard_size": arguments.shard_size,
             "precision": arguments.precision,
-            "checkpointing": "full" if arguments.activation_checkpointing else "none",
+            "checkpointing": arguments.activation_checkpointing_mode if arguments.activation_checkpointing else "none",
             "compile": arguments.compile,
+            "loss": "eager" if arguments.loss_chunk is None else "fused",
             "accumulation": math.ceil(rows / min(arguments.micro_batch_size or rows, rows)),
             "seq_len": arguments.seq_len,
         }

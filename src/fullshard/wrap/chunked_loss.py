@@ -1,0 +1,244 @@
+"""The loss of a language model, some tokens at a time: logits of shape (tokens, vocabulary) never exist whole.
+
+    use_chunked_loss(model, tokens=1024)      then train as before: model(input_ids=..., labels=...).loss
+
+Only the outcome of a chunk's forward is kept. Backward makes its logits again, once more the head's product. Loss and
+gradients are those of the whole logits but for the order in which float32 sums over tokens are taken.
+
+The loss is computed in the head's own forward, where its weight is whole, whichever unit owns it: the head returns the
+loss in the place of logits, and the model's forward hands it through. A model that does something else with logits
+changes it on the way, which is noticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from fullshard.core.errors import WrapError
+
+IGNORED = -100
+"""The label of a token that is no target."""
+
+_INNER = "_fullshard_forward_with_whole_logits"
+_TARGETS = "_fullshard_targets"
+
+
+@dataclass(slots=True)
+class _Targets:
+    """What the head is to compute the loss of.
+
+    Attributes:
+        labels: shape (tokens,), already shifted.
+        chunk: tokens at a time.
+        loss: their sum of losses, once the head has run.
+    """
+
+    labels: torch.Tensor
+    chunk: int
+    loss: torch.Tensor | None = None
+
+
+def use_chunked_loss(model: nn.Module, *, tokens: int) -> None:
+    """Let `model` compute its loss chunk by chunk whenever it is given labels; its output then has no logits.
+
+    Without labels it returns logits as before. Call it before or after sharding.
+
+    Args:
+        model: a causal language model of Transformers, or PEFT's wrapper of one.
+        tokens: of a chunk. A chunk takes about 12 bytes per token and vocabulary entry for a moment.
+
+    Raises:
+        WrapError: its head or its loss are not the usual ones.
+    """
+    if tokens < 1:
+        raise WrapError(f"a chunk of {tokens} tokens", hint="use at least 1; 1024 is usual")
+    if hasattr(model, "get_base_model"):
+        unwrap: Any = model.get_base_model
+        model = unwrap()
+    if _INNER in model.__dict__:
+        raise WrapError(f"{type(model).__name__} computes its loss in chunks already")
+    head = _head(model)
+    forward = model.forward
+    names = list(inspect.signature(forward).parameters)
+    # None stands for the class's forward, which a deep copy then resolves on the copy.
+    model.__dict__[_INNER] = (model.__dict__.get("forward"), names, tokens)
+    # The signature stays visible: Transformers' Trainer reads from it which columns of the data the model takes.
+    model.forward = MethodType(functools.wraps(getattr(forward, "__func__", forward))(_forward_with_loss), model)
+    head.__dict__[_INNER] = head.__dict__.get("forward")
+    head.forward = MethodType(_head_forward, head)
+
+
+def _head(model: nn.Module) -> nn.Module:
+    name = type(model).__name__
+    hint = "compute the loss from whole logits: leave chunks out"
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise WrapError(f"{name} has no output embeddings, so no loss over a vocabulary", hint=hint)
+    # The class of a module that is a unit is a subclass of the same name.
+    if not isinstance(head, nn.Linear) or type(head).__name__ != "Linear":
+        raise WrapError(f"the head of {name} is a {type(head).__name__}, not a plain linear layer", hint=hint)
+    loss = getattr(model, "loss_function", None)
+    if getattr(loss, "__name__", "") != "ForCausalLMLoss":
+        raise WrapError(
+            f"the loss of {name} is {getattr(loss, '__name__', loss)!r}, not that of a language model", hint=hint
+        )
+    return head
+
+
+def _inner(module: nn.Module, replaced: Any) -> Any:
+    return replaced if replaced is not None else MethodType(type(module).forward, module)
+
+
+def _forward_with_loss(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    replaced, names, tokens = self.__dict__[_INNER]
+    inner = _inner(self, replaced)
+    kwargs.update(zip(names, args, strict=False))
+    labels, shifted = kwargs.pop("labels", None), kwargs.get("shift_labels")
+    if labels is None and shifted is None:
+        return inner(**kwargs)
+    kwargs.pop("shift_labels", None)
+    if shifted is None:
+        shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    count = kwargs.pop("num_items_in_batch", None)
+    ignored = kwargs.pop("ignore_index", IGNORED)
+    if ignored != IGNORED:
+        shifted = shifted.masked_fill(shifted == ignored, IGNORED)
+    head: nn.Module = self.get_output_embeddings()  # type: ignore[operator]
+    head.__dict__[_TARGETS] = targets = _Targets(shifted.reshape(-1), tokens)
+    try:
+        output = inner(**kwargs)
+    finally:
+        del head.__dict__[_TARGETS]
+    return _with_loss(self, output, targets, count)
+
+
+def _with_loss(model: Any, output: Any, targets: _Targets, count: Any) -> Any:
+    """The output with its loss, normalised as Transformers does: by the mean, or by the batch's own count."""
+    total = targets.loss
+    is_handed_through = getattr(output, "logits", None) is total
+    if total is None or not is_handed_through:
+        what = "did not call the head it had" if total is None else "changes the logits that its head returns"
+        raise WrapError(
+            f"{type(model).__name__} {what}, so its loss cannot be computed in chunks",
+            hint="compute the loss from whole logits: leave chunks out",
+        )
+    if count is None:
+        count = (targets.labels != IGNORED).sum()
+    loss = total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
+    if (router_loss := getattr(output, "aux_loss", None)) is not None:
+        loss = loss + model.router_aux_loss_coef * router_loss.to(loss.device)
+    output.loss, output.logits = loss, None
+    return output
+
+
+def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    targets: _Targets | None = self.__dict__.get(_TARGETS)
+    if targets is None:
+        logits: torch.Tensor = _inner(self, self.__dict__[_INNER])(hidden)
+        return logits
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if len(flat) != len(targets.labels):
+        raise WrapError(f"{len(targets.labels)} labels for {len(flat)} tokens", hint="leave logits_to_keep out")
+    targets.loss = chunked_cross_entropy(flat, self.weight, self.bias, targets.labels, tokens=targets.chunk)
+    return targets.loss
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, *, tokens: int
+) -> torch.Tensor:
+    """Sum of the cross-entropies of `linear(hidden, weight, bias)`, in float32.
+
+    Args:
+        hidden: shape (T, hidden size).
+        weight: shape (vocabulary, hidden size).
+        bias: shape (vocabulary,).
+        labels: shape (T,); -100 where there is no target.
+        tokens: of a chunk.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    result: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, tokens)
+    return result
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """See `chunked_cross_entropy`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        tokens: int,
+    ) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, len(hidden), tokens):
+            logits = functional.linear(hidden[start : start + tokens], weight, bias).float()
+            total += functional.cross_entropy(
+                logits, labels[start : start + tokens], ignore_index=IGNORED, reduction="sum"
+            )
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.tokens = tokens
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = _buffers(ctx.needs_input_grad, hidden, weight, bias)
+        for start in range(0, len(hidden), ctx.tokens):
+            rows = slice(start, start + ctx.tokens)
+            of_logits = _logits_gradient(functional.linear(hidden[rows], weight, bias), labels[rows], gradient)
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[rows])
+            if of_weight is not None:
+                _add_product(of_weight, of_logits.t(), hidden[rows])
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(weight.dtype),
+            None,
+            None,
+        )
+
+
+def _buffers(
+    wanted: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Where the gradients are collected; over chunks they are summed in float32 at least."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (
+        torch.empty_like(hidden) if wanted[0] else None,
+        torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
+        torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None,
+    )
+
+
+def _logits_gradient(logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """(softmax - one-hot) x gradient, zero where there is no target; shape and dtype of `logits`."""
+    result = functional.log_softmax(logits.float(), dim=-1).exp_().mul_(gradient)
+    targets = labels != IGNORED
+    result[targets, labels[targets]] -= gradient
+    result[~targets] = 0
+    return result.to(logits.dtype)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
