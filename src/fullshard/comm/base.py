@@ -110,6 +110,7 @@ class ResizedBuffer:
     def __init__(self, collectives: Collectives, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._collectives = collectives
         self.full = torch.empty(numel, dtype=dtype, device=device)
+        self._own = own_interval(self.full, collectives.rank, collectives.size)
 
     @property
     def nbytes(self) -> int:
@@ -119,8 +120,7 @@ class ResizedBuffer:
     def gather(self, main: torch.Tensor, *, tag: int) -> Work:
         """Bring the memory back, copy `main` into its place and launch the all-gather."""
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-        with torch.no_grad():
-            own_interval(self.full, self._collectives.rank, self._collectives.size).copy_(main)
+        self._own.copy_(main)
         return self._collectives.all_gather(self.full, tag=tag)
 
     def free(self) -> None:

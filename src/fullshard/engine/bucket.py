@@ -54,6 +54,12 @@ class Bucket:
     """None if the bucket is frozen"""
     unit: Unit
     """the unit it belongs to, which sets this"""
+    slices: list[slice]
+    """where in `main` each sharded parameter is"""
+    storage_id: int
+    """which storage `full` is in, for as long as it lives"""
+    trainable_count: int
+    """parameters that want a gradient, as of the last forward"""
     tag: int
     """its number in the model, the same on every rank; set when the model is put together"""
 
@@ -71,10 +77,17 @@ class Bucket:
         specs = [ParameterSpec(str(i), tuple(slot.parameter.shape)) for i, slot in enumerate(slots)]
         self.layout = BucketLayout.build(specs, itemsize=min(itemsizes), world_size=mesh.shard_size)
         self._gathering: Work | None = None
+        self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         with torch.no_grad(), torch.inference_mode(False):
             self._allocate(weights)
         self.sharded_parameters = [
             ShardedParameter(self, i, requires_grad=slot.parameter.requires_grad) for i, slot in enumerate(slots)
+        ]
+        self.trainable_count = len(slots) if first.requires_grad else 0
+        self._places = [
+            (module._parameters, attribute, slot.parameter, sharded)
+            for slot, sharded in zip(slots, self.sharded_parameters, strict=True)
+            for module, attribute in slot.owners
         ]
         self.gradient = Gradient(self, self.reduce_dtype) if first.requires_grad else None
 
@@ -85,13 +98,14 @@ class Bucket:
             layout.full_numel, self.compute_dtype, mesh.device, holds_main=self.dtype == self.compute_dtype
         )
         self.full = self.buffer.full
+        self.storage_id = self.full.untyped_storage()._cdata
         if self.buffer.main is not None:
             self.main = self.buffer.main
         else:
             self.main = torch.zeros(layout.shard_numel, dtype=self.dtype, device=mesh.device)
         for index, slot in enumerate(self.slots):
             interval = layout.interval(index, mesh.shard_rank)
-            own = self.main[layout.shard_slice(index, mesh.shard_rank)]
+            own = self.main[self.slices[index]]
             if slot.parameter.is_meta and weights is not None:
                 weights.read(slot, interval, own)
                 slot.make_real(mesh.device)
@@ -151,10 +165,8 @@ class Bucket:
 
     def bind(self, *, unsharded: bool) -> None:
         """Make the modules hold the original or the sharded parameters."""
-        for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
-            parameter = slot.parameter if unsharded else sharded
-            for module, attribute in slot.owners:
-                module._parameters[attribute] = parameter
+        for parameters, attribute, original, sharded in self._places:
+            parameters[attribute] = original if unsharded else sharded
 
     def check_binding(self) -> None:
         """Refuse to bind over what is not ours.
@@ -162,17 +174,17 @@ class Bucket:
         Raises:
             LifecycleError: somebody has put another parameter in place of the original or sharded one.
         """
-        for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
-            for module, attribute in slot.owners:
-                current = module._parameters.get(attribute)
-                if current is not sharded and current is not slot.parameter:
-                    raise LifecycleError(
-                        f"parameter {'='.join(sharded.names)} was replaced after sharding by {type(current).__name__}",
-                        hint="change it in place under unsharded(model, writeback=True), or replace it before",
-                    )
+        for parameters, attribute, original, sharded in self._places:
+            current = parameters.get(attribute)
+            if current is not sharded and current is not original:
+                raise LifecycleError(
+                    f"parameter {'='.join(sharded.names)} was replaced after sharding by {type(current).__name__}",
+                    hint="change it in place under unsharded(model, writeback=True), or replace it before",
+                )
 
     def sync_requires_grad(self) -> None:
         """Carry a `requires_grad` the user changed on the sharded parameters over to the original ones."""
+        self.trainable_count = sum(sharded.requires_grad for sharded in self.sharded_parameters)
         for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
             if slot.parameter.requires_grad != sharded.requires_grad:
                 slot.parameter.requires_grad_(sharded.requires_grad)

@@ -16,6 +16,7 @@ import torch
 
 from fullshard.comm.base import Work
 from fullshard.core.errors import LifecycleError
+from fullshard.core.layout import BucketLayout, Interval
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
@@ -41,14 +42,18 @@ class Gradient:
         self.divisor = float(bucket.mesh.world_size)
         self.requires_all_reduce = True
         self._full: torch.Tensor | None = None
+        self._pieces: tuple[torch.Tensor, ...] = ()
         self._filled: set[int] = set()
         self._reducing: Work | None = None
         self._replicating: Work | None = None
         self._earlier: torch.Tensor | None = None
         self._held: torch.Tensor | None = None
         self._main: torch.Tensor | None = None
+        self._rounded: torch.Tensor | None = None
         self._published: list[tuple[torch.Tensor, int] | None] = []
-        self._gaps = _gaps(bucket)
+        layout, own = bucket.layout, bucket.layout.rank_interval(bucket.mesh.shard_rank)
+        self._full_cut = _Cut(layout, own=Interval(0, layout.full_numel))
+        self._shard_cut = _Cut(layout, own=own)
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +68,8 @@ class Gradient:
     @property
     def is_complete(self) -> bool:
         """Whether every parameter that wants a gradient has one."""
-        return len(self.fired) >= sum(p.requires_grad for p in self.bucket.sharded_parameters)
+        return len(self.fired) >= self.bucket.trainable_count
 
-    @torch.no_grad()
     def collect(self, index: int) -> None:
         """Take parameter `index`'s fresh `.grad` into `full`. Adds if this parameter has been collected before."""
         parameter = self.bucket.slots[index].parameter
@@ -73,40 +77,45 @@ class Gradient:
         if grad is None:
             return
         parameter.grad = None
-        if parameter.untyped_storage().data_ptr() != self.bucket.full.untyped_storage().data_ptr():
+        if parameter.untyped_storage()._cdata != self.bucket.storage_id:
             raise LifecycleError(
                 f"rank {self.bucket.mesh.rank}, parameter {'='.join(self.bucket.sharded_parameters[index].names)}: "
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
                 hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
             )
+        grad = grad.detach()  # under create_graph it would bring its graph with it
         if grad.is_sparse:
             grad = grad.to_dense()
-        view = self.bucket._view(self._unsharded(), index)
+        if self._full is None:
+            self._begin()
+        piece = self._pieces[index]
         if index in self._filled:
-            view.add_(grad)
+            piece.add_(grad.reshape(-1))
         else:
-            view.copy_(grad)
+            piece.copy_(grad.reshape(-1))
         self._filled.add(index)
         self.fired.add(index)
         self.used.add(index)
 
-    def _unsharded(self) -> torch.Tensor:
-        if self._full is None:
-            mesh = self.bucket.mesh
-            self._full = mesh.reduce.staging(self.bucket.layout.full_numel, self.dtype, mesh.device)
-            for start, stop in self._gaps:
-                self._full[start:stop].zero_()
+    def _begin(self) -> torch.Tensor:
+        """Memory for the unsharded gradients, and a piece of it for each parameter; zeros between them."""
+        mesh = self.bucket.mesh
+        self._full = mesh.reduce.staging(self.bucket.layout.full_numel, self.dtype, mesh.device)
+        self._pieces, gaps = self._full_cut.apply(self._full)
+        for gap in gaps:
+            gap.zero_()
         return self._full
 
     @torch.no_grad()
     def launch(self) -> None:
         """Reduce what was collected. What was not used counts as zero, so every rank reduces the same shape."""
-        full = self._unsharded()
-        for index in range(len(self.bucket.slots)):
-            if index not in self._filled:
-                self.bucket._view(full, index).zero_()
+        full = self._begin() if self._full is None else self._full
+        if len(self._filled) < len(self._pieces):
+            for index, piece in enumerate(self._pieces):
+                if index not in self._filled:
+                    piece.zero_()
         self.advance()  # an earlier reduction of this bucket in the same backward
-        self._full, self._filled = None, set()
+        self._full, self._pieces, self._filled = None, (), set()
         self._reducing = self.bucket.mesh.reduce.reduce_scatter(full, tag=self.bucket.tag, divisor=self.divisor)
 
     @torch.no_grad()
@@ -145,23 +154,32 @@ class Gradient:
 
     def _accumulate(self, shard: torch.Tensor, used: set[int]) -> None:
         """Add to the main gradient if the published `.grad`s are still ours, else start a new one from theirs."""
-        parameters = self.bucket.sharded_parameters
-        layout, rank = self.bucket.layout, self.bucket.mesh.shard_rank
+        parameters, slices = self.bucket.sharded_parameters, self.bucket.slices
         if self._main is not None and self._is_untouched():
             self._main.add_(shard)
         else:
             for index, parameter in enumerate(parameters):
                 if parameter.grad is not None:
-                    shard[layout.shard_slice(index, rank)].add_(parameter.grad)
+                    shard[slices[index]].add_(parameter.grad)
             self._main = shard
             self._published = [None] * len(parameters)
+        self._rounded = self._main.to(self.bucket.dtype)  # itself, unless the dtypes differ
+        pieces, _ = self._shard_cut.apply(self._rounded)
         for index, parameter in enumerate(parameters):
-            if index not in used and parameter.grad is None:
+            grad = parameter.grad
+            if index not in used and grad is None:
                 continue
-            if self._published[index] is None or self.main_dtype != self.bucket.dtype:
-                parameter.grad = self._main[layout.shard_slice(index, rank)].to(self.bucket.dtype)
-            assert parameter.grad is not None  # noqa: S101 -- just set, or set before
-            self._published[index] = (parameter.grad, parameter.grad._version)
+            if grad is None or self._published[index] is None or self._rounded is not self._main:
+                grad = parameter.grad = pieces[index]
+            self._published[index] = (grad, grad._version)
+
+    def published(self, first: int, last: int) -> torch.Tensor | None:
+        """Shape (S,): what the `.grad`s of parameters `first` to `last` are views of; None if not all of them are."""
+        parameters = self.bucket.sharded_parameters[first : last + 1]
+        for parameter, published in zip(parameters, self._published[first : last + 1], strict=False):
+            if published is None or parameter.grad is not published[0]:
+                return None
+        return self._rounded if self._published else None
 
     def _is_untouched(self) -> bool:
         """Whether every `.grad` is the tensor published last, so that the main gradient holds its value.
@@ -178,7 +196,8 @@ class Gradient:
     def release_if_cleared(self) -> None:
         """Give the memory of the main gradient back once the user has set every `.grad` to None."""
         if self._main is not None and all(p.grad is None for p in self.bucket.sharded_parameters):
-            self._main, self._published = None, []
+            self._main = self._rounded = None
+            self._published = []
 
     def reset(self) -> None:
         """Forget everything collected or under way, after a failed backward. Published `.grad`s stay."""
@@ -186,14 +205,34 @@ class Gradient:
             if work is not None:
                 work.wait()
         self._reducing = self._replicating = self._full = self._earlier = None
+        self._pieces = ()
         self._filled, self.fired, self.used = set(), set(), set()
 
 
-def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
-    """Padding between and after the parameters, as (start, stop)."""
-    layout, gaps, end = bucket.layout, [], 0
-    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        if offset > end:
-            gaps.append((end, offset))
-        end = offset + spec.numel
-    return [*gaps, (end, layout.full_numel)]
+class _Cut:
+    """Cuts a flat tensor, the elements `own` of a bucket, into its parameters and the gaps between them, in one go."""
+
+    def __init__(self, layout: BucketLayout, *, own: Interval) -> None:
+        self._sizes: list[int] = []
+        self._parameters: list[int] = []
+        self._gaps: list[int] = []
+        end = own.start
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+            held = Interval(offset, offset + spec.numel).intersect(own)
+            if held.numel and held.start > end:
+                self._add(self._gaps, held.start - end)
+            self._add(self._parameters, held.numel)
+            end = held.stop if held.numel else end
+        if own.stop > end:
+            self._add(self._gaps, own.stop - end)
+
+    def _add(self, kind: list[int], numel: int) -> None:
+        kind.append(len(self._sizes))
+        self._sizes.append(numel)
+
+    def apply(self, flat: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        """1-D views of the parameters' parts, empty ones included, and of the gaps."""
+        pieces = flat.split_with_sizes(self._sizes)
+        if not self._gaps:
+            return pieces, []
+        return tuple(pieces[i] for i in self._parameters), [pieces[i] for i in self._gaps]

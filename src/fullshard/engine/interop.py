@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.engine.module import units_of
+from fullshard.engine.optimizer import finish_step, use_segments
 from fullshard.engine.parameter import ShardedParameter, mesh_of_gradient, sharded_parameter_of
 from fullshard.engine.unit import Unit
 
@@ -255,22 +257,43 @@ def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParamet
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
 
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""What each optimizer held when it was checked last, if it was sharded parameters only."""
+
+
+def _check_once(optimizer: torch.optim.Optimizer) -> None:
+    """`check_optimizer`, if the optimizer holds other parameters than the last time."""
+    held = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    known = _checked.get(optimizer, [])
+    if len(held) != len(known) or not all(map(operator.is_, held, known)):
+        check_optimizer(optimizer)
+        if all(isinstance(parameter, ShardedParameter) for parameter in held):  # any other may be sharded later
+            _checked[optimizer] = held
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs before every optimizer's step: check it, and drop what was gathered from weights about to change."""
-    check_optimizer(optimizer)
+    _check_once(optimizer)
     _seen.add(optimizer)
+    sharded = _sharded_parameters(optimizer)
     if any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
         # Its kernels are launched per parameter, and CUDA refuses a launch for the many slices that are empty.
-        for parameter in _sharded_parameters(optimizer):
+        for parameter in sharded:
             if parameter.numel() == 0:
                 parameter.grad = None
-    for schedule in dict.fromkeys(p._bucket.unit.schedule for p in _sharded_parameters(optimizer)):
+    use_segments(optimizer)
+    for schedule in dict.fromkeys(bucket.unit.schedule for bucket in dict.fromkeys(p._bucket for p in sharded)):
         schedule.before_optimizer_step()
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
         pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
         if pinned is not None:
             raise _pinned(pinned)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Runs after every optimizer's step."""
+    finish_step(optimizer)
 
 
 def _pinned(unit: Unit) -> LifecycleError:
@@ -286,6 +309,7 @@ def install() -> None:
     torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[method-assign, assignment]
     torch.optim.Optimizer.load_state_dict = _load_state_dict  # type: ignore[method-assign, assignment]
     torch_optimizer.register_optimizer_step_pre_hook(_before_step)
+    torch_optimizer.register_optimizer_step_post_hook(_after_step)
 
 
 install()

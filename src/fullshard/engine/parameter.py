@@ -45,13 +45,12 @@ class ShardedParameter(nn.Parameter):
 
     def __new__(cls, bucket: Bucket, index: int, *, requires_grad: bool) -> ShardedParameter:
         """Cut parameter `index` of `bucket` down to this rank's slice of `main`."""
-        rank = bucket.mesh.shard_rank
-        data = bucket.main[bucket.layout.shard_slice(index, rank)].detach()
+        data = bucket.main[bucket.slices[index]].detach()
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
         self._bucket, self._index = bucket, index
         self.names = ()
         self.global_shape = torch.Size(bucket.layout.specs[index].shape)
-        self.interval = bucket.layout.interval(index, rank)
+        self.interval = bucket.layout.interval(index, bucket.mesh.shard_rank)
         return self
 
     @property

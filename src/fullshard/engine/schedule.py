@@ -189,7 +189,7 @@ class Schedule:
 
     def _launch(self, unit: Unit, bucket: Bucket) -> None:
         gradient = _gradient(bucket)
-        if not unit.reduce_gradients or not any(p.requires_grad for p in bucket.sharded_parameters):
+        if not unit.reduce_gradients or not bucket.trainable_count:
             return
         unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
         gradient.launch()

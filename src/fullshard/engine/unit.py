@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm.mesh import Mesh
@@ -85,6 +86,8 @@ class Unit:
 
     schedule: Schedule
     """the order of work in the model it is part of; set when the model is put together"""
+    full_nbytes: int
+    """bytes of the unsharded unit"""
 
     def __init__(
         self,
@@ -110,6 +113,7 @@ class Unit:
         self.buckets = [
             Bucket(slots, mesh=mesh, policy=policy, weights=weights) for slots in _by_bucket(plan.slots, policy)
         ]
+        self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.unit = self
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
@@ -206,11 +210,6 @@ class Unit:
         self.reshard()
 
     @property
-    def full_nbytes(self) -> int:
-        """Bytes of the unsharded unit."""
-        return sum(bucket.full_nbytes for bucket in self.buckets)
-
-    @property
     def has_live_calls(self) -> bool:
         """Whether autograd may still come back to a forward of this unit."""
         return len(self._calls) > 0
@@ -250,7 +249,7 @@ class Unit:
                 # A hook can only be put on what requires grad at that moment.
                 requires_grad = slot.parameter.requires_grad
                 slot.parameter.requires_grad_(True)
-                slot.parameter.register_post_accumulate_grad_hook(_uncompiled(_GradientHook(bucket, index)))
+                slot.parameter.register_post_accumulate_grad_hook(_uncompiled(_gradient_hook(bucket, index)))
                 slot.parameter.requires_grad_(requires_grad)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -425,20 +424,20 @@ class Unit:
         self.rest()
 
 
-class _GradientHook:
+def _gradient_hook(bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
     """Post-accumulate hook of one original parameter.
 
     It holds nothing strongly: autograd keeps it where Python's garbage collector does not look, so that a model would
     never be freed.
     """
+    reference = weakref.ref(bucket)
 
-    def __init__(self, bucket: Bucket, index: int) -> None:
-        self.bucket, self.index = weakref.ref(bucket), index
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        if (bucket := self.bucket()) is not None:
+    def hook(parameter: torch.Tensor) -> None:
+        if (bucket := reference()) is not None:
             with _located(bucket.unit, "gradient"):
-                bucket.unit.gradient_appeared(bucket, self.index)
+                bucket.unit.gradient_appeared(bucket, index)
+
+    return hook
 
 
 class _OutputHook:
@@ -507,11 +506,10 @@ def _uncompiled(function: Any) -> Any:
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         nonlocal eager
+        if get_eval_frame_callback() is None:  # nothing is being compiled, and asking is cheaper than `disable`
+            return function(*args, **kwargs)
         if eager is None:
-            dynamo = sys.modules.get("torch._dynamo")
-            if dynamo is None:
-                return function(*args, **kwargs)
-            eager = dynamo.disable(function)
+            eager = sys.modules["torch._dynamo"].disable(function)
         return eager(*args, **kwargs)
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -1,0 +1,234 @@
+"""torch's element-wise optimizers update segments: neighbouring slices of a bucket as one tensor.
+
+An optimizer takes microseconds per tensor, whatever its size, and a model with adapters has thousands of small ones.
+Only the optimizer's own loop sees segments: its parameter groups, every `.grad` and the state of each parameter stay
+what they are without them, the state being views of the segment's.
+
+    segment      slices of one bucket and one parameter group, side by side, that have taken the same steps
+    dissolved    back to slices: only some of them got a gradient, or one has a `.grad` of its own
+
+The numbers are those of slices, bit for bit, where the optimizer's kernel treats all elements alike. torch's fused
+kernels round the last few elements of a tensor differently, so there the same holds to a rounding.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import weakref
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+
+from fullshard.engine.parameter import ShardedParameter
+
+SWITCH = "FULLSHARD_OPTIMIZER"
+"""Environment variable; `slices` turns segments off."""
+
+ELEMENT_WISE = (
+    optim.Adadelta,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.SGD,
+)
+"""Optimizers that treat elements alike and collect their tensors in `_init_group`. A subclass may do anything."""
+
+State = MutableMapping[torch.Tensor, dict[str, Any]]
+
+
+def use_segments(optimizer: optim.Optimizer) -> None:
+    """From now on `optimizer` updates segments where it can. Nothing happens to one that cannot, or the second time."""
+    is_wanted = os.environ.get(SWITCH, "segments") != "slices"
+    if is_wanted and type(optimizer) in ELEMENT_WISE and "_init_group" not in vars(optimizer):
+        optimizer._init_group = _InitGroup(optimizer)  # type: ignore[attr-defined]
+
+
+def finish_step(optimizer: optim.Optimizer) -> None:
+    """Give the parameters what the optimizer has put into the state of segments after its loop."""
+    init_group = vars(optimizer).get("_init_group")
+    if isinstance(init_group, _InitGroup):
+        init_group.take_states(optimizer.state)
+
+
+class _InitGroup:
+    """Stands in for `Optimizer._init_group`, which lists a parameter group's tensors, gradients and state."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._groups: list[_Group] = []
+
+    def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # noqa: S101 -- it is calling
+        tensors = self._group(optimizer, group).prepare(optimizer.state)
+        try:
+            return type(optimizer)._init_group(optimizer, {**group, "params": tensors}, *lists)  # type: ignore[attr-defined]
+        finally:
+            self.take_states(optimizer.state)
+
+    def _group(self, optimizer: optim.Optimizer, group: dict[str, Any]) -> _Group:
+        """What was made of `group`, made again if its parameters have changed since."""
+        self._groups = [g for g in self._groups if any(g.source is other for other in optimizer.param_groups)]
+        for known in self._groups:
+            if known.source is group and known.is_current():
+                return known
+        self._groups = [g for g in self._groups if g.source is not group]
+        self._groups.append(_Group(group, optimizer.state))
+        return self._groups[-1]
+
+    def take_states(self, state: State) -> None:
+        """Move the state of segments out of the optimizer's, and publish views of it."""
+        for group in self._groups:
+            for item in group.items:
+                if isinstance(item, _Segment):
+                    item.take_state(state)
+
+
+class _Group:
+    """A parameter group and its segments; parameters in none stand for themselves."""
+
+    def __init__(self, source: dict[str, Any], state: State) -> None:
+        self.source = source
+        self._parameters = list(source["params"])
+        self.items = _cut(self._parameters, state)
+
+    def is_current(self) -> bool:
+        """Whether the group's parameters are what they were."""
+        now = self.source["params"]
+        return len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters))
+
+    def prepare(self, state: State) -> list[torch.Tensor]:
+        """What the optimizer is to update in place of the group's parameters, with gradients and state in place."""
+        if not all(item.is_published(state) for item in self.items if isinstance(item, _Segment)):
+            for item in self.items:
+                if isinstance(item, _Segment):
+                    item.dissolve(state)
+            self.items = _cut(self._parameters, state)
+        items: list[_Segment | torch.Tensor] = []
+        for item in self.items:
+            if not isinstance(item, _Segment) or item.prepare(state):
+                items.append(item)
+            else:
+                item.dissolve(state)
+                items += item.parameters
+        self.items = items
+        return [item.flat if isinstance(item, _Segment) else item for item in items]
+
+
+class _Segment:
+    """Neighbouring slices of a bucket.
+
+    Attributes:
+        parameters: the sharded parameters, in the bucket's order.
+        flat: shape (n,); the part of the bucket's main buffer that holds them.
+    """
+
+    def __init__(self, parameters: list[ShardedParameter], state: State) -> None:
+        self.parameters = parameters
+        bucket = parameters[0]._bucket
+        assert bucket.gradient is not None  # noqa: S101 -- its parameters have gradients
+        self._gradient = bucket.gradient
+        slices = [bucket.slices[p._index] for p in parameters]
+        held = [part for part in slices if part.stop > part.start] or slices[:1]
+        self._start, self._stop = held[0].start, held[-1].stop
+        self._slices = [slice(max(0, part.start - self._start), max(0, part.stop - self._start)) for part in slices]
+        self.flat = bucket.main[self._start : self._stop].detach()
+        self._state: dict[str, Any] = {}
+        self._published: list[tuple[dict[str, Any], list[Any]]] = []
+        self._adopt(state)
+
+    def _adopt(self, state: State) -> None:
+        """Take over state that is there already, a checkpoint's for example."""
+        entries = [state.get(parameter, {}) for parameter in self.parameters]
+        for key, first in entries[0].items():
+            if first.dim() == 0:
+                self._state[key] = first.clone()
+                continue
+            self._state[key] = joined = torch.zeros_like(self.flat, dtype=first.dtype)
+            for entry, part in zip(entries, self._slices, strict=True):
+                joined[part] = entry[key]
+        if self._state:
+            self._publish(state)
+
+    def prepare(self, state: State) -> bool:
+        """Set the gradient and put the segment's state into the optimizer's; False if this cannot be."""
+        gradient = self._gradient.published(self.parameters[0]._index, self.parameters[-1]._index)
+        if gradient is not None:
+            self.flat.grad = gradient[self._start : self._stop]
+            state[self.flat] = self._state
+        return gradient is not None or all(parameter.grad is None for parameter in self.parameters)
+
+    def take_state(self, state: State) -> None:
+        """Take the segment's state out of the optimizer's, and publish it if it is new."""
+        taken = state.pop(self.flat, {})
+        self.flat.grad = None
+        self._state.update(taken)
+        if len(self._state) != (len(self._published[0][1]) if self._published else 0):
+            self._publish(state)
+
+    def _publish(self, state: State) -> None:
+        self._published = []
+        for parameter, part in zip(self.parameters, self._slices, strict=True):
+            entry = {key: value[part] if value.dim() else value for key, value in self._state.items()}
+            state[parameter] = entry
+            self._published.append((entry, list(entry.values())))
+
+    def is_published(self, state: State) -> bool:
+        """Whether the parameters' state is still what was published."""
+        if not self._published:
+            return not any(state.get(parameter) for parameter in self.parameters)
+        for parameter, (entry, values) in zip(self.parameters, self._published, strict=True):
+            now = state.get(parameter)
+            if now is not entry or len(now) != len(values) or not all(map(operator.is_, now.values(), values)):
+                return False
+        return True
+
+    def dissolve(self, state: State) -> None:
+        """Give every parameter a step count of its own, which they shared."""
+        for parameter in self.parameters:
+            entry = state.get(parameter, {})
+            entry.update({key: value.clone() for key, value in entry.items() if value.dim() == 0})
+
+
+def _cut(parameters: Sequence[torch.Tensor], state: State) -> list[_Segment | torch.Tensor]:
+    """Segments as long as can be, and the parameters that are in none."""
+    items: list[_Segment | torch.Tensor] = []
+    by_bucket: dict[Any, list[ShardedParameter]] = {}
+    for parameter in parameters:
+        if isinstance(parameter, ShardedParameter) and parameter.grad is not None:
+            by_bucket.setdefault(parameter._bucket, []).append(parameter)
+        else:
+            items.append(parameter)
+    for held in by_bucket.values():
+        runs: list[list[ShardedParameter]] = []
+        for parameter in sorted(held, key=lambda p: p._index):
+            if runs and _may_join(runs[-1][-1], parameter, state):
+                runs[-1].append(parameter)
+            else:
+                runs.append([parameter])
+        for run in runs:
+            items += [_Segment(run, state)] if len(run) > 1 else run
+    return items
+
+
+def _may_join(left: ShardedParameter, right: ShardedParameter, state: State) -> bool:
+    """Whether two slices of a bucket are side by side and their states, if any, differ in nothing but elements."""
+    if left._index + 1 != right._index:
+        return False
+    states = state.get(left) or {}, state.get(right) or {}
+    if states[0].keys() != states[1].keys():
+        return False
+    for a, b in zip(states[0].values(), (states[1][key] for key in states[0]), strict=True):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype):
+            return False
+        is_scalar = a.dim() == b.dim() == 0 and torch.equal(a, b)
+        is_per_element = a.shape == left.shape and b.shape == right.shape and a.device == left.device == b.device
+        if not (is_scalar or is_per_element):
+            return False
+    return True

@@ -1,0 +1,227 @@
+"""torch's optimizers on segments: the same numbers as on slices, whatever a script does between its steps.
+
+pytest tests/test_segments.py
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from fullshard.engine import no_sync
+from fullshard.engine.optimizer import ELEMENT_WISE, SWITCH
+from tests.distributed import run_ranks
+from tests.traps import BLOCKS, Stack, build_sharded, run_squared, sharded_step
+
+STEPS = 5
+Make = Callable[[Iterator[nn.Parameter]], optim.Optimizer]
+Between = Callable[[int, nn.Module, optim.Optimizer], None]
+
+
+def decayed(parameters: Iterator[nn.Parameter]) -> optim.Optimizer:
+    """The usual two groups: matrices decay and vectors do not, so neighbours are in different groups."""
+    known = list(parameters)
+    groups = [
+        {"params": [p for p in known if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in known if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    return optim.AdamW(groups, lr=1e-2, amsgrad=True)
+
+
+MAKE: dict[str, Make] = {
+    **{cls.__name__: lambda parameters, cls=cls: cls(parameters, lr=1e-2) for cls in ELEMENT_WISE},  # type: ignore[misc]
+    "AdamW fused": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True),
+    "AdamW foreach": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=True),
+    "AdamW in groups": decayed,
+    "SGD momentum": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop centered": lambda parameters: optim.RMSprop(parameters, lr=1e-2, momentum=0.9, centered=True),
+}
+
+
+def nothing(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Between backward and the optimizer step, nothing."""
+
+
+def clip(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Gradients are scaled in place."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def drop_one(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """One parameter takes no part in the third step, so its step count lags behind from there."""
+    if step == 2:
+        next(model.parameters()).grad = None
+
+
+def start_late(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """One parameter takes no part in the first step."""
+    if step == 0:
+        list(model.parameters())[1].grad = None
+
+
+def drop_all(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Nothing has a gradient in the second step."""
+    if step == 1:
+        optimizer.zero_grad()
+
+
+def replace_one(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """A script puts a gradient of its own in place of ours."""
+    parameter = next(model.parameters())
+    if step == 1 and parameter.grad is not None:
+        parameter.grad = parameter.grad * 2
+
+
+def reload(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """The state goes through `state_dict` and back."""
+    if step == 3:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def replace_state(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """A script changes a state behind the optimizer's back."""
+    if step == 2:
+        parameter = next(p for p in model.parameters() if p.numel() > 1)
+        for key, value in optimizer.state[parameter].items():
+            if value.dim():
+                optimizer.state[parameter][key] = value + 1
+
+
+def restart(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """A script forgets the state."""
+    if step == 2:
+        optimizer.state.clear()
+
+
+def regroup(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """A parameter moves to a group of its own with another learning rate."""
+    if step == 2:
+        moved = optimizer.param_groups[0]["params"].pop()
+        optimizer.add_param_group({"params": [moved], "lr": 1e-4})
+
+
+BETWEEN = (nothing, clip, drop_one, start_late, drop_all, replace_one, reload, replace_state, restart, regroup)
+
+
+def train(make: str, between: Between, how: str, *, accumulate: bool = False) -> tuple[list[Any], list[int]]:
+    """Weights and state after every step, and how many tensors the optimizer's loop saw in each."""
+    os.environ[SWITCH] = how
+    model = build_sharded(Stack, BLOCKS)
+    optimizer = MAKE[make](model.parameters())
+    history: list[Any] = []
+    seen: list[int] = []
+    for step in range(STEPS):
+        if accumulate:
+            with no_sync(model):
+                sharded_step(model, run_squared, step + 10)
+        sharded_step(model, run_squared, step)
+        between(step, model, optimizer)
+        with counting(optimizer, seen):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for parameter in model.parameters():
+            history += [parameter.detach().clone()]
+            history += [(key, torch.as_tensor(value).clone()) for key, value in optimizer.state[parameter].items()]
+        assert set(map(id, optimizer.state)) <= {id(p) for p in model.parameters()}
+    optimizer.state_dict()
+    return history, seen
+
+
+class counting:
+    """Records how many tensors the optimizer collects inside."""
+
+    def __init__(self, optimizer: optim.Optimizer, seen: list[int]) -> None:
+        self.cls, self.seen = type(optimizer), seen
+
+    def __enter__(self) -> None:
+        self.plain = self.cls._init_group  # type: ignore[attr-defined]
+
+        def count(optimizer: optim.Optimizer, group: dict[str, Any], *lists: list[Any]) -> Any:
+            result = self.plain(optimizer, group, *lists)
+            self.seen.append(len(lists[0]))
+            return result
+
+        self.cls._init_group = count  # type: ignore[attr-defined]
+
+    def __exit__(self, *args: object) -> None:
+        self.cls._init_group = self.plain  # type: ignore[attr-defined]
+
+
+def check_alike(cases: list[tuple[str, Between, bool]]) -> list[tuple[int, int]]:
+    """Train with segments and with slices: the same bits. Returns the tensors that each loop saw in all."""
+    counts = []
+    for make, between, accumulate in cases:
+        (slices, many), (segments, few) = (
+            train(make, between, how, accumulate=accumulate) for how in ("slices", "segments")
+        )
+        for a, b in itertools.zip_longest(slices, segments):
+            case = (make, between.__name__)
+            if isinstance(a, tuple):
+                assert a[0] == b[0], case
+                a, b = a[1], b[1]
+            # torch's fused kernels round the last elements of a tensor differently.
+            same = torch.allclose(a, b, rtol=1e-5, atol=1e-7) if "fused" in make else torch.equal(a, b)
+            assert same, case
+        counts.append((sum(many), sum(few)))
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_optimizer_gives_the_same_bits(world_size: int) -> None:
+    cases: list[tuple[str, Between, bool]] = [(make, nothing, False) for make in MAKE]
+    for counts in run_ranks(check_alike, world_size, cases):
+        for (make, _, _), (many, few) in zip(cases, counts, strict=True):
+            # Weights and biases take turns in a bucket, so in two groups nothing has a neighbour.
+            assert few == many if make == "AdamW in groups" else few < many, make
+
+
+def test_whatever_a_script_does_between_steps() -> None:
+    cases: list[tuple[str, Between, bool]] = [("AdamW", between, False) for between in BETWEEN]
+    cases += [("SGD momentum", between, False) for between in (drop_one, start_late, reload)]
+    cases += [("AdamW in groups", between, True) for between in (nothing, regroup)]
+    for counts in run_ranks(check_alike, 2, cases):
+        assert all(few <= many for many, few in counts), counts
+
+
+def check_exception() -> None:
+    model = build_sharded(Stack, BLOCKS)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        sharded_step(model, run_squared, step)
+        if step:
+            optimizer.param_groups[0]["betas"] = (0.9, "broken")
+            with pytest.raises(TypeError):
+                optimizer.step()
+            optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+            assert set(map(id, optimizer.state)) == {id(p) for p in model.parameters()}
+            assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+        optimizer.step()
+
+
+def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
+    run_ranks(check_exception, 1)
+
+
+class Own(optim.AdamW):
+    """A subclass may do anything with its tensors."""
+
+
+def check_subclass() -> None:
+    model = build_sharded(Stack, BLOCKS)
+    optimizer = Own(model.parameters(), lr=1e-2)
+    sharded_step(model, run_squared, 0)
+    seen: list[int] = []
+    with counting(optimizer, seen):
+        optimizer.step()
+    assert seen == [len(list(model.parameters()))]
+
+
+def test_subclasses_get_slices() -> None:
+    run_ranks(check_subclass, 1)
