@@ -124,7 +124,7 @@ CONFIGS = groups(
 )
 SCHEMA = json_schema()
 PROPERTY = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
 )
 
 

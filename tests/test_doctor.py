@@ -189,6 +189,7 @@ def test_two_healthy_ranks() -> None:
         assert row["gb_per_second"] == pytest.approx(row["nbytes"] / 2 / row["microseconds"] * 1e6 / 1e9)
 
 
+@pytest.mark.full
 def test_one_rank_and_nothing_left_behind(tmp_path: Path) -> None:
     done = run("--run", "-n", "1", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

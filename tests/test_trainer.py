@@ -534,32 +534,26 @@ def script(command: list[str], output: Path, *options: str) -> tuple[list[float]
     return losses, [line[1:] for line in lines if line[:1] == ["PARAMETERS"]]
 
 
+COMMON = ("--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2")
+FULLSHARD = str(Path(sys.executable).parent / "fullshard")
+LAUNCHED = [FULLSHARD, "launch", "--num_processes", "2", "--mixed_precision", "no"]
+ON_TWO = (*COMMON, "--per_device_train_batch_size", "2")
+
+
 def test_an_unchanged_script_under_fullshard_launch(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    common = ("--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2")
     plain = [sys.executable]
-    launched = [
-        str(Path(sys.executable).parent / "fullshard"),
-        "launch",
-        "--num_processes",
-        "2",
-        "--mixed_precision",
-        "no",
-    ]
-    expected, parameters = script(plain, tmp_path / "plain", *common, "--per_device_train_batch_size", "4")
+    expected, parameters = script(plain, tmp_path / "plain", *COMMON, "--per_device_train_batch_size", "4")
     assert parameters == [["False", "24800"]]
-    losses, parameters = script(launched, tmp_path / "sharded", *common, "--per_device_train_batch_size", "2")
+    losses, parameters = script(LAUNCHED, tmp_path / "sharded", *ON_TWO)
     assert close(losses, expected) and parameters == [["True", "12400"]] * 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "sharded")
+
+
+@pytest.mark.full
+def test_an_unchanged_script_resumes(tmp_path: Path) -> None:
+    losses, _ = script(LAUNCHED, tmp_path / "sharded", *ON_TWO)
     checkpoint = str(tmp_path / "sharded" / "checkpoint-2")
-    resumed, _ = script(
-        launched,
-        tmp_path / "again",
-        *common,
-        "--per_device_train_batch_size",
-        "2",
-        "--resume_from_checkpoint",
-        checkpoint,
-    )
+    resumed, _ = script(LAUNCHED, tmp_path / "again", *ON_TWO, "--resume_from_checkpoint", checkpoint)
     assert resumed == losses[2:]
