@@ -27,6 +27,10 @@ from fullshard.engine.parameter import ShardedParameter
 SWITCH = "FULLSHARD_OPTIMIZER"
 """Environment variable; `slices` turns segments off."""
 
+SEGMENT_NBYTES = 2**20
+"""No segment is longer: time per tensor is nothing for a long one, and some optimizers take temporary memory of its
+length several times over."""
+
 ELEMENT_WISE = (
     optim.Adadelta,
     optim.Adam,
@@ -197,7 +201,7 @@ class _Segment:
 
 
 def _cut(parameters: Sequence[torch.Tensor], state: State) -> list[_Segment | torch.Tensor]:
-    """Segments as long as can be, and the parameters that are in none."""
+    """Segments, and the parameters that are in none."""
     items: list[_Segment | torch.Tensor] = []
     by_bucket: dict[Any, list[ShardedParameter]] = {}
     for parameter in parameters:
@@ -207,11 +211,14 @@ def _cut(parameters: Sequence[torch.Tensor], state: State) -> list[_Segment | to
             items.append(parameter)
     for held in by_bucket.values():
         runs: list[list[ShardedParameter]] = []
+        nbytes = 0
         for parameter in sorted(held, key=lambda p: p._index):
-            if runs and _may_join(runs[-1][-1], parameter, state):
+            nbytes += parameter.nbytes
+            if runs and nbytes <= SEGMENT_NBYTES and _may_join(runs[-1][-1], parameter, state):
                 runs[-1].append(parameter)
             else:
                 runs.append([parameter])
+                nbytes = parameter.nbytes
         for run in runs:
             items += [_Segment(run, state)] if len(run) > 1 else run
     return items
