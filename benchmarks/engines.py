@@ -7,13 +7,14 @@ keeps its own defaults otherwise.
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook and takes no strings.
 import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
@@ -162,7 +163,21 @@ def build_fsdp1(model: nn.Module, job: Job) -> TrainStep:
 
 def build_fsdp2(model: nn.Module, job: Job) -> TrainStep:
     """Torch's fully_shard on each block, then on the root."""
-    mesh = init_device_mesh(job.device, (dist.get_world_size(),))
+    return _fsdp2(model, job, (dist.get_world_size(),))
+
+
+def build_fsdp2_hybrid(model: nn.Module, job: Job) -> TrainStep:
+    """The same, sharded inside each host only."""
+    return _fsdp2(model, job, _hosts_and_ranks())
+
+
+def _hosts_and_ranks() -> tuple[int, int]:
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    return dist.get_world_size() // local, local
+
+
+def _fsdp2(model: nn.Module, job: Job, shape: tuple[int, ...]) -> TrainStep:
+    mesh = init_device_mesh(job.device, shape)
     policy = MixedPrecisionPolicy()
     if job.row.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -173,13 +188,27 @@ def build_fsdp2(model: nn.Module, job: Job) -> TrainStep:
 
 def build_fullshard(model: nn.Module, job: Job) -> TrainStep:
     """Fullshard's fully_shard, called as torch's is."""
+    return _fullshard(model, job, None)
+
+
+def build_fullshard_packed(model: nn.Module, job: Job) -> TrainStep:
+    """The same; weights are sent as int8, gradients as bf16."""
+    return _fullshard(model, job, None, gather_as=torch.int8, reduce_as=torch.bfloat16)
+
+
+def build_fullshard_hybrid(model: nn.Module, job: Job) -> TrainStep:
+    """The same, sharded inside each host only."""
+    return _fullshard(model, job, init_device_mesh(job.device, _hosts_and_ranks()))
+
+
+def _fullshard(model: nn.Module, job: Job, mesh: DeviceMesh | None, **sent: torch.dtype) -> TrainStep:
     fullshard = importlib.import_module("fullshard")
     engine = importlib.import_module("fullshard.engine")
-    policy = engine.MixedPrecisionPolicy()
     if job.row.dtype == "bf16":
-        policy = engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        sent |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    policy = engine.MixedPrecisionPolicy(**sent)
     for module in [*blocks(model), model]:
-        fullshard.fully_shard(module, mp_policy=policy)
+        fullshard.fully_shard(module, mesh=mesh, mp_policy=policy)
     return plain_step(model, adamw(model.parameters(), job))
 
 
@@ -213,4 +242,9 @@ ENGINES = {
     "fsdp2": Engine(build_fsdp2),
     "deepspeed": Engine(build_deepspeed, package="deepspeed", environment={"DS_ACCELERATOR": "cpu"}),
     "fullshard": Engine(build_fullshard, package="fullshard"),
+    # Of `benchmarks.hosts` only:
+    "fsdp2-hybrid": Engine(build_fsdp2_hybrid),
+    "fullshard-gloo": Engine(build_fullshard, package="fullshard", environment={"FULLSHARD_COMM": "gloo"}),
+    "fullshard-hybrid": Engine(build_fullshard_hybrid, package="fullshard"),
+    "fullshard-packed": Engine(build_fullshard_packed, package="fullshard"),
 }

@@ -88,6 +88,7 @@ class Run:
         position: place of this job in its repeat's order, from 0.
         wall_seconds: from starting the processes to the end of the last one.
         other_cpu_seconds: CPU time the rest of the machine used meanwhile: if large, distrust the times.
+        sent_nbytes: what each host put on its link to the others meanwhile; empty with one host.
     """
 
     job: Job
@@ -96,6 +97,7 @@ class Run:
     other_cpu_seconds: float
     ranks: list[RankResult]
     error: str | None
+    sent_nbytes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

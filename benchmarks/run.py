@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -44,6 +44,8 @@ from benchmarks.table import render
 # How long the other ranks may take to end by themselves once one has failed; they usually wait for it in a collective.
 GRACE_SECONDS = 5.0
 POLL_SECONDS = 0.05
+
+RunRanks = Callable[[Job, Path, float], str | None]
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -105,15 +107,23 @@ def plan_jobs(options: argparse.Namespace) -> Iterator[tuple[int, Job]]:
                 yield position, job
 
 
-def run_job(job: Job, position: int, timeout: float) -> Run:
-    """Runs one job in its own processes and returns what they measured, or why they did not."""
+def run_job(job: Job, position: int, timeout: float, run_ranks: RunRanks | None = None) -> Run:
+    """Runs one job in its own processes and returns what they measured, or why they did not.
+
+    Args:
+        job: what to run.
+        position: place in its repeat's order.
+        timeout: seconds.
+        run_ranks: starts the ranks, with a folder for `result_path` and `log_path`, and waits for them; on this host
+            if it is None. Returns the reason if they failed.
+    """
     start, busy, own = time.monotonic(), _busy_cpu_seconds(), _own_cpu_seconds()
     with tempfile.TemporaryDirectory(prefix="fullshard-bench-") as folder:
-        error = _run_ranks(job, Path(folder), timeout)
+        error = (run_ranks or _run_ranks)(job, Path(folder), timeout)
         ranks: list[RankResult] = []
         try:
             if error is None:
-                results = [_result(Path(folder), rank).read_bytes() for rank in range(job.ranks)]
+                results = [result_path(Path(folder), rank).read_bytes() for rank in range(job.ranks)]
                 ranks = [RANK_RESULT.validate_json(result) for result in results]
         except (OSError, ValidationError) as broken:
             error = f"a rank ended without a readable result: {type(broken).__name__}"
@@ -133,7 +143,13 @@ def _run_ranks(job: Job, folder: Path, timeout: float) -> str | None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(job.ranks):
-        command = [sys.executable, "-m", "benchmarks.worker", JOB.dump_json(job).decode(), str(_result(folder, rank))]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.worker",
+            JOB.dump_json(job).decode(),
+            str(result_path(folder, rank)),
+        ]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
@@ -144,17 +160,18 @@ def _run_ranks(job: Job, folder: Path, timeout: float) -> str | None:
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        with _log(folder, rank).open("wb") as log:
+        with log_path(folder, rank).open("wb") as log:
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        return _wait(ranks, folder, time.monotonic() + timeout, timeout)
+        return wait_for(ranks, folder, time.monotonic() + timeout, timeout)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float, timeout: float) -> str | None:
+def wait_for(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float, timeout: float) -> str | None:
+    """Waits for processes, of which number i writes to `log_path` i; returns the reason if one failed or took long."""
     failed: int | None = None
     while any(process.poll() is None for process in ranks):
         if failed is None:
@@ -167,7 +184,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: floa
     if failed is None:
         failed = next((rank for rank, process in enumerate(ranks) if process.returncode), None)
     if failed is not None:
-        return f"rank {failed}: {_last_words(_log(folder, failed), ranks[failed].returncode)}"
+        return f"rank {failed}: {_last_words(log_path(folder, failed), ranks[failed].returncode)}"
     if any(process.returncode is None for process in ranks):
         return f"not finished after {timeout:g} s"
     return None
@@ -185,11 +202,13 @@ def _last_words(log: Path, returncode: int) -> str:
     return f"{said[:300]} (exit code {returncode})"
 
 
-def _result(folder: Path, rank: int) -> Path:
+def result_path(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its result."""
     return folder / f"rank{rank}.json"
 
 
-def _log(folder: Path, rank: int) -> Path:
+def log_path(folder: Path, rank: int) -> Path:
+    """What a process writes to its standard output and error."""
     return folder / f"rank{rank}.log"
 
 

@@ -88,7 +88,7 @@ def render(record: Record) -> str:
     blocks = [
         _row_block(runs, num_cpus) for _, runs in sorted(by_row.items(), key=lambda item: list(ROWS).index(item[0]))
     ]
-    return "\n".join([*blocks, _conditions(record)])
+    return "\n".join([*blocks, conditions(record)])
 
 
 def render_summary(records: Sequence[Record]) -> str:
@@ -108,7 +108,7 @@ def render_summary(records: Sequence[Record]) -> str:
                 repeats = str(len(summaries[OURS].step_seconds))
                 lines[name] = (title, seconds.split(" ")[0], time_ratio, peak, peak_ratio, same, repeats)
     ordered = [lines[name] for name in ROWS if name in lines]
-    return "\n".join(_align([SUMMARY_HEADINGS, *ordered]))
+    return "\n".join(align([SUMMARY_HEADINGS, *ordered]))
 
 
 def _row_block(by_engine: Mapping[str, Sequence[Run]], num_cpus: int) -> str:
@@ -120,7 +120,7 @@ def _row_block(by_engine: Mapping[str, Sequence[Run]], num_cpus: int) -> str:
         "",
         f"GPT-2 shape, {shape.layers} layers of {shape.hidden}; row `{job.row.name}`.",
         "",
-        *_align([HEADINGS, *(_cells(engine, summaries, job.row.dtype) for engine in summaries)]),
+        *align([HEADINGS, *(_cells(engine, summaries, job.row.dtype) for engine in summaries)]),
         "",
     ]
     for engine, summary in summaries.items():
@@ -140,8 +140,8 @@ def _cells(engine: str, summaries: Mapping[str, Summary], dtype: str) -> tuple[s
     seconds, peaks = summary.step_seconds, summary.peak_nbytes
     time_ratio = peak_ratio = same = NONE
     if reference is not None and seconds.keys() & reference.step_seconds.keys():
-        time_ratio = f"{_paired_ratio(seconds, reference.step_seconds):.2f}"
-        peak_ratio = f"{_paired_ratio(peaks, reference.peak_nbytes):.2f}"
+        time_ratio = f"{paired_ratio(seconds, reference.step_seconds):.2f}"
+        peak_ratio = f"{paired_ratio(peaks, reference.peak_nbytes):.2f}"
         if engine not in (BARE, REFERENCE):  # the bare process sees the data of rank 0 only
             difference = loss_difference(summary.losses, reference.losses)
             same = f"{'yes' if difference <= TOLERANCES[dtype] else 'NO'} ({difference:.0e})"
@@ -156,7 +156,7 @@ def _cells(engine: str, summaries: Mapping[str, Summary], dtype: str) -> tuple[s
     )
 
 
-def _paired_ratio(mine: Mapping[int, float], reference: Mapping[int, float]) -> float:
+def paired_ratio(mine: Mapping[int, float], reference: Mapping[int, float]) -> float:
     """Median of the ratios within a repeat: what slows a whole repeat down cancels out."""
     return statistics.median(mine[repeat] / reference[repeat] for repeat in mine.keys() & reference.keys())
 
@@ -175,7 +175,8 @@ def _mean_losses(run: Run) -> list[float]:
     return [statistics.fmean(step) for step in zip(*(rank.losses for rank in run.ranks), strict=True)]
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table; the first row is its head."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -187,7 +188,8 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _conditions(record: Record) -> str:
+def conditions(record: Record) -> str:
+    """Where and how a record was made."""
     machine, job = record.machine, record.runs[0].job
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.packages.items())
     commit = "no commit" if record.commit is None else record.commit[:12]

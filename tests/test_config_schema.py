@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.config.schema import PrecisionConfig, ShardingConfig
+from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
 
 
@@ -102,6 +102,19 @@ def test_precision_modes_and_overrides() -> None:
         PrecisionConfig.of({"mode": "fp8"})
     with pytest.raises(ConfigError, match="'param_dtype'"):
         PrecisionConfig.of({"param_dtype": "int8"})
+
+
+def test_what_is_rounded_for_the_way() -> None:
+    sent = PrecisionConfig.of({"mode": "bf16", "gather_as": "int8", "reduce_as": "torch.bfloat16"})
+    assert (sent.gather_as, sent.reduce_as) == ("int8", "bfloat16")
+    with pytest.raises(ConfigError, match="'gather_as'"):
+        PrecisionConfig.of({"gather_as": "float16"})
+    with pytest.raises(ConfigError, match="gather_as = bfloat16 saves nothing: bfloat16 is sent without it"):
+        PrecisionConfig.of({"mode": "bf16", "gather_as": "bf16"})
+    with pytest.raises(ConfigError, match="reduce_as = bfloat16 saves nothing: float16"):
+        PrecisionConfig.of({"reduce_dtype": "fp16", "reduce_as": "bf16"})
+    with pytest.raises(ConfigError, match="along the shard axis, and NO_SHARD has none"):
+        RunConfig.of({"sharding": {"strategy": "NO_SHARD"}, "precision": {"reduce_as": "int8"}})
 
 
 def test_no_torch_is_imported() -> None:

@@ -184,6 +184,10 @@ def test_two_healthy_ranks() -> None:
     kinds = {row["what"] for row in trial["measurements"]}
     assert kinds == {"all-gather", "reduce-scatter"}
     assert {row["nbytes"] for row in trial["measurements"]} == set(doctor_ranks._SIZES)
+    assert trial["facts"]["collectives"] == "shared memory"
+    assert trial["facts"]["because"] == "all ranks are on one host"
+    chosen = {(row["collectives"], row["is_chosen"]) for row in trial["measurements"]}
+    assert chosen == {("shared memory", True), ("point to point", False), ("gloo", False)}
     for row in trial["measurements"]:
         assert row["microseconds"] > 0
         assert row["gb_per_second"] == pytest.approx(row["nbytes"] / 2 / row["microseconds"] * 1e6 / 1e9)
@@ -246,7 +250,8 @@ def test_checks_notice_what_is_wrong() -> None:
 
 
 def test_a_trial_is_judged_in_words() -> None:
-    row = {"what": "all-gather", "nbytes": 16 * MIB, "microseconds": 1e6, "gb_per_second": 0.008}
+    row: dict[str, Any] = {"what": "all-gather", "nbytes": 16 * MIB, "microseconds": 1e6, "gb_per_second": 0.008}
+    row |= {"collectives": "shared memory", "is_chosen": True}
     checks = {"sum over the ranks": "right", "sharded steps against DDP": "wrong: losses [1], under DDP [2] (rank 0)"}
     wrong, slow = judge(Trial(0, checks, [row], {"device": "cpu"}), [])
     assert wrong.is_wrong

@@ -251,6 +251,8 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "shard_size": ({"strategy": "HYBRID_SHARD", "shard_size": 2}, 4),
     "precision": ({}, "fp32"),
     "reduce_dtype": ({}, "bfloat16"),
+    "gather_as": ({}, "int8"),
+    "reduce_as": ({}, "int8"),
     "optimizer": ({}, "sgd"),
     "method": ({}, "lora"),
     "lora_rank": ({"method": "lora"}, 64),

@@ -36,8 +36,9 @@ SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 64, "intermediate_size": 160, "n
             "forward_prefetch": False,
             "checkpointing": "selective",
         },
+        {"gather_as": "int8", "reduce_as": "bfloat16"},
     ],
-    ids=lambda settings: settings.get("strategy", "FULL_SHARD"),
+    ids=lambda settings: settings.get("strategy", "FULL_SHARD" + "-packed" * ("gather_as" in settings)),
 )
 def test_events_and_bytes_are_the_planners(settings: dict[str, object], rank: int) -> None:
     result = simulate(transformers_model(SMALL), Job.of({"seq_len": 16, **settings}), world_size=8, rank=rank)

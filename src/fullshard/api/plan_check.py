@@ -306,4 +306,10 @@ def _bucket_plan(bucket: Bucket) -> BucketPlan:
         str(dtype).removeprefix("torch.") for dtype in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype)
     )
     largest = max(spec.numel for spec in bucket.layout.specs)
-    return BucketPlan(bucket.layout, stored, compute, reduce, bucket.gradient is not None, largest)
+    policy = bucket.unit.policy
+    gather_as, reduce_as = (
+        str(dtype).removeprefix("torch.") if packing is not None else None
+        for dtype, packing in ((policy.gather_as, bucket.gather_packing), (policy.reduce_as, bucket.reduce_packing))
+    )
+    trainable = bucket.gradient is not None
+    return BucketPlan(bucket.layout, stored, compute, reduce, trainable, largest, gather_as, reduce_as)

@@ -134,6 +134,8 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
             reduce_dtype=torch_dtype(precision.gradient_dtype),
             cast_forward_inputs=precision.cast_inputs,
             buffer_dtype=torch_dtype(precision.buffer_dtype),
+            gather_as=torch_dtype(precision.gather_as),
+            reduce_as=torch_dtype(precision.reduce_as),
         ),
         offload_policy=CPUOffloadPolicy() if config.cpu_offload else None,
         ignored_params=[parameter for module in ignored for parameter in module.parameters()],

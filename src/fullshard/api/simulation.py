@@ -137,7 +137,10 @@ def simulate(
         strategy=job.strategy,
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=_dtype(dtypes.compute_dtype), reduce_dtype=_dtype(dtypes.reduce_dtype)
+            param_dtype=_dtype(dtypes.compute_dtype),
+            reduce_dtype=_dtype(dtypes.reduce_dtype),
+            gather_as=_dtype(dtypes.gather_as),
+            reduce_as=_dtype(dtypes.reduce_as),
         ),
         forward_prefetch=job.forward_prefetch,
         backward_prefetch=job.backward_prefetch,

@@ -74,10 +74,14 @@ def _print_trial(trial: dict[str, Any], count: int) -> None:
     for name, outcome in trial["checks"].items():
         print(f"  {name}: {outcome}")
     if trial["measurements"]:
-        print("  time of one collective (median), and what a rank receives in it; GB is 10**9 bytes:")
+        print(
+            "  time of one collective (median), and what a rank receives in it; GB is 10**9 bytes; * is what is used,"
+        )
+        print("  at all sizes (on CPUs FULLSHARD_COMM=gloo leaves point to point and gloo):")
     for row in trial["measurements"]:
         size, time, rate = row["nbytes"] / 2**20, row["microseconds"], row["gb_per_second"]
-        print(f"    {row['what']:<14} {size:9.3f} MiB {time:12.0f} µs {rate:9.3f} GB/s")
+        by = f"{'*' if row['is_chosen'] else ' '} {row['collectives']}"
+        print(f"    {row['what']:<14} {size:9.3f} MiB {time:12.0f} µs {rate:9.3f} GB/s {by}")
     if trial["exit_code"] == 0 and not trial["measurements"]:
         print("  one rank has nobody to communicate with: nothing to measure")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
+from threading import Lock
 
 import torch
 
@@ -28,6 +29,7 @@ class Arena:
         self._address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         self._top = start
         self._free: dict[int, int] = {}
+        self._lock = Lock()
         # Tensors end whenever and in whichever thread they end; appending to a deque is safe there.
         self._returned: deque[tuple[int, int]] = deque()
 
@@ -40,7 +42,8 @@ class Arena:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = -(-numel * dtype.itemsize // _PAGE_NBYTES) * _PAGE_NBYTES
-        start = self._take(nbytes)
+        with self._lock:
+            start = self._take(nbytes)
         piece = memoryview(self._memory)[start : start + numel * dtype.itemsize]
         # The tensor's storage holds this very object, so the two end together.
         weakref.finalize(piece, self._returned.append, (start, nbytes)).atexit = False

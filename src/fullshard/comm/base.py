@@ -6,9 +6,12 @@ given belong to it until `wait()` returns.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from fullshard.comm.packing import Packing
 
 
 class Work(Protocol):
@@ -24,9 +27,11 @@ class FullBuffer(Protocol):
 
     Attributes:
         full: shape (size x S,); its data are there, and at the same address, whenever the buffer is whole.
+        is_zeroed: whether `full` reads as zeros after `free`, in part, where others keep the data or have none to read.
     """
 
     full: torch.Tensor
+    is_zeroed: bool
 
     @property
     def main(self) -> torch.Tensor | None:
@@ -37,8 +42,12 @@ class FullBuffer(Protocol):
         """Bytes that `free` would give back now."""
         ...
 
-    def gather(self, main: torch.Tensor, *, tag: int) -> Work:
-        """Fill `full` with the intervals of all ranks, this rank's being `main` (cast to the dtype of `full`)."""
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
+        """Fill `full` with the intervals of all ranks, this rank's being `main` (cast to the dtype of `full`).
+
+        Where intervals are sent packed, `full` has what unpacking gives on every rank, its own interval included,
+        unless `exactly`.
+        """
         ...
 
     def free(self) -> None:
@@ -55,17 +64,32 @@ class Collectives(Protocol):
     Attributes:
         rank: this rank's position in the group.
         size: ranks in the group.
+        sends: whether anything is sent at all, so that packing it makes a difference.
     """
 
     rank: int
     size: int
+    sends: bool = True
 
-    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, holds_main: bool) -> FullBuffer:
+    def full_buffer(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        holds_main: bool,
+        packing: Packing | None = None,
+    ) -> FullBuffer:
         """A buffer for a bucket of `numel` elements, padding included. All ranks make the same ones in the same order.
 
-        If main weights have the same dtype (`holds_main`), they may be given a place in it.
+        Args:
+            numel: elements.
+            dtype: of `full`.
+            device: where it is.
+            holds_main: main weights have the same dtype, and may be given a place in it.
+            packing: how intervals are sent, if they are.
         """
-        return ResizedBuffer(self, numel, dtype, device)
+        return ResizedBuffer(self, numel, dtype, device, packing)
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised memory, shape (numel,), from which `reduce_scatter` is fastest."""
@@ -79,8 +103,12 @@ class Collectives(Protocol):
         """Fill `full` (1-D, size x S elements) in place from every rank's own S-element interval of it."""
         ...
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+    ) -> Work:
         """Sum `full` (1-D, size x S elements) over the ranks, in rank order where the backend leaves the choice.
+
+        With a `packing`, what is sent is packed; it is added up in the dtype of `full` all the same.
 
         Returns:
             Work for this rank's S elements of the sum over `divisor`, in memory that does not keep `full` alive.
@@ -106,9 +134,17 @@ class ResizedBuffer:
     """
 
     main = None
+    is_zeroed = False
 
-    def __init__(self, collectives: Collectives, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._collectives = collectives
+    def __init__(
+        self,
+        collectives: Collectives,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: Packing | None = None,
+    ) -> None:
+        self._collectives, self._packing = collectives, packing
         self.full = torch.empty(numel, dtype=dtype, device=device)
         self._own = own_interval(self.full, collectives.rank, collectives.size)
 
@@ -117,12 +153,38 @@ class ResizedBuffer:
         """Bytes of the storage."""
         return self.full.untyped_storage().nbytes()
 
-    def gather(self, main: torch.Tensor, *, tag: int) -> Work:
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
         """Bring the memory back, copy `main` into its place and launch the all-gather."""
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        if self._packing is not None and not exactly:
+            return self._gather_packed(main, self._packing, tag)
         self._own.copy_(main)
         return self._collectives.all_gather(self.full, tag=tag)
+
+    def _gather_packed(self, main: torch.Tensor, packing: Packing, tag: int) -> Work:
+        rank, size = self._collectives.rank, self._collectives.size
+        messages = torch.empty(size * packing.nbytes(main.numel()), dtype=torch.uint8, device=self.full.device)
+        packing.pack(main, own_interval(messages, rank, size))
+        return _Unpacking(self._collectives.all_gather(messages, tag=tag), packing, self.full, size)
 
     def free(self) -> None:
         """Resize to nothing."""
         self.full.untyped_storage().resize_(0)
+
+
+@dataclass(slots=True)
+class _Unpacking:
+    """An all-gather of packed intervals under way."""
+
+    messages: Work | None
+    packing: Packing
+    full: torch.Tensor
+    size: int
+
+    def wait(self) -> torch.Tensor:
+        """Wait for them, and unpack them all."""
+        if self.messages is not None:
+            messages, self.messages = self.messages.wait(), None
+            for rank in range(self.size):
+                self.packing.unpack(own_interval(messages, rank, self.size), own_interval(self.full, rank, self.size))
+        return self.full

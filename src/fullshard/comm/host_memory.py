@@ -1,4 +1,4 @@
-"""Memory between the ranks of one host: a file without a name per rank, which its peers open too.
+"""Memory between the ranks of a host: a file without a name per rank, which its neighbours on the host open too.
 
 The kernel frees a file when the last process that has it open ends, however it ends, so nothing can be left behind. A
 file is much longer than anything is written to it; what is not touched takes no memory.
@@ -16,10 +16,13 @@ import platform
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -37,25 +40,48 @@ _MAP_NORESERVE = 0x4000
 """Linux' value on x86-64; Python does not name it before 3.13."""
 _SPINS_BEFORE_SLEEP = 200
 _SLEEP_SECONDS = 50e-6
+_PATIENT_SLEEP_SECONDS = 200e-6
 _SECONDS_BETWEEN_CHECKS = 0.5
+_FAILURES_START = FILE_NBYTES - mmap.PAGESIZE
+"""In rank 0's file: whether each rank has failed, a byte per rank."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Peers:
-    """The ranks of one host that opened one another's files.
+    """The ranks of this host that opened one another's files, and how many such hosts the group has.
+
+    Every host has as many ranks, which follow one another in the group.
 
     Attributes:
-        rank, size: this rank's position and how many there are.
-        pids: process of each.
+        rank, size: this rank's position on its host and how many there are.
+        host, num_hosts: the position of this host and how many there are.
+        pids: process of each rank of this host.
         files: file descriptor of each one's file.
         timeout_seconds: how long to wait for one that does not move.
     """
 
     rank: int
     size: int
+    host: int
+    num_hosts: int
     pids: Sequence[int]
     files: Sequence[int]
     timeout_seconds: float
+    _failures: npt.NDArray[np.uint8] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.size > mmap.PAGESIZE:
+            raise OSError(f"{self.size} ranks on a host are more than are provided for")
+        failures = np.frombuffer(self.map(0, _FAILURES_START, mmap.PAGESIZE), dtype=np.uint8)
+        object.__setattr__(self, "_failures", failures)
+
+    def group_rank(self, rank: int, host: int | None = None) -> int:
+        """Position in the group of rank `rank` of this or another host."""
+        return (self.host if host is None else host) * self.size + rank
+
+    def report_failure(self) -> None:
+        """Tell the other ranks of this host that nothing is to be expected of this one any more."""
+        self._failures[self.rank] = 1
 
     def map(self, owner: int, start: int, nbytes: int, *, private: bool = False) -> mmap.mmap:
         """`nbytes` bytes from `start`, a whole page, of the file of rank `owner`.
@@ -68,48 +94,63 @@ class Peers:
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
         return mmap.mmap(self.files[owner], nbytes, flags=flags, offset=start)
 
-    def wait_until(self, is_done: Callable[[], bool]) -> None:
+    def wait_until(self, is_done: Callable[[], bool], *, patiently: bool = False) -> None:
         """Look again and again, and let other processes run meanwhile.
 
+        Args:
+            is_done: what is waited for.
+            patiently: look less often, because this process has other things to do.
+
         Raises:
-            RuntimeError: a rank has ended, or nothing came within the time-out.
+            RuntimeError: a rank has ended or failed, or nothing came within the time-out.
         """
         start = next_check = time.monotonic()
         looks = 0
         while not is_done():
             looks += 1
-            if looks < _SPINS_BEFORE_SLEEP:
+            if looks < _SPINS_BEFORE_SLEEP and not patiently:
                 os.sched_yield()
                 continue
-            time.sleep(_SLEEP_SECONDS)
+            time.sleep(_PATIENT_SLEEP_SECONDS if patiently else _SLEEP_SECONDS)
             if (now := time.monotonic()) < next_check:
                 continue
             next_check = now + _SECONDS_BETWEEN_CHECKS
             for rank, pid in enumerate(self.pids):
-                if _has_ended(pid) and not is_done():  # what it did before it ended may be all that was wanted
-                    raise RuntimeError(f"rank {rank} of the group (process {pid}) has ended")
+                # What it did before may be all that was wanted.
+                if _has_ended(pid) and not is_done():
+                    raise RuntimeError(f"rank {self.group_rank(rank)} of the group (process {pid}) has ended")
+                if self._failures[rank] and not is_done():
+                    raise RuntimeError(f"rank {self.group_rank(rank)} of the group (process {pid}) has failed")
             if now - start > self.timeout_seconds:
                 raise RuntimeError(f"no answer from another rank of the group for {self.timeout_seconds:g} s")
 
 
-def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> Made | None:
-    """What `make` makes of the ranks of `group`, or None if any of them cannot or shall not share memory. A collective.
+def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> tuple[Made | None, str]:
+    """What `make` makes of the ranks of `group`. A collective.
 
     `make` maps what it needs, and raises `OSError` if it cannot.
+
+    Returns:
+        That, or None and the reason if any of the ranks cannot or shall not share memory.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine, own_file = _offer()
-    offers: list[_Offer | None] = [None] * size
+    offers: list[_Offer] = [mine] * size
     dist.all_gather_object(offers, mine, group=group)
     files: list[int] = []
     made = problem = None
     try:
-        for source, offer in enumerate(offers):
-            files.append(own_file if source == rank and own_file is not None else _open(offer, mine))
+        per_host = _ranks_per_host(offers)
+        host, local_rank = divmod(rank, per_host)
+        neighbours = offers[host * per_host : (host + 1) * per_host]
+        for source, offer in enumerate(neighbours):
+            files.append(own_file if source == local_rank and own_file is not None else _open(offer))
         peers = Peers(
-            rank=rank,
-            size=size,
-            pids=[offer.pid for offer in offers if offer is not None],
+            rank=local_rank,
+            size=per_host,
+            host=host,
+            num_hosts=size // per_host,
+            pids=[offer.pid for offer in neighbours],
             files=files,
             timeout_seconds=group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
         )
@@ -119,11 +160,31 @@ def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> Made | N
     problems: list[str | None] = [None] * size
     dist.all_gather_object(problems, problem, group=group)
     if any(problems):
-        logger.debug("no shared memory between the ranks: %s", next(p for p in problems if p))
+        reason = next(p for p in problems if p)
+        logger.debug("no shared memory between the ranks: %s", reason)
         _close({file for file in (*files, own_file) if file is not None})
-        return None
+        return None, reason
     weakref.finalize(peers, _close, set(files)).atexit = False
-    return made
+    return made, ""
+
+
+def _ranks_per_host(offers: Sequence[_Offer]) -> int:
+    """How many ranks each host has.
+
+    Raises:
+        OSError: they are not laid out so that memory is worth sharing.
+    """
+    if any(offer.descriptor is None for offer in offers):
+        raise OSError(f"a rank has {SWITCH}=gloo, or a system without it")
+    hosts = [(name, len(list(run))) for name, run in groupby(offers, key=lambda offer: offer.namespace)]
+    names, counts = {name for name, _ in hosts}, {count for _, count in hosts}
+    if len(names) < len(hosts):
+        raise OSError("the ranks of a host do not follow one another")
+    if len(counts) > 1:
+        raise OSError(f"the hosts have different numbers of ranks: {[count for _, count in hosts]}")
+    if counts == {1}:
+        raise OSError("every rank is on a host of its own")
+    return counts.pop()
 
 
 def host_memory_nbytes() -> int:
@@ -162,11 +223,7 @@ def _offer() -> tuple[_Offer, int | None]:
     return _Offer(f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid(), descriptor), descriptor
 
 
-def _open(offer: _Offer | None, mine: _Offer) -> int:
-    if offer is None or offer.descriptor is None:
-        raise OSError("a rank offers none")
-    if offer.namespace != mine.namespace:
-        raise OSError("the ranks are on several hosts")
+def _open(offer: _Offer) -> int:
     return os.open(f"/proc/{offer.pid}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 

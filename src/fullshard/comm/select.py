@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import Collectives
-from fullshard.comm.shared_memory import connect_collectives
+from fullshard.comm.host_memory import Peers, connect
+from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.comm.torch_dist import Alone, GlooCollectives, NativeCollectives
+from fullshard.comm.two_level import TwoLevelCollectives
 
 
 def collectives_for(
@@ -19,17 +23,47 @@ def collectives_for(
     |---|---|
     | one | none |
     | on accelerators | the backend's own |
-    | on CPUs of one host | shared memory; `FULLSHARD_COMM=gloo` on any rank turns it off |
-    | on CPUs of several hosts | Gloo, point to point |
+    | on CPUs of one host | shared memory |
+    | on CPUs of several hosts, as many on each and neighbours in the group | shared memory inside, Gloo between hosts |
+    | on other CPUs | Gloo, point to point |
+
+    `FULLSHARD_COMM=gloo` on any rank leaves only the last row for CPUs. `choices_for` says what was chosen, and why.
 
     Args:
         group: None stands for this rank alone.
         device: where the tensors are.
         only_all_reduce: nothing else will be asked for; all-reduce has one implementation per backend.
     """
+    if only_all_reduce and group is not None and device.type == "cpu" and dist.get_world_size(group) > 1:
+        return GlooCollectives(group)
+    return choices_for(group, device)[0].collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Collectives that a group could have, in words: what they are, and why they are chosen or not."""
+
+    collectives: Collectives
+    name: str
+    reason: str
+
+
+def choices_for(group: dist.ProcessGroup | None, device: torch.device) -> list[Choice]:
+    """All collectives that work for a group, the one to use first. A collective."""
     if group is None or dist.get_world_size(group) == 1:
-        return Alone()
+        return [Choice(Alone(), "none", "one rank has nobody to communicate with")]
     if device.type != "cpu":
-        return NativeCollectives(group)
-    shared = None if only_all_reduce else connect_collectives(group)
-    return shared or GlooCollectives(group)
+        return [Choice(NativeCollectives(group), dist.get_backend(group), "it is made for the devices' own links")]
+    point_to_point = Choice(GlooCollectives(group), "point to point", "Gloo's own are slower")
+    own = Choice(NativeCollectives(group), "gloo", "never: each byte of a reduce-scatter is sent twice")
+
+    def make(peers: Peers) -> Choice:
+        if peers.num_hosts == 1:
+            return Choice(SharedMemoryCollectives(group, peers), "shared memory", "all ranks are on one host")
+        reason = f"{peers.num_hosts} hosts have {peers.size} ranks each"
+        return Choice(TwoLevelCollectives(group, peers), "shared memory and streams between hosts", reason)
+
+    shared, problem = connect(group, make)
+    if shared is not None:
+        return [shared, point_to_point, own]
+    return [replace(point_to_point, reason=f"the ranks share no memory: {problem}"), own]

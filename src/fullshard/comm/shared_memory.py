@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from fullshard.comm.arena import Arena
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
-from fullshard.comm.host_memory import FILE_NBYTES, Peers, connect, host_memory_nbytes
+from fullshard.comm.host_memory import FILE_NBYTES, Peers, host_memory_nbytes
+from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import GlooCollectives
 
 _PAGE_NBYTES = mmap.PAGESIZE
@@ -43,20 +44,28 @@ _BLOCK_NBYTES = 256 * 1024
 """Of a sum that is made in one go: short enough that it is still in the cache when it is divided."""
 
 
-def connect_collectives(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
-    """Shared memory between all ranks of `group`, or None if they cannot or shall not have it. A collective."""
-    return connect(group, lambda peers: SharedMemoryCollectives(group, peers))
-
-
 class SharedMemoryCollectives(GlooCollectives):
-    """Collectives of the ranks of one host. All-reduce, used along the replicate axis, stays with Gloo."""
+    """Collectives of the ranks of one host, which send nothing, and so pack nothing.
+
+    All-reduce, used along the replicate axis, stays with Gloo.
+    """
+
+    sends = False
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group)
         # Mapped at once: a rank that has no room for it among its addresses raises OSError, and all keep to Gloo.
-        self._buffers, self._post = _Buffers(peers), _Post(peers)
+        self._buffers, self._post = Buffers(peers), Post(peers)
 
-    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, holds_main: bool) -> FullBuffer:
+    def full_buffer(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        holds_main: bool,
+        packing: Packing | None = None,
+    ) -> FullBuffer:
         """See `Collectives.full_buffer`. All ranks ask for the same ones in the same order."""
         if numel == 0:
             return ResizedBuffer(self, numel, dtype, device)
@@ -69,7 +78,9 @@ class SharedMemoryCollectives(GlooCollectives):
         """See `Collectives.staging`."""
         return self._post.arena.empty(numel, dtype)
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+    ) -> Work:
         """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
         return self._post.send(full, tag, divisor)
 
@@ -81,7 +92,7 @@ class SharedMemoryCollectives(GlooCollectives):
 # -- all-gather ---------------------------------------------------------------------------------------------------
 
 
-class _Buffers:
+class Buffers:
     """Where the unsharded buckets are, all in rank 0's file, and how often each rank has offered and freed each.
 
     Attributes:
@@ -122,6 +133,16 @@ class _Buffers:
         """Whether no rank reads what this rank has offered of a bucket."""
         return bool((self.freed[:, number] >= self.offered[self.peers.rank, number]).all())
 
+    def is_free(self, number: int, gathers: int) -> bool:
+        """Whether every rank has freed a bucket after its first `gathers` gathers, so that nobody reads it."""
+        return bool((self.freed[:, number] >= gathers).all())
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Give the whole pages among those bytes back to the system. For every rank they are zero then."""
+        first, last = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES, (start + nbytes) // _PAGE_NBYTES * _PAGE_NBYTES
+        if last > first:
+            self.shared.madvise(mmap.MADV_REMOVE, first, last - first)
+
     def offer_pending(self) -> None:
         """Offer what can be offered by now."""
         for gathering in [gathering for gathering in self.pending if gathering.offer_if_free()]:
@@ -135,20 +156,22 @@ class MappedBuffer:
     bucket is freed. So in-place changes to unsharded parameters stay this rank's own, as in any other memory.
     """
 
+    is_zeroed = False
+
     def __init__(
-        self, buffers: _Buffers, place: tuple[int, int], numel: int, dtype: torch.dtype, *, holds_main: bool
+        self, buffers: Buffers, place: tuple[int, int], numel: int, dtype: torch.dtype, *, holds_main: bool
     ) -> None:
         self._buffers = buffers
         self._number, self._start = place
-        rank, nbytes = buffers.peers.rank, numel // buffers.peers.size * dtype.itemsize
-        whole = memoryview(buffers.own)[self._start : self._start + numel * dtype.itemsize]
-        self.full = torch.frombuffer(whole, dtype=torch.uint8).view(dtype)
-        interval = memoryview(buffers.shared)[self._start + rank * nbytes : self._start + (rank + 1) * nbytes]
+        peers, whole = buffers.peers, slice(self._start, self._start + numel * dtype.itemsize)
+        self.full = torch.frombuffer(memoryview(buffers.own)[whole], dtype=torch.uint8).view(dtype)
+        nbytes = self.full.nbytes // (peers.num_hosts * peers.size)
+        begin = self._start + peers.group_rank(peers.rank) * nbytes
+        interval = memoryview(buffers.shared)[begin : begin + nbytes]
         self._interval = torch.frombuffer(interval, dtype=torch.uint8).view(dtype)
         self.main = self._interval if holds_main else None
         self._offers = 0
         # With the memory and not with this object: a tensor may outlive it.
-        begin = self._start + rank * nbytes
         weakref.finalize(interval, _give_back, buffers, self._number, begin, nbytes, os.getpid()).atexit = False
 
     @property
@@ -160,7 +183,7 @@ class MappedBuffer:
     def _is_gathered(self) -> bool:
         return self._offers > int(self._buffers.freed[self._buffers.peers.rank, self._number])
 
-    def gather(self, main: torch.Tensor, *, tag: int) -> Work:
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
         """Offer this rank's interval."""
         self._offers += 1
         gathering = _Gathering(self, self._offers, None if self.main is not None else main)
@@ -181,7 +204,7 @@ class MappedBuffer:
         `main` is what to put there; None if it is there.
         """
         if main is not None:
-            if not bool((self._buffers.freed[:, self._number] >= number - 1).all()):
+            if not self._buffers.is_free(self._number, number - 1):
                 return False
             with torch.no_grad():
                 self._interval.copy_(main)
@@ -234,12 +257,10 @@ def _has_own_pages(tensor: torch.Tensor) -> bool:
     return bool((is_there & ~is_file).any())
 
 
-def _give_back(buffers: _Buffers, number: int, start: int, nbytes: int, pid: int) -> None:
+def _give_back(buffers: Buffers, number: int, start: int, nbytes: int, pid: int) -> None:
     """Give the pages of this rank's interval of a bucket back to the system, unless a peer may be reading them."""
     if os.getpid() == pid and buffers.is_settled(number):  # not in a forked process, which has the object too
-        first, last = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES, (start + nbytes) // _PAGE_NBYTES * _PAGE_NBYTES
-        if last > first:
-            buffers.shared.madvise(mmap.MADV_REMOVE, first, last - first)
+        buffers.give_back(start, nbytes)
 
 
 # -- reduce-scatter -----------------------------------------------------------------------------------------------
@@ -273,7 +294,7 @@ class _Mailbox:
         return tag, offset
 
 
-class _Post:
+class Post:
     """Gradients on their way between the ranks.
 
     Attributes:
@@ -291,43 +312,76 @@ class _Post:
         self.arena = Arena(self._memories[peers.rank], _MAILBOX_NBYTES)
         self._under_way: deque[_Averaging] = deque()
 
-    def send(self, full: torch.Tensor, tag: int, divisor: float) -> _Averaging:
-        """Let the peers read `full`, which must not change until they have."""
+    def post(self, full: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
+        """Let the peers read `full`, or a copy of it if they cannot reach it.
+
+        Returns:
+            What they read, which must not change until they have, and the number of the letter, the same on every rank.
+        """
         offset = self.arena.offset(full)
         if offset is None:
             full = self.arena.empty(full.numel(), full.dtype).copy_(full)
             offset = self.arena.offset(full) or 0
         self._peers.wait_until(lambda: self._own.posted - int(self._own.read.min()) < _LETTERS)
-        averaging = _Averaging(self, self._own.posted, full, tag, divisor)
+        number = self._own.posted
         self._own.post(tag, offset)
+        return full, number
+
+    def wait_for(self, number: int, tag: int, *, patiently: bool = False) -> None:
+        """Wait until all ranks of this host have posted the letter of that number.
+
+        Raises:
+            RuntimeError: a rank is in another collective, or has ended.
+        """
+        self._peers.wait_until(lambda: all(box.posted > number for box in self._mailboxes), patiently=patiently)
+        for source, mailbox in enumerate(self._mailboxes):
+            other, _ = mailbox.letter(number)
+            if other != tag:
+                rank = self._peers.group_rank(source)
+                raise RuntimeError(f"rank {rank} of the group is in collective {other}, this rank in {tag}")
+
+    def add_up(self, number: int, full: torch.Tensor, position: int, divisor: float = 1.0) -> torch.Tensor:
+        """The sum over the ranks of this host, in their order, of the interval of rank `position` of the group.
+
+        Args:
+            number: of the letter; all ranks of this host have posted it.
+            full: what this rank posted.
+            position: whose interval.
+            divisor: what the sum is divided by.
+        """
+        own = own_interval(full, position, self._peers.num_hosts * self._peers.size)
+        if own.numel() == 0:
+            return own
+        terms = []
+        for source, (mailbox, memory) in enumerate(zip(self._mailboxes, self._memories, strict=True)):
+            start = mailbox.letter(number)[1] + position * own.nbytes
+            there = source != self._peers.rank
+            terms.append(torch.frombuffer(memory, dtype=own.dtype, count=own.numel(), offset=start) if there else own)
+        return average(terms, self.arena.empty(own.numel(), own.dtype), divisor)
+
+    def mark_read(self, number: int, *, patiently: bool = False) -> None:
+        """Say that this rank has read the letter of that number, and wait until the others have."""
+        for mailbox in self._mailboxes:
+            mailbox.read[self._peers.rank] = number + 1
+        # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
+        self._peers.wait_until(lambda: int(self._own.read.min()) > number, patiently=patiently)
+
+    def send(self, full: torch.Tensor, tag: int, divisor: float) -> _Averaging:
+        """Begin to average `full` over the ranks of this host."""
+        averaging = _Averaging(self, *self.post(full, tag), tag, divisor)
         self._under_way.append(averaging)
         return averaging
 
     def finish(self, averaging: _Averaging) -> None:
         """Make the averages up to this one, in the order in which all ranks sent."""
         while not averaging.is_done:
-            self._average(self._under_way[0])
+            first = self._under_way[0]
+            assert first.full is not None  # noqa: S101 -- it is not done
+            self.wait_for(first.number, first.tag)
+            first.result = self.add_up(first.number, first.full, self._peers.rank, first.divisor)
+            self.mark_read(first.number)
+            first.full = None
             self._under_way.popleft()
-
-    def _average(self, averaging: _Averaging) -> None:
-        number, own = averaging.number, averaging.own_interval(self._peers)
-        self._peers.wait_until(lambda: all(mailbox.posted > number for mailbox in self._mailboxes))
-        terms = []
-        for source, (mailbox, memory) in enumerate(zip(self._mailboxes, self._memories, strict=True)):
-            tag, offset = mailbox.letter(number)
-            if tag != averaging.tag:
-                raise RuntimeError(f"rank {source} of the group is in collective {tag}, this rank in {averaging.tag}")
-            if source == self._peers.rank or own.numel() == 0:
-                terms.append(own)
-                continue
-            start = offset + self._peers.rank * own.nbytes
-            terms.append(torch.frombuffer(memory, dtype=own.dtype, count=own.numel(), offset=start))
-        averaging.result = _average(terms, self.arena.empty(own.numel(), own.dtype), averaging.divisor)
-        for mailbox in self._mailboxes:
-            mailbox.read[self._peers.rank] = number + 1
-        # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
-        self._peers.wait_until(lambda: int(self._own.read.min()) > number)
-        averaging.full = None
 
 
 class _Averaging:
@@ -341,7 +395,7 @@ class _Averaging:
 
     __slots__ = ("_post", "divisor", "full", "number", "result", "tag")
 
-    def __init__(self, post: _Post, number: int, full: torch.Tensor, tag: int, divisor: float) -> None:
+    def __init__(self, post: Post, full: torch.Tensor, number: int, tag: int, divisor: float) -> None:
         self._post, self.number, self.tag, self.divisor = post, number, tag, divisor
         self.full: torch.Tensor | None = full
         self.result: torch.Tensor | None = None
@@ -351,11 +405,6 @@ class _Averaging:
         """Whether the result is there."""
         return self.result is not None
 
-    def own_interval(self, peers: Peers) -> torch.Tensor:
-        """This rank's gradients for the interval that it averages."""
-        assert self.full is not None  # noqa: S101 -- it is not done
-        return own_interval(self.full, peers.rank, peers.size)
-
     def wait(self) -> torch.Tensor:
         """Wait for the peers' gradients, and average."""
         self._post.finish(self)
@@ -364,7 +413,7 @@ class _Averaging:
 
 
 @torch.no_grad()
-def _average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
+def average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
     """The sum of `terms`, added up in their order, over `divisor`."""
     length = _BLOCK_NBYTES // into.itemsize
     for start in range(0, into.numel(), length):

@@ -12,6 +12,7 @@ import torch
 
 from fullshard.comm.base import Collectives, Work, own_interval
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import Done
 
 
@@ -34,10 +35,13 @@ class SimulatedCollectives(Collectives):
         """Count, and leave `full` as it is."""
         return self._done(full, full.nbytes // self.size * (self.size - 1))
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+    ) -> Work:
         """Count, and take this rank's own interval for the sum."""
         own = own_interval(full, self.rank, self.size)
-        return self._done(own / divisor, own.nbytes * (self.size - 1))
+        nbytes = own.nbytes if packing is None else packing.nbytes(own.numel())
+        return self._done(own / divisor, nbytes * (self.size - 1))
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Count, and take this rank's own values for the sum."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import Collectives, FullBuffer, ResizedBuffer, Work, own_interval
+from fullshard.comm.packing import Packing
 
 
 @dataclass(slots=True)
@@ -54,10 +55,35 @@ class PendingSum:
 
 
 @dataclass(slots=True)
+class PendingPackedSum:
+    """Packed contributions under way, to be added up in rank order together with this rank's own."""
+
+    works: list[dist.Work]
+    messages: torch.Tensor
+    packing: Packing
+    own: torch.Tensor
+    rank: int
+    size: int
+    divisor: float
+
+    def wait(self) -> torch.Tensor:
+        """Wait, then unpack and add up."""
+        while self.works:
+            self.works.pop().wait()
+        total, term = torch.zeros_like(self.own), torch.empty_like(self.own)
+        for source in range(self.size):
+            if source != self.rank:
+                self.packing.unpack(own_interval(self.messages, source, self.size), term)
+            total.add_(self.own if source == self.rank else term)
+        return total.div_(self.divisor)
+
+
+@dataclass(slots=True)
 class LastingBuffer:
     """A buffer that one rank owns whole, in the dtype of the main weights: those are it. See `FullBuffer`."""
 
     full: torch.Tensor
+    is_zeroed: bool = False
 
     @property
     def main(self) -> torch.Tensor:
@@ -69,7 +95,7 @@ class LastingBuffer:
         """Nothing would be given back."""
         return 0
 
-    def gather(self, main: torch.Tensor, *, tag: int) -> Work:
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
         """Nothing to do."""
         return Done(self.full)
 
@@ -82,9 +108,18 @@ class Alone(Collectives):
 
     rank = 0
     size = 1
+    sends = False
 
-    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, holds_main: bool) -> FullBuffer:
-        """See `Collectives.full_buffer`."""
+    def full_buffer(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        holds_main: bool,
+        packing: Packing | None = None,
+    ) -> FullBuffer:
+        """See `Collectives.full_buffer`. Nothing is sent, so nothing is packed."""
         if holds_main:
             return LastingBuffer(torch.zeros(numel, dtype=dtype, device=device))
         return ResizedBuffer(self, numel, dtype, device)
@@ -93,7 +128,9 @@ class Alone(Collectives):
         """`full` is whole already."""
         return Done(full)
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+    ) -> Work:
         """`full` is the sum already."""
         return Done(full.div_(divisor) if divisor != 1 else full)
 
@@ -115,14 +152,32 @@ class NativeCollectives(Collectives):
         own = own_interval(full, self.rank, self.size)
         return Pending([all_gather_single(full, own, group=self.group, async_op=True)], full)
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
-        """One reduce-scatter into this rank's interval."""
+    def reduce_scatter(
+        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+    ) -> Work:
+        """One reduce-scatter into this rank's interval; packed, one all-to-all and a sum."""
+        if packing is not None:
+            return self._reduce_packed(full, tag, divisor, packing)
         own = own_interval(full, self.rank, self.size)
         return PendingSum([reduce_scatter_single(own, full, group=self.group, async_op=True)], [own], divisor)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """One all-reduce."""
         return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)], tensor)
+
+    def _reduce_packed(self, full: torch.Tensor, tag: int, divisor: float, packing: Packing) -> Work:
+        own = own_interval(full, self.rank, self.size).clone()  # does not keep `full` alive
+        leaving = torch.empty(self.size * packing.nbytes(own.numel()), dtype=torch.uint8, device=full.device)
+        for to in range(self.size):
+            if to != self.rank:
+                packing.pack(own_interval(full, to, self.size), own_interval(leaving, to, self.size))
+        arriving = torch.empty_like(leaving)
+        works = self._exchange(leaving, arriving, tag)
+        return PendingPackedSum(works, arriving, packing, own, self.rank, self.size, divisor)
+
+    def _exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
+        """Begin to send every rank its interval of `leaving`, and to receive this rank's of theirs."""
+        return [dist.all_to_all_single(arriving, leaving, group=self.group, async_op=True)]
 
 
 class GlooCollectives(NativeCollectives):
@@ -137,35 +192,50 @@ class GlooCollectives(NativeCollectives):
         own = own_interval(full, self.rank, self.size)
         works = []
         for to, source in self._rounds():
-            works.append(self._receive(own_interval(full, source, self.size), source, tag))
-            works.append(self._send(own, to, tag))
+            works.append(receive(own_interval(full, source, self.size), self.group, source, tag))
+            works.append(send(own, self.group, to, tag))
         return Pending(works, full)
 
-    def reduce_scatter(self, full: torch.Tensor, *, tag: int, divisor: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+    ) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
+        if packing is not None:
+            return self._reduce_packed(full, tag, divisor, packing)
         own = own_interval(full, self.rank, self.size)
         received = own.new_empty((self.size - 1) * own.numel())
         contributions = [own] * self.size
         works = []
         for index, (to, source) in enumerate(self._rounds()):
             contributions[source] = received.narrow(0, index * own.numel(), own.numel())
-            works.append(self._receive(contributions[source], source, tag))
-            works.append(self._send(own_interval(full, to, self.size), to, tag))
+            works.append(receive(contributions[source], self.group, source, tag))
+            works.append(send(own_interval(full, to, self.size), self.group, to, tag))
         return PendingSum(works, contributions, divisor)
+
+    def _exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
+        works = []
+        for to, source in self._rounds():
+            works.append(receive(own_interval(arriving, source, self.size), self.group, source, tag))
+            works.append(send(own_interval(leaving, to, self.size), self.group, to, tag))
+        return works
 
     def _rounds(self) -> list[tuple[int, int]]:
         """`(send to, receive from)` per round, so that in each round every rank has one partner either way."""
         return [((self.rank + k) % self.size, (self.rank - k) % self.size) for k in range(1, self.size)]
 
-    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.group, tag=tag, group_dst=to)
-        assert work is not None  # noqa: S101 -- this rank is in the group
-        return work
 
-    def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self.group, tag=tag, group_src=source)
-        assert work is not None  # noqa: S101 -- this rank is in the group
-        return work
+def send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> dist.Work:
+    """Begin to send to rank `to` of the group."""
+    work = dist.isend(tensor, group=group, tag=tag, group_dst=to)
+    assert work is not None  # noqa: S101 -- this rank is in the group
+    return work
+
+
+def receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: int) -> dist.Work:
+    """Begin to receive from rank `source` of the group."""
+    work = dist.irecv(tensor, group=group, tag=tag, group_src=source)
+    assert work is not None  # noqa: S101 -- this rank is in the group
+    return work
 
 
 # torch 2.13 renamed both functions and warns on the old names.

@@ -26,6 +26,7 @@ BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 WrapKind = Literal["auto", "none", "class", "size"]
 PrecisionMode = Literal["no", "fp32", "bf16", "fp16"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Packing = Literal["int8", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 RendezvousBackend = Literal["c10d", "static"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
@@ -351,6 +352,14 @@ class PrecisionConfig(_Settings):
     reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced over the ranks, instead of the mode's."""
 
+    gather_as: Packing | None = None
+    """What weights are rounded to before they are sent to be unsharded: a quarter or half the bytes of float32, and
+    every rank computes with the rounded ones. Main weights, and what is saved, stay exact. No effect where nothing is
+    sent: between ranks that share memory. None: they are sent as they are computed with."""
+
+    reduce_as: Packing | None = None
+    """The same for gradients on their way along the shard axis. They are added up in `reduce_dtype` all the same."""
+
     output_dtype: Dtype | None = None
     """Dtype the model's floating-point outputs are cast to, instead of float32 in the modes bf16 and fp16."""
 
@@ -368,13 +377,30 @@ class PrecisionConfig(_Settings):
             return "no"
         return value.strip().lower() if isinstance(value, str) else value
 
-    @field_validator("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", mode="before")
+    @field_validator(
+        "param_dtype", "reduce_dtype", "gather_as", "reduce_as", "output_dtype", "buffer_dtype", mode="before"
+    )
     @classmethod
     def _dtype_alias(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
         name = value.strip().lower().removeprefix("torch.")
         return _DTYPE_ALIASES.get(name, name)
+
+    @model_validator(mode="after")
+    def _packs(self) -> Self:
+        for name, sent_as, other, dtype in (
+            ("gather_as", self.gather_as, "param_dtype", self.compute_dtype),
+            ("reduce_as", self.reduce_as, "reduce_dtype", self.reduce_dtype),
+        ):
+            if sent_as == "bfloat16" and dtype in ("bfloat16", "float16"):
+                raise CombinationError(
+                    f"{name} = bfloat16 saves nothing: {dtype} is sent without it",
+                    name,
+                    other,
+                    hint=f"leave {name} out",
+                )
+        return self
 
     @property
     def compute_dtype(self) -> Dtype | None:
@@ -545,6 +571,14 @@ class RunConfig(_Settings):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         placements = self.sharding.resolved_strategy().placements
+        for name in ("gather_as", "reduce_as"):
+            if getattr(self.precision, name) is not None and Axis.SHARD not in placements:
+                raise CombinationError(
+                    f"{name} rounds what is sent along the shard axis, and {self.sharding.strategy} has none",
+                    f"precision.{name}",
+                    "sharding.strategy",
+                    hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {name} out",
+                )
         size, launch = self.sharding.shard_size, self.launch
         if len(placements) == len(Axis) and size is None and launch.num_machines == 1 and launch.num_processes:
             raise CombinationError(

@@ -57,6 +57,8 @@ _IN_THE_SCRIPT = {
     "precision.reduce_dtype": "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script",
     "precision.output_dtype": "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script",
     "precision.buffer_dtype": "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script",
+    "precision.gather_as": "Accelerate has no such setting",
+    "precision.reduce_as": "Accelerate has no such setting",
     "precision.cast_inputs": "Accelerate has no such setting",
     "training.gradient_accumulation_steps": "pass it to Accelerator(...) in the script",
     "training.gradient_clipping": "call accelerator.clip_grad_norm_ in the script",

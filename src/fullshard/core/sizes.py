@@ -21,6 +21,19 @@ def format_count(count: float) -> str:
     return f"{count:g}"
 
 
+PACKED_BLOCK_NUMEL = 256
+"""Elements that have a scale of their own where they are sent as int8."""
+
+
+def packed_nbytes(numel: int, itemsize: int) -> int:
+    """Bytes of a message of `numel` elements that are sent as `itemsize` bytes each, and of scales if that is 1.
+
+    Both parts are multiples of 16 bytes.
+    """
+    scales = 4 * -(-numel // PACKED_BLOCK_NUMEL) if itemsize == 1 else 0
+    return round_up(itemsize * numel, 16) + round_up(scales, 16)
+
+
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

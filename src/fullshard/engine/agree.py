@@ -21,8 +21,11 @@ def describe_structure(units: Sequence[Unit]) -> list[str]:
         for number, bucket in enumerate(unit.buckets):
             reduce = bucket.gradient.dtype if bucket.gradient is not None else "frozen"
             where = (
-                f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce})"
+                f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
             )
+            if unit.policy.gather_as is not None or unit.policy.reduce_as is not None:
+                where += f", gather as {unit.policy.gather_as}, reduce as {unit.policy.reduce_as}"
+            where += ")"
             for parameter in bucket.sharded_parameters:
                 shape = tuple(parameter.global_shape)
                 grad = parameter.requires_grad

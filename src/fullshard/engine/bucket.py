@@ -71,12 +71,15 @@ class Bucket:
         self.dtype = first.dtype
         self.compute_dtype = self.dtype if is_exact(first) else policy.compute_dtype(self.dtype)
         self.reduce_dtype = policy.gradient_dtype(first.dtype)
+        self.gather_packing = None if is_exact(first) else policy.gather_packing(self.compute_dtype)
+        self.reduce_packing = policy.reduce_packing(self.reduce_dtype)
         itemsizes = [self.dtype.itemsize, self.compute_dtype.itemsize]
         if self.dtype.is_floating_point:
             itemsizes.append(self.reduce_dtype.itemsize)
         specs = [ParameterSpec(str(i), tuple(slot.parameter.shape)) for i, slot in enumerate(slots)]
         self.layout = BucketLayout.build(specs, itemsize=min(itemsizes), world_size=mesh.shard_size)
         self._gathering: Work | None = None
+        self._versions: list[int] | None = None
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         with torch.no_grad(), torch.inference_mode(False):
             self._allocate(weights)
@@ -95,7 +98,11 @@ class Bucket:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
         layout, mesh = self.layout, self.mesh
         self.buffer: FullBuffer = mesh.gather.full_buffer(
-            layout.full_numel, self.compute_dtype, mesh.device, holds_main=self.dtype == self.compute_dtype
+            layout.full_numel,
+            self.compute_dtype,
+            mesh.device,
+            holds_main=self.dtype == self.compute_dtype,
+            packing=self.gather_packing,
         )
         self.full = self.buffer.full
         self.storage_id = self.full.untyped_storage()._cdata
@@ -132,19 +139,27 @@ class Bucket:
         """Bytes of the unsharded bucket."""
         return self.full.numel() * self.full.itemsize
 
-    def issue_unshard(self) -> None:
-        """Launch the all-gather of everybody's `main` into `full`."""
-        self._gathering = self.buffer.gather(self.main, tag=self.tag)
+    def issue_unshard(self, *, exactly: bool = False) -> None:
+        """Launch the all-gather of everybody's `main` into `full`; `exactly`: without packing it."""
+        self._gathering = self.buffer.gather(self.main, tag=self.tag, exactly=exactly)
 
     def wait_unshard(self) -> None:
         """Wait for the all-gather, if one is under way."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+            if self._versions is not None:
+                originals = tuple(slot.parameter for slot in self.slots)
+                torch._C._autograd._unsafe_set_version_counter(originals, tuple(self._versions))
+                self._versions = None
 
     def reshard(self) -> None:
         """Free the memory of `full`."""
         self.wait_unshard()
+        if self.buffer.is_zeroed and self._versions is None:
+            # Whoever reads them before they are unsharded again gets an error from autograd, not zeros.
+            self._versions = self.versions()
+            torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
         self.buffer.free()
 
     def write_back(self) -> None:

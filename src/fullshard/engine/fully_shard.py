@@ -280,9 +280,12 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     units = units_of(model)
     if torch._C._current_graph_task_id() != -1 or any(unit.schedule.is_in_forward for unit in units):
         raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
+    for unit in units:
+        if any(bucket.gather_packing is not None for bucket in unit.buckets):
+            unit.reshard()  # what was kept is not exact
     before = {unit: (unit.is_pinned, unit.state) for unit in units}
     for unit in units:
-        unit.unshard()
+        unit.unshard(exactly=True)
         unit.is_pinned = True
     buckets = [bucket for unit in units for bucket in unit.buckets]
     versions = [bucket.versions() for bucket in buckets]

@@ -116,7 +116,9 @@ class Gradient:
                     piece.zero_()
         self.advance()  # an earlier reduction of this bucket in the same backward
         self._full, self._pieces, self._filled = None, (), set()
-        self._reducing = self.bucket.mesh.reduce.reduce_scatter(full, tag=self.bucket.tag, divisor=self.divisor)
+        self._reducing = self.bucket.mesh.reduce.reduce_scatter(
+            full, tag=self.bucket.tag, divisor=self.divisor, packing=self.bucket.reduce_packing
+        )
 
     @torch.no_grad()
     def advance(self) -> None:

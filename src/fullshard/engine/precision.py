@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from fullshard.comm.packing import Packing, packing_for
+from fullshard.core.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
@@ -21,6 +24,13 @@ class MixedPrecisionPolicy:
         output_dtype: dtype floating-point outputs of each unit are cast to.
         cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
         buffer_dtype: dtype floating-point buffers are cast to, once, when the unit is made.
+        gather_as: `torch.int8` or `torch.bfloat16`: what parameters are sent as when they are unsharded. Every rank
+            then computes with what was sent; sharded parameters stay exact, and so does whatever is saved. See
+            `comm.packing` for the error. No effect on quantised weights, nor where ranks share memory.
+        reduce_as: the same for gradients on the shard axis, which are still added up in `reduce_dtype`.
+
+    Raises:
+        ConfigError: `gather_as` or `reduce_as` is something else, or saves nothing.
     """
 
     param_dtype: torch.dtype | None = None
@@ -28,6 +38,24 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     buffer_dtype: torch.dtype | None = None
+    gather_as: torch.dtype | None = None
+    reduce_as: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype, sent in (
+            ("gather_as", self.gather_as, self.param_dtype),
+            ("reduce_as", self.reduce_as, self.reduce_dtype),
+        ):
+            if dtype is None:
+                continue
+            try:
+                packing_for(dtype)
+            except ValueError as error:
+                raise ConfigError(f"{name} = {dtype}: {error}", hint="leave it out to send what there is") from error
+            if sent is not None and sent.itemsize <= dtype.itemsize:
+                raise ConfigError(
+                    f"{name} = {dtype} saves nothing: {sent} is sent without it", hint=f"leave {name} out"
+                )
 
     @classmethod
     def of(cls, policy: Any) -> MixedPrecisionPolicy:
@@ -47,6 +75,20 @@ class MixedPrecisionPolicy:
             return self.reduce_dtype
         compute = self.compute_dtype(stored)
         return torch.float32 if compute.itemsize < torch.float32.itemsize else compute
+
+    def gather_packing(self, dtype: torch.dtype) -> Packing | None:
+        """How an unsharded parameter of that dtype is sent. Bytes stay as they are, and so does what is as short."""
+        return _packing(self.gather_as, dtype)
+
+    def reduce_packing(self, dtype: torch.dtype) -> Packing | None:
+        """How a gradient of that dtype is sent."""
+        return _packing(self.reduce_as, dtype)
+
+
+def _packing(sent_as: torch.dtype | None, dtype: torch.dtype) -> Packing | None:
+    if sent_as is None or not dtype.is_floating_point or dtype.itemsize <= sent_as.itemsize:
+        return None
+    return packing_for(sent_as)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *, into_mutable: bool = True) -> Any:

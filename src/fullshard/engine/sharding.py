@@ -22,6 +22,7 @@ class Sharding:
         padding: share of all buckets that is padding.
         world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
         reshards_after_forward: whether every unit but the root frees its parameters between forward and backward.
+        packed: what is rounded before it is sent, or why it is not although it was asked for; empty if it was not.
     """
 
     units: int
@@ -35,6 +36,7 @@ class Sharding:
     shard_size: int
     replicate_size: int
     reshards_after_forward: bool
+    packed: str
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> Sharding:
@@ -55,13 +57,37 @@ class Sharding:
             shard_size=mesh.shard_size,
             replicate_size=mesh.replicate_size,
             reshards_after_forward=all(unit.reshard_after_forward for unit in units[:-1]),
+            packed=_packed(units),
         )
 
     def __str__(self) -> str:
         share = self.rank_numel / self.total_numel if self.total_numel else 0.0
+        packed = f"; {self.packed}" if self.packed else ""
         return (
             f"sharded over {self.world_size} ranks ({self.replicate_size} x {self.shard_size}): "
             f"{format_count(self.total_numel)} parameters in {self.units} units, {self.buckets} buckets; "
             f"this rank owns {format_count(self.rank_numel)} ({share:.1%}), {format_nbytes(self.rank_nbytes)}; "
-            f"largest unit {format_nbytes(self.largest_unit_nbytes)} unsharded; padding {self.padding:.3%}"
+            f"largest unit {format_nbytes(self.largest_unit_nbytes)} unsharded; padding {self.padding:.3%}{packed}"
         )
+
+
+def _packed(units: Sequence[Unit]) -> str:
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    reduced = [bucket for bucket in buckets if bucket.gradient is not None]
+    mesh, parts = units[0].mesh, []
+    for what, policies, packings, collectives in (
+        ("weights", [unit.policy.gather_as for unit in units], [b.gather_packing for b in buckets], mesh.gather),
+        ("gradients", [unit.policy.reduce_as for unit in units], [b.reduce_packing for b in reduced], mesh.reduce),
+    ):
+        asked = {str(dtype).removeprefix("torch.") for dtype in policies if dtype is not None}
+        if not asked:
+            continue
+        wanted = f"{what} sent as {' and '.join(sorted(asked))}"
+        packed = sum(packing is not None for packing in packings)
+        if not collectives.sends:
+            parts.append(f"no {wanted}: the ranks of a shard group share memory, or are one, and send none")
+        elif packed < len(packings):
+            parts.append(f"{wanted} in {packed} of {len(packings)} buckets, the others as they are")
+        else:
+            parts.append(wanted)
+    return "; ".join(parts)

@@ -136,17 +136,20 @@ class Unit:
             )
         self.state = state
 
-    def issue_unshard(self) -> None:
-        """Launch the all-gathers of a sharded unit; nothing for any other."""
+    def issue_unshard(self, *, exactly: bool = False) -> None:
+        """Launch the all-gathers of a sharded unit; nothing for any other. See `FullBuffer.gather` for `exactly`."""
         if self.state is not UnitState.SHARDED:
             return
         self._move(UnitState.GATHERING)
         self.emit(EventKind.UNSHARD_ISSUED, self.full_nbytes)
         for bucket in self.buckets:
-            bucket.issue_unshard()
+            bucket.issue_unshard(exactly=exactly)
 
-    def unshard(self) -> None:
+    def unshard(self, *, exactly: bool = False) -> None:
         """Make the parameters whole, waiting as long as it takes.
+
+        Args:
+            exactly: as main weights have them, although they are sent rounded otherwise.
 
         Raises:
             CommunicationError: the all-gather failed, for example because another rank runs another unit.
@@ -155,7 +158,7 @@ class Unit:
             if not self._is_bound:
                 self._bind(unsharded=True)
             return
-        self.issue_unshard()
+        self.issue_unshard(exactly=exactly)
         try:
             for bucket in self.buckets:
                 bucket.wait_unshard()

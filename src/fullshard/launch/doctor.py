@@ -50,7 +50,7 @@ class Trial:
     Attributes:
         exit_code: of the ranks; 0 if all ended well.
         checks: by name, the outcome in words; one that begins with `wrong` failed.
-        measurements: rows of collective, bytes, µs and GB/s (10**9 bytes).
+        measurements: rows of collective, bytes, µs and GB/s (10**9 bytes), and by which collectives, chosen or not.
         facts: of the ranks: device, threads, kind of collectives.
     """
 
@@ -262,7 +262,8 @@ def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _slowness(trial: Trial) -> Iterator[Finding]:
-    largest = max((row for row in trial.measurements if row["what"] == "all-gather"), key=lambda row: row["nbytes"])
+    gathers = (row for row in trial.measurements if row["what"] == "all-gather" and row["is_chosen"])
+    largest = max(gathers, key=lambda row: row["nbytes"])
     on_cpu = trial.facts.get("device") == "cpu"
     if largest["gb_per_second"] < (_SLOW_CPU_GB if on_cpu else _SLOW_ACCELERATOR_GB):
         hint = (

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.comm.base import Collectives
-from fullshard.comm.select import collectives_for
+from fullshard.comm.select import Choice, choices_for
 from fullshard.core.sizes import KIB, MIB
 from fullshard.engine import ShardedParameter, fully_shard
 from fullshard.launch.environment import init_process_group_from_environment, rank_device, read_rank_environment
@@ -44,12 +44,14 @@ def main() -> None:
         if environment.is_main:
             path.write_text(json.dumps(outcome), encoding="utf-8")
 
-    collectives = collectives_for(dist.group.WORLD, device)
+    choices = choices_for(dist.group.WORLD, device)
+    collectives = choices[0].collectives
     outcome["facts"] = {
         "world size": environment.world_size,
         "device": device.type,
         "backend": dist.get_backend(),
-        "collectives": type(collectives).__name__,
+        "collectives": choices[0].name,
+        "because": choices[0].reason,
         "threads per rank": torch.get_num_threads(),
     }
     for name, check in (
@@ -61,7 +63,7 @@ def main() -> None:
         keep()
     if environment.world_size > 1:
         sizes = _SIZES if device.type == "cpu" else (*_SIZES, _LARGE)
-        outcome["measurements"] = [row for nbytes in sizes for row in _measure(collectives, device, nbytes)]
+        outcome["measurements"] = [row for nbytes in sizes for row in _compare(choices, device, nbytes)]
     keep()
     dist.barrier()
     dist.destroy_process_group()
@@ -142,6 +144,13 @@ def _train(model: nn.Module, device: torch.device) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def _compare(choices: list[Choice], device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:
+    """Every collective with every kind of collectives that works here, so that the choice can be seen to be right."""
+    for choice in choices:
+        for row in _measure(choice.collectives, device, nbytes):
+            yield {**row, "collectives": choice.name, "is_chosen": choice is choices[0]}
 
 
 def _measure(collectives: Collectives, device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:

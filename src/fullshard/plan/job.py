@@ -22,6 +22,7 @@ Attention = Literal["flash", "sdpa", "eager"]
 Loss = Literal["eager", "fused"]
 Precision = Literal["no", "fp32", "bf16", "fp16"]
 BaseDtype = Literal["float32", "bfloat16", "float16"]
+Packing = Literal["int8", "bfloat16"]
 
 COMPUTE = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Compute dtype of each precision."""
@@ -36,6 +37,8 @@ class Job(BaseModel):
     shard_size: int | None = Field(None, ge=1, description="Ranks per shard group, for the hybrid strategies")
     precision: Precision = Field("bf16", description="bf16, fp16, fp32, or no: compute as stored")
     reduce_dtype: BaseDtype | None = Field(None, description="Gradients are summed in this. Default: float32 or wider")
+    gather_as: Packing | None = Field(None, description="Weights are rounded to this when sent: int8 or bfloat16")
+    reduce_as: Packing | None = Field(None, description="Gradients are rounded to this when sent: int8 or bfloat16")
     optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, sgd, sgd-momentum or none")
     method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
     lora_rank: int = Field(8, ge=1, description="Rank of the adapters")
@@ -99,6 +102,8 @@ class Job(BaseModel):
             "shard_size": sharding.shard_size,
             "precision": precision.mode,
             "reduce_dtype": precision.reduce_dtype,
+            "gather_as": precision.gather_as,
+            "reduce_as": precision.reduce_as,
             "offload": sharding.cpu_offload,
             "checkpointing": sharding.activation_checkpointing_mode if sharding.activation_checkpointing else "none",
             "reentrant": sharding.activation_checkpointing_reentrant,
@@ -117,7 +122,7 @@ class Job(BaseModel):
     @property
     def dtypes(self) -> Dtypes:
         """Dtypes by role."""
-        return Dtypes(COMPUTE[self.precision], self.reduce_dtype)
+        return Dtypes(COMPUTE[self.precision], self.reduce_dtype, self.gather_as, self.reduce_as)
 
     @property
     def compute_dtype(self) -> str:

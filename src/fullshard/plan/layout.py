@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from fullshard.core.layout import BucketLayout, ParameterSpec
+from fullshard.core.sizes import packed_nbytes
 from fullshard.core.strategy import Strategy
 from fullshard.plan.shapes import FLOATING, Block, ModelShape, ParameterShape, itemsize
 
@@ -17,6 +18,8 @@ class Dtypes:
 
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
+    gather_as: str | None = None
+    reduce_as: str | None = None
 
     def compute(self, parameter: ParameterShape) -> str:
         """Dtype of the unsharded parameter. Bytes with a meaning of their own are never cast."""
@@ -41,6 +44,7 @@ class BucketPlan:
         dtype, compute_dtype, reduce_dtype: stored, unsharded, and of the gradient's sum.
         trainable: whether it has gradients.
         largest_numel: elements of its largest parameter.
+        gather_as, reduce_as: what an interval is sent as, in either direction, if that is another dtype.
     """
 
     layout: BucketLayout
@@ -49,6 +53,18 @@ class BucketPlan:
     reduce_dtype: str
     trainable: bool
     largest_numel: int
+    gather_as: str | None = None
+    reduce_as: str | None = None
+
+    @property
+    def gather_message_nbytes(self) -> int:
+        """Bytes of a message with one interval of the weights."""
+        return _message_nbytes(self.layout.shard_numel, self.compute_dtype, self.gather_as)
+
+    @property
+    def reduce_message_nbytes(self) -> int:
+        """Bytes of a message with one interval of the gradient."""
+        return _message_nbytes(self.layout.shard_numel, self.reduce_dtype, self.reduce_as)
 
     @property
     def shares_main(self) -> bool:
@@ -79,6 +95,10 @@ class BucketPlan:
     def main_gradient_dtype(self) -> str:
         """The wider of the stored dtype and that of the sum: gradients are accumulated in it."""
         return max(self.dtype, self.reduce_dtype, key=itemsize)
+
+
+def _message_nbytes(numel: int, dtype: str, sent_as: str | None) -> int:
+    return numel * itemsize(dtype) if sent_as is None else packed_nbytes(numel, itemsize(sent_as))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +224,15 @@ def _bucket(shapes: tuple[tuple[int, ...], ...], first: ParameterShape, dtypes: 
         itemsizes.append(itemsize(reduce))
     layout = _layout(shapes, min(itemsizes), shard_size)
     largest = max(spec.numel for spec in layout.specs)
-    return BucketPlan(layout, first.dtype, compute, reduce, first.trainable, largest)
+    gather_as = None if first.exact else _packed(dtypes.gather_as, compute)
+    reduce_as = _packed(dtypes.reduce_as, reduce)
+    return BucketPlan(layout, first.dtype, compute, reduce, first.trainable, largest, gather_as, reduce_as)
+
+
+def _packed(sent_as: str | None, dtype: str) -> str | None:
+    """What elements of `dtype` are sent as: bytes stay as they are, and so does what is as short."""
+    is_shorter = sent_as is not None and dtype in FLOATING and itemsize(sent_as) < itemsize(dtype)
+    return sent_as if is_shorter else None
 
 
 @cache

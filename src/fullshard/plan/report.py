@@ -185,6 +185,8 @@ def as_run_config(plan: Plan) -> RunConfig:
             forward_prefetch=job.forward_prefetch,
             backward_prefetch=job.backward_prefetch,
         ),
-        precision=PrecisionConfig(mode=job.precision, reduce_dtype=job.reduce_dtype),
+        precision=PrecisionConfig(
+            mode=job.precision, reduce_dtype=job.reduce_dtype, gather_as=job.gather_as, reduce_as=job.reduce_as
+        ),
         training=TrainingConfig(gradient_accumulation_steps=job.accumulation),
     )

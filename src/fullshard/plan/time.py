@@ -36,7 +36,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.memory import Setting, state_numel
 from fullshard.plan.shapes import Block, ModelShape, UnitShape, itemsize
-from fullshard.plan.traffic import carried
+from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 
 STEP_LATENCY = 3e-6
 """Seconds per step of a ring, assumed: a few microseconds on NVLink and InfiniBand alike. It matters for small units on
@@ -265,7 +265,8 @@ class _Clock:
         unit = self.layouts[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
-                nbytes = 0 if self.setting.shares_memory else event.nbytes
+                sent = gather_message_nbytes(unit) * self.setting.layout.shard_size
+                nbytes = 0 if self.setting.shares_memory else sent
                 self.gathered[unit.name] = self._collective(self.setting.layout, nbytes)
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
@@ -285,7 +286,9 @@ class _Clock:
             case EventKind.REDUCE_ISSUED:
                 if self.reduced:  # one reduction is under way at a time
                     self._wait(self.reduced.pop())
-                done = self._collective(self.setting.layout, event.nbytes)
+                shard_size = self.setting.layout.shard_size
+                sent = reduce_message_nbytes(event, unit, shard_size) * shard_size
+                done = self._collective(self.setting.layout, event.nbytes if self.setting.shares_memory else sent)
                 self.reduced.append(max(done, self._all_reduce(self.setting.layout, event.nbytes)))
             case EventKind.REDUCE_DONE:
                 if self.reduced:

@@ -6,6 +6,8 @@ Every rank sends what it receives, so one number per axis is enough:
     reduce-scatter   a rank sends each of the S - 1 others their interval     full / S x (S - 1)
     all-reduce       reduce-scatter and all-gather of the shard               2 x shard / R x (R - 1)
 
+Along the shard axis intervals count as they are sent (`gather_as`, `reduce_as`).
+
 S and R are the ranks of the shard and the replicate axis. These are the least bytes possible (ZeRO, arXiv 1910.02054,
 section 7; Patarasuk and Yuan 2009 for all-reduce), and what ring algorithms send.
 """
@@ -17,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fullshard.core.events import Event, EventKind
-from fullshard.plan.layout import ModelLayout
+from fullshard.plan.layout import ModelLayout, UnitLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,26 @@ def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
     gather = reduce = replicate = gathers = reductions = 0
     for event in events:
         if event.kind is EventKind.UNSHARD_ISSUED and shard > 1:
-            gather += event.nbytes // shard * (shard - 1)
+            gather += gather_message_nbytes(units[event.unit]) * (shard - 1)
             gathers += len(units[event.unit].buckets)
         elif event.kind is EventKind.REDUCE_ISSUED:
             own = event.nbytes // shard
-            reduce += own * (shard - 1)
+            reduce += reduce_message_nbytes(event, units[event.unit], shard) * (shard - 1)
             replicate += all_reduce_nbytes(own, replicas)
             reductions += 1
     return Traffic(gather, reduce, replicate, gathers, reductions)
+
+
+def gather_message_nbytes(unit: UnitLayout) -> int:
+    """Bytes that a rank sends to each other to unshard a unit."""
+    return sum(bucket.gather_message_nbytes for bucket in unit.buckets)
+
+
+def reduce_message_nbytes(event: Event, unit: UnitLayout, shard_size: int) -> int:
+    """Bytes that a rank sends to each other to reduce one bucket of a unit: the one whose gradient has that size."""
+    buckets = (bucket for bucket in unit.buckets if bucket.trainable and bucket.reduce_nbytes == event.nbytes)
+    bucket = next(buckets, None)
+    return event.nbytes // shard_size if bucket is None else bucket.reduce_message_nbytes
 
 
 def all_reduce_nbytes(nbytes: int, ranks: int) -> int:

@@ -1,0 +1,76 @@
+"""A thread that sees messages through while the main one computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Generic, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Courier:
+    """Does what it is given, one thing after the other. After a failure it does nothing more.
+
+    Not an executor of the standard library: those wait for their threads when the interpreter ends, and a thread may
+    be waiting for a rank that is gone.
+
+    Args:
+        name: of the thread.
+        on_failure: called by the thread when something fails.
+    """
+
+    def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
+        self._name, self._on_failure = name, on_failure
+        self._tasks: SimpleQueue[_Task[Any] | None] = SimpleQueue()
+        self._failure: list[BaseException] = []
+        self._thread: Thread | None = None
+        self._lock = Lock()
+
+    def submit(self, do: Callable[[], Result]) -> Future[Result]:
+        """Have `do` called after everything that was submitted before."""
+        with self._lock:
+            if self._thread is None:
+                arguments = (self._tasks, self._failure, self._on_failure)
+                self._thread = Thread(target=_work, args=arguments, name=self._name, daemon=True)
+                self._thread.start()
+                weakref.finalize(self, self._tasks.put, None).atexit = False
+        task = _Task(do)
+        self._tasks.put(task)
+        return task.future
+
+    def check(self) -> None:
+        """Raise what has failed, if anything has."""
+        if self._failure:
+            raise self._failure[0]
+
+    def finish(self) -> None:
+        """Wait until everything that was submitted is done, and raise what has failed."""
+        if self._thread is not None:
+            self.submit(lambda: None).result()
+
+
+class _Task(Generic[Result]):
+    """Something to do, and what came of it."""
+
+    def __init__(self, do: Callable[[], Result]) -> None:
+        self.do = do
+        self.future: Future[Result] = Future()
+
+
+def _work(tasks: SimpleQueue[_Task[Any] | None], failure: list[BaseException], on_failure: Callable[[], None]) -> None:
+    """Body of the thread. It does not know the `Courier`, which would otherwise never be freed."""
+    while (task := tasks.get()) is not None:
+        try:
+            if failure:
+                raise failure[0]
+            task.future.set_result(task.do())
+        except BaseException as error:
+            if not failure:
+                failure.append(error)
+                on_failure()
+            task.future.set_exception(error)
+        del task  # with what it holds, before waiting for the next

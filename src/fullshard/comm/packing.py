@@ -1,0 +1,103 @@
+"""Messages with fewer bytes than the numbers in them have: rounded for the way, on purpose and by request only.
+
+| packing | bytes per element | what an element is off by, at most |
+|---|---|---|
+| bfloat16 | 2 | 2^-8 of itself |
+| int8 | 1 + 4/256 | 1/254 of the largest magnitude in its block of 256 |
+
+Whoever receives adds up in the dtype that gradients have anyway, so roundings do not add up over a sum's terms.
+A block with an element that is not finite comes out without a finite one, so that an overflow is still noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from fullshard.core.sizes import PACKED_BLOCK_NUMEL as BLOCK_NUMEL
+from fullshard.core.sizes import packed_nbytes, round_up
+
+_CHUNK_BLOCKS = 512
+"""Blocks that are packed in one go: few enough to stay in the cache."""
+_LARGEST = 127
+
+
+class Packing(Protocol):
+    """How elements are written into a message."""
+
+    def nbytes(self, numel: int) -> int:
+        """Length of the message, a multiple of 16 bytes."""
+        ...
+
+    def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Write `values`, shape (n,) and floating point, into a message, shape (nbytes(n),) and uint8."""
+        ...
+
+    def unpack(self, message: torch.Tensor, into: torch.Tensor) -> None:
+        """Read n elements into `into`, shape (n,) and of any floating-point dtype."""
+        ...
+
+
+def packing_for(dtype: torch.dtype) -> Packing:
+    """The packing that sends elements as `dtype`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if dtype not in _PACKINGS:
+        raise ValueError(f"nothing is sent as {dtype}: only as {' or '.join(map(str, _PACKINGS))}")
+    return _PACKINGS[dtype]
+
+
+class _Bfloat16:
+    """The upper half of each float32, rounded."""
+
+    def nbytes(self, numel: int) -> int:
+        return packed_nbytes(numel, 2)
+
+    @torch.no_grad()
+    def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        into[: 2 * values.numel()].view(torch.bfloat16).copy_(values)
+
+    @torch.no_grad()
+    def unpack(self, message: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(message[: 2 * into.numel()].view(torch.bfloat16))
+
+
+class _Int8Blocks:
+    """Each block of elements as multiples, -127 to 127, of a scale in float32. All multiples first, then all scales."""
+
+    def nbytes(self, numel: int) -> int:
+        return packed_nbytes(numel, 1)
+
+    def _chunks(self, message: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """(which elements, their multiples, the scales of their blocks), shapes (n,) and (blocks, 1)."""
+        multiples = message[:numel].view(torch.int8)
+        start = round_up(numel, 16)
+        scales = message[start : start + 4 * -(-numel // BLOCK_NUMEL)].view(torch.float32).unsqueeze(1)
+        whole = numel // BLOCK_NUMEL
+        for first in range(0, whole, _CHUNK_BLOCKS):
+            last = min(first + _CHUNK_BLOCKS, whole)
+            elements = slice(first * BLOCK_NUMEL, last * BLOCK_NUMEL)
+            yield elements, multiples[elements], scales[first:last]
+        if numel % BLOCK_NUMEL:
+            elements = slice(whole * BLOCK_NUMEL, numel)
+            yield elements, multiples[elements], scales[whole:]
+
+    @torch.no_grad()
+    def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        for elements, multiples, scales in self._chunks(into, values.numel()):
+            blocks = values[elements].float().view(scales.numel(), -1)
+            scales.copy_(blocks.abs().amax(1, keepdim=True).div_(_LARGEST))
+            rounded = (blocks / torch.where(scales == 0, 1, scales)).round_().clamp_(-_LARGEST, _LARGEST)
+            multiples.view(blocks.shape).copy_(rounded)
+
+    @torch.no_grad()
+    def unpack(self, message: torch.Tensor, into: torch.Tensor) -> None:
+        for elements, multiples, scales in self._chunks(message, into.numel()):
+            into[elements].view(scales.numel(), -1).copy_(multiples.view(scales.numel(), -1) * scales)
+
+
+_PACKINGS: dict[torch.dtype, Packing] = {torch.bfloat16: _Bfloat16(), torch.int8: _Int8Blocks()}
