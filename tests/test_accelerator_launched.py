@@ -20,6 +20,7 @@ from fullshard.api import plugin as plugin_module
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
+from fullshard.engine import describe
 from fullshard.wrap.forwards import is_unit
 from fullshard.wrap.policies import ByClass, BySize
 from tests.distributed import run_ranks
@@ -61,6 +62,14 @@ def test_everything_comes_from_the_launcher(launch: Launch) -> None:
     plugin = accelerator.state.fsdp_plugin
     assert (plugin.sharding_strategy, plugin.state_dict_type) == ("SHARD_GRAD_OP", "FULL_STATE_DICT")
     assert plugin.transformer_cls_names_to_wrap == ["Linear"]
+
+
+def test_what_is_sent_comes_from_the_launcher(launch: Launch) -> None:
+    launch(precision={"mode": "bf16", "gather_as": "int8", "reduce_as": "bfloat16"}, launch={"device": "cpu"})
+    model = Accelerator().prepare(nn.Linear(8, 8))
+    line = str(describe(model))
+    assert "no weights sent as int8: the ranks of a shard group share memory, or are one" in line
+    assert "no gradients sent as bfloat16" in line
 
 
 def test_the_script_wins_setting_by_setting(launch: Launch) -> None:
