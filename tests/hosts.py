@@ -57,7 +57,7 @@ def run_hosts(
         timeout: seconds until all processes are ended and the test fails.
 
     Raises:
-        RuntimeError: a rank raised (the message holds the first traceback), died, or the time is over.
+        RuntimeError: a rank raised (the message holds all tracebacks, the first one first), died, or the time is over.
     """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -76,21 +76,27 @@ def run_hosts(
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"not finished in time: {_logs(directory)}")
                 time.sleep(_POLL_SECONDS)
-            return [None if rank == dies else _result(directory, rank) for rank in range(first)]
+            return _results(directory, [rank for rank in range(first) if rank != dies], first)
         finally:
             for process in hosts:
                 process.kill()
                 process.wait()
 
 
-def _result(directory: Path, rank: int) -> Any:
-    path = directory / f"result{rank}"
-    if not path.exists():
-        raise RuntimeError(f"rank {rank} died: {_logs(directory)}")
-    succeeded, value = pickle.loads(path.read_bytes())  # noqa: S301 -- our own
-    if not succeeded:
-        raise RuntimeError(f"rank {rank} raised:\n{value}\n{_logs(directory)}")
-    return value
+def _results(directory: Path, ranks: Sequence[int], world_size: int) -> list[Any]:
+    values: list[Any] = [None] * world_size
+    problems = []
+    for rank in ranks:
+        path = directory / f"result{rank}"
+        if not path.exists():
+            problems.append((time.time(), f"rank {rank} died"))
+            continue
+        succeeded, values[rank] = pickle.loads(path.read_bytes())  # noqa: S301 -- our own
+        if not succeeded:
+            problems.append((path.stat().st_mtime, f"rank {rank} raised:\n{values[rank]}"))
+    if problems:  # the first of them may have led to the others
+        raise RuntimeError("\n".join([*(text for _, text in sorted(problems)), _logs(directory)]))
+    return values
 
 
 def _logs(directory: Path) -> str:

@@ -73,31 +73,40 @@ class _Int8Blocks:
         return packed_nbytes(numel, 1)
 
     def _chunks(self, message: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """(which elements, their multiples, the scales of their blocks), shapes (n,) and (blocks, 1)."""
+        """(which elements, their multiples, the scales of their blocks), shapes (blocks, n) and (blocks, 1)."""
         multiples = message[:numel].view(torch.int8)
         start = round_up(numel, 16)
         scales = message[start : start + 4 * -(-numel // BLOCK_NUMEL)].view(torch.float32).unsqueeze(1)
         whole = numel // BLOCK_NUMEL
-        for first in range(0, whole, _CHUNK_BLOCKS):
-            last = min(first + _CHUNK_BLOCKS, whole)
+        step = _CHUNK_BLOCKS if message.device.type == "cpu" else max(1, whole)
+        for first in range(0, whole, step):
+            last = min(first + step, whole)
             elements = slice(first * BLOCK_NUMEL, last * BLOCK_NUMEL)
-            yield elements, multiples[elements], scales[first:last]
+            yield elements, multiples[elements].view(last - first, -1), scales[first:last]
         if numel % BLOCK_NUMEL:
             elements = slice(whole * BLOCK_NUMEL, numel)
-            yield elements, multiples[elements], scales[whole:]
+            yield elements, multiples[elements].view(1, -1), scales[whole:]
 
     @torch.no_grad()
     def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        # Room that is used again: the system would return, and clear, new memory for every chunk.
+        room = torch.empty(0, dtype=torch.float32, device=into.device)
         for elements, multiples, scales in self._chunks(into, values.numel()):
-            blocks = values[elements].float().view(scales.numel(), -1)
-            scales.copy_(blocks.abs().amax(1, keepdim=True).div_(_LARGEST))
-            rounded = (blocks / torch.where(scales == 0, 1, scales)).round_().clamp_(-_LARGEST, _LARGEST)
-            multiples.view(blocks.shape).copy_(rounded)
+            blocks = values[elements].float().view(multiples.shape)
+            room.resize_(multiples.shape)
+            torch.amax(torch.abs(blocks, out=room), 1, keepdim=True, out=scales).div_(_LARGEST)
+            torch.div(blocks, torch.where(scales == 0, 1, scales), out=room).round_().clamp_(-_LARGEST, _LARGEST)
+            multiples.copy_(room)
 
     @torch.no_grad()
     def unpack(self, message: torch.Tensor, into: torch.Tensor) -> None:
+        room = torch.empty(0, dtype=torch.float32, device=message.device)
         for elements, multiples, scales in self._chunks(message, into.numel()):
-            into[elements].view(scales.numel(), -1).copy_(multiples.view(scales.numel(), -1) * scales)
+            blocks = into[elements].view(multiples.shape)
+            if blocks.dtype is torch.float32:
+                blocks.copy_(multiples).mul_(scales)
+            else:
+                blocks.copy_(room.resize_(multiples.shape).copy_(multiples).mul_(scales))
 
 
 _PACKINGS: dict[torch.dtype, Packing] = {torch.bfloat16: _Bfloat16(), torch.int8: _Int8Blocks()}
