@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-gpu lint format bench clean
+.PHONY: help venv train test test-full test-gpu lint format bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -62,6 +62,12 @@ format: $(VENV)/.dev  ## rewrite the files in the project's style
 
 bench: $(VENV)/.bench  ## compare with the other engines on 2 processes (options: ARGS="--quick")
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-gpu: $(VENV)/.bench  ## compare on one GPU: one rank, compiled, two ranks that share it (options: ARGS="--quick")
+	$(BIN)/python -m benchmarks.run --device cuda --ranks 1 --repeats 3 $(ARGS)
+	$(BIN)/python -m benchmarks.run --device cuda --ranks 1 --repeats 3 --compile $(ARGS)
+	$(BIN)/python -m benchmarks.run --device cuda --ranks 2 --repeats 1 --engines fsdp2 fullshard --rows 'tiny-*' $(ARGS)
+	$(BIN)/python -m benchmarks.overlap
 
 clean:  ## remove caches and the default output of `make train`; .venv stays
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Dtype = Literal["fp32", "bf16"]
+# bf16 keeps fp32 main weights; in bf16only weights, gradients and optimizer state are bf16 too.
+Dtype = Literal["fp32", "bf16", "bf16only"]
 
 # In the order of the tables. BARE runs on one rank and is the limit; the others are divided by REFERENCE.
 ENGINES = {
@@ -16,25 +17,41 @@ ENGINES = {
     "deepspeed": "DeepSpeed ZeRO-3",
     "fullshard": "fullshard",
 }
+GPU_ENGINES = ("bare", "fsdp2", "fullshard")
 BARE = "bare"
 REFERENCE = "fsdp2"
 
 # Device type -> backend of torch.distributed.
-BACKENDS = {"cpu": "gloo"}
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a GPT-2 model; the vocabulary is GPT-2's and input and output embeddings are tied."""
+    """Sizes of a model: GPT-2's, with its vocabulary and tied embeddings, or Llama's.
+
+    Args:
+        intermediate: width inside the MLP of a Llama; 0 stands for GPT-2.
+        key_value_heads: of a Llama.
+    """
 
     hidden: int
     layers: int
     heads: int
+    intermediate: int = 0
+    key_value_heads: int = 0
+
+    @property
+    def family(self) -> str:
+        """Which architecture it is a shape of."""
+        return "Llama" if self.intermediate else "GPT-2"
 
 
 SHAPES = {
     "30m": Shape(hidden=384, layers=6, heads=6),  # 30.3 M parameters, two thirds of them in the embedding
     "124m": Shape(hidden=768, layers=12, heads=12),  # GPT-2 small
+    "tiny": Shape(hidden=64, layers=2, heads=4, intermediate=128, key_value_heads=2),
+    "1b": Shape(hidden=2048, layers=16, heads=32, intermediate=8192, key_value_heads=8),
+    "3b": Shape(hidden=3072, layers=28, heads=24, intermediate=8192, key_value_heads=8),
 }
 
 
@@ -44,7 +61,7 @@ class Row:
 
     Args:
         model: a name from `SHAPES`.
-        dtype: dtype of forward and backward; main weights, reduction and optimizer are fp32 in both cases.
+        dtype: dtype of forward and backward; main weights, reduction and optimizer are fp32, except in `bf16only`.
         sequences: sequences per rank and step.
         tokens: tokens per sequence.
     """
@@ -60,10 +77,17 @@ class Row:
         return f"{self.model}-{self.dtype}-{self.sequences}x{self.tokens}"
 
 
-DTYPES: tuple[Dtype, ...] = ("fp32", "bf16")
-# 4 sequences per rank is compute-bound, 1 is communication-bound.
-ROWS = {
-    row.name: row
-    for row in (Row(model, dtype, sequences, 128) for model in SHAPES for dtype in DTYPES for sequences in (4, 1))
-}
-QUICK_ROW = "30m-fp32-1x128"
+# For CPUs: 4 sequences per rank is compute-bound, 1 is communication-bound; 4x512 is compute and nothing else.
+_CPU_ROWS = [
+    *(Row(model, dtype, n, 128) for model in ("30m", "124m") for dtype in ("fp32", "bf16") for n in (4, 1)),
+    Row("124m", "fp32", 4, 512),
+]
+# For accelerators, of which one takes a 3B model with AdamW in bf16.
+_GPU_ROWS = [
+    *(Row("tiny", dtype, 2, 64) for dtype in ("bf16", "bf16only")),
+    *(Row("1b", dtype, 4, 2048) for dtype in ("bf16", "bf16only")),
+    Row("3b", "bf16only", 2, 2048),
+]
+ROWS = {row.name: row for row in (*_CPU_ROWS, *_GPU_ROWS)}
+DEFAULT_ROWS = {"cpu": [row.name for row in _CPU_ROWS], "cuda": [row.name for row in _GPU_ROWS]}
+QUICK_ROWS = {"cpu": "30m-fp32-1x128", "cuda": "tiny-bf16-2x64"}

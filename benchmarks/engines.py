@@ -1,8 +1,8 @@
 """One function per engine: turn the model into a training step, the way that engine's users would.
 
 All engines get the same model, batches, seed and AdamW flags, compute in the row's dtype, and keep main weights,
-gradient reduction and optimizer state in fp32. Each wraps by transformer block where it has a notion of wrapping, and
-keeps its own defaults otherwise.
+gradient reduction and optimizer state in fp32, unless the row is bf16 only. Each wraps by transformer block where it
+has a notion of wrapping, and keeps its own defaults otherwise.
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook and takes no strings.
@@ -23,8 +23,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from benchmarks.models import blocks
 from benchmarks.record import Job
 
 TrainStep = Callable[[Tensor], Tensor]
@@ -48,11 +48,6 @@ class Engine:
 def adamw(parameters: Iterable[Tensor], job: Job) -> torch.optim.AdamW:
     """The optimizer of every engine: torch's fused AdamW with one set of flags."""
     return torch.optim.AdamW(parameters, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks in definition order."""
-    return [module for module in model.modules() if isinstance(module, GPT2Block)]
 
 
 class MainWeights:
@@ -114,7 +109,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainStep:
 
 def build_bare(model: nn.Module, job: Job) -> TrainStep:
     """One process, no communication: the limit for the others."""
-    if job.row.dtype == "fp32":
+    if job.row.dtype != "bf16":
         return plain_step(model, adamw(model.parameters(), job))
     main_weights = MainWeights(model, job)
 
@@ -131,7 +126,7 @@ def build_bare(model: nn.Module, job: Job) -> TrainStep:
 
 def build_ddp(model: nn.Module, job: Job) -> TrainStep:
     """Torch's DistributedDataParallel."""
-    if job.row.dtype == "fp32":
+    if job.row.dtype != "bf16":
         replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return plain_step(replica, adamw(replica.parameters(), job))
     main_weights = MainWeights(model, job)
@@ -153,7 +148,7 @@ def build_fsdp1(model: nn.Module, job: Job) -> TrainStep:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     sharded = FullyShardedDataParallel(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({GPT2Block}),
+        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks(model)}),
         mixed_precision=precision if job.row.dtype == "bf16" else None,
         device_id=torch.device(job.device),
         use_orig_params=True,
@@ -222,7 +217,7 @@ def build_deepspeed(model: nn.Module, job: Job) -> TrainStep:
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # its default clips to norm 1, which no other engine here does
         "communication_data_type": "fp32",
-        "bf16": {"enabled": job.row.dtype == "bf16"},
+        "bf16": {"enabled": job.row.dtype != "fp32"},
     }
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters(), job), config=config)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from benchmarks.catalog import SHAPES
+from benchmarks.catalog import SHAPES, Shape
 from benchmarks.record import Job
 
 VOCABULARY = 50257
@@ -16,9 +18,31 @@ NUM_BATCHES = 4
 
 
 def build_model(job: Job) -> nn.Module:
-    """The row's model in fp32 on the job's device, the same weights for every engine and rank."""
-    shape = SHAPES[job.row.model]
-    config = GPT2Config(
+    """The row's model on the job's device, in fp32 unless the row is bf16 only; the same weights everywhere."""
+    torch.manual_seed(job.seed)
+    config = _config(SHAPES[job.row.model])
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    dtype = torch.bfloat16 if job.row.dtype == "bf16only" else torch.float32
+    model = model.to(job.device, dtype).train()
+    if job.compile:
+        for block in blocks(model):
+            block.compile()
+    return model
+
+
+def _config(shape: Shape) -> PretrainedConfig:
+    if shape.family == "Llama":
+        return LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.key_value_heads,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+    return GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=shape.hidden,
         n_layer=shape.layers,
@@ -28,9 +52,11 @@ def build_model(job: Job) -> nn.Module:
         attn_pdrop=0.0,
         use_cache=False,
     )
-    torch.manual_seed(job.seed)
-    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    return model.to(job.device).train()
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks in definition order."""
+    return [module for module in model.modules() if isinstance(module, GPT2Block | LlamaDecoderLayer)]
 
 
 def build_batches(job: Job, rank: int) -> list[Tensor]:

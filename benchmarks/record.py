@@ -38,6 +38,7 @@ class Job:
         steps: measured steps.
         lr: learning rate of AdamW.
         device: a device type from `benchmarks.catalog.BACKENDS`.
+        compile: `torch.compile` on each transformer block.
     """
 
     row: Row
@@ -49,6 +50,7 @@ class Job:
     seed: int
     lr: float
     device: str
+    compile: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Memory:
         steps_peak_nbytes: peak from the first warm-up step to the last step.
         shared_nbytes: shared memory resident at the end. Pages that several ranks map count in full on each of them.
         pss_nbytes: resident at the end with shared pages divided by the number of their users.
+        device_peak_nbytes: peak of what torch allocated on the accelerator, set-up and steps; 0 without one.
     """
 
     imports_nbytes: int
@@ -68,6 +71,7 @@ class Memory:
     steps_peak_nbytes: int
     shared_nbytes: int
     pss_nbytes: int
+    device_peak_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 from torch.distributed import TCPStore
 
-from benchmarks.catalog import BACKENDS, BARE, ENGINES, QUICK_ROW, ROWS, Row
+from benchmarks.catalog import BACKENDS, BARE, DEFAULT_ROWS, ENGINES, GPU_ENGINES, QUICK_ROWS, ROWS, Row
 from benchmarks.record import (
     FORMAT,
     JOB,
@@ -51,30 +52,34 @@ RunRanks = Callable[[Job, Path, float], str | None]
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads the command line; wrong names end the program with the list of right ones."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("--rows", nargs="+", default=["*"], metavar="ROW", help="names or patterns such as '124m-*'")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES), metavar="ENGINE",
-                        help=f"of {', '.join(ENGINES)}")  # fmt: skip
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="names or patterns such as '124m-*'")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), metavar="ENGINE",
+                        help=f"of {', '.join(ENGINES)}; default all, on GPUs {', '.join(GPU_ENGINES)}")  # fmt: skip
     parser.add_argument("--repeats", type=_at_least_one, help="default 5, with --quick 1")
     parser.add_argument("--steps", type=_at_least_one, help="measured steps per run, default 10, with --quick 5")
     parser.add_argument("--warmup", type=_at_least_one, help="steps before them, default 3, with --quick 2")
     parser.add_argument("--ranks", type=_at_least_one, default=2, help="processes of the distributed engines")
     parser.add_argument("--device", default="cpu", choices=list(BACKENDS))
+    parser.add_argument("--compile", action="store_true", help="torch.compile each transformer block")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which one run is an error")
     parser.add_argument("--name", help="of the record in benchmarks/results, default such as cpu-2ranks")
-    parser.add_argument("--quick", action="store_true", help=f"a smoke test: {QUICK_ROW} once, a few steps")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: one small row once, a few steps")
     parser.add_argument("--allow-failures", action="store_true", help="exit with 0 although an engine failed")
     options = parser.parse_args(arguments)
-    if options.quick and options.rows == ["*"]:
-        options.rows = [QUICK_ROW]
+    if options.engines is None:
+        options.engines = list(ENGINES) if options.device == "cpu" else list(GPU_ENGINES)
+    if options.rows is None:
+        options.rows = [QUICK_ROWS[options.device]] if options.quick else DEFAULT_ROWS[options.device]
     for option, full, quick in (("repeats", 5, 1), ("steps", 10, 5), ("warmup", 3, 2)):
         if getattr(options, option) is None:
             setattr(options, option, quick if options.quick else full)
     for pattern in options.rows:
         if not fnmatch.filter(ROWS, pattern):
             parser.error(f"no row matches {pattern!r}; rows are {', '.join(ROWS)}")
-    options.name = options.name or f"{options.device}-{options.ranks}ranks{'-quick' if options.quick else ''}"
+    suffix = ("-compiled" if options.compile else "") + ("-quick" if options.quick else "")
+    options.name = options.name or f"{options.device}-{options.ranks}ranks{suffix}"
     return options
 
 
@@ -103,6 +108,7 @@ def plan_jobs(options: argparse.Namespace) -> Iterator[tuple[int, Job]]:
                     seed=options.seed,
                     lr=options.lr,
                     device=options.device,
+                    compile=options.compile,
                 )
                 yield position, job
 
@@ -160,6 +166,9 @@ def _run_ranks(job: Job, folder: Path, timeout: float) -> str | None:
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
+        if job.device == "cuda" and job.ranks > torch.accelerator.device_count():
+            # Several ranks share a GPU: NCCL lets them if it takes them for ranks of several hosts, over loopback.
+            environment |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
         with log_path(folder, rank).open("wb") as log:
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:

@@ -20,7 +20,7 @@ from benchmarks.record import Record, Run, load
 MIB = 2**20
 # Largest relative difference between an engine's losses and the reference's that still counts as the same training.
 # Engines add the same numbers in different orders; bf16 rounds each of them to 8 bits, and steps amplify it.
-TOLERANCES = {"fp32": 1e-5, "bf16": 5e-3}
+TOLERANCES = {"fp32": 1e-5, "bf16": 5e-3, "bf16only": 5e-3}
 HEADINGS = ("engine", "step s (range)", "/ FSDP2", "peak MiB", "/ FSDP2", "last loss", "losses = FSDP2")
 SUMMARY_HEADINGS = ("row", "step s", "/ FSDP2", "peak MiB", "/ FSDP2", "losses = FSDP2", "repeats")
 OURS = "fullshard"
@@ -118,7 +118,7 @@ def _row_block(by_engine: Mapping[str, Sequence[Run]], num_cpus: int) -> str:
     lines = [
         f"### {job.row.model.upper()}, {job.row.dtype}, {job.row.sequences}x{job.row.tokens} tokens per rank",
         "",
-        f"GPT-2 shape, {shape.layers} layers of {shape.hidden}; row `{job.row.name}`.",
+        f"{shape.family} shape, {shape.layers} layers of {shape.hidden}; row `{job.row.name}`.",
         "",
         *align([HEADINGS, *(_cells(engine, summaries, job.row.dtype) for engine in summaries)]),
         "",
@@ -168,7 +168,9 @@ def _median_step_seconds(run: Run) -> float:
 
 
 def _peak_nbytes(run: Run) -> int:
-    return max(max(rank.memory.setup_peak_nbytes, rank.memory.steps_peak_nbytes) for rank in run.ranks)
+    """On the accelerator if there is one, else resident on the host."""
+    memories = [rank.memory for rank in run.ranks]
+    return max(m.device_peak_nbytes or max(m.setup_peak_nbytes, m.steps_peak_nbytes) for m in memories)
 
 
 def _mean_losses(run: Run) -> list[float]:

@@ -31,6 +31,8 @@ def measure(job: Job) -> RankResult:
     imports_nbytes = _nbytes(_STATUS, "VmRSS")
     _reset_peak()
     rank = 0
+    if job.device != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
     if job.engine != BARE:
         dist.init_process_group(BACKENDS[job.device])
         rank = dist.get_rank()
@@ -49,6 +51,7 @@ def measure(job: Job) -> RankResult:
         steps_peak_nbytes=_nbytes(_STATUS, "VmHWM") - imports_nbytes,
         shared_nbytes=_nbytes(_STATUS, "RssShmem"),
         pss_nbytes=_nbytes(_SMAPS, "Pss"),
+        device_peak_nbytes=torch.cuda.max_memory_allocated() if job.device == "cuda" else 0,
     )
     if job.engine != BARE:
         dist.barrier()
