@@ -10,7 +10,8 @@ medians over the turns.
 
 A save in the background is measured by how long training stands still: in the call, and in the next step, which waits
 until the optimizer's state is copied. *With computation* a forward and backward of 64 rows lies between the two, *at
-once* nothing does; *first* is the first save of a process, which touches its memory for the first time.
+once* nothing does; *first* is the first save of a process, and *first, not announced* one without `AsyncSaver.reserve`,
+which touches its memory for the first time. Shares are medians over the turns of what each turn's own save took.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from benchmarks.record import RESULTS
 
 ENGINES = ("fullshard", "dcp", "accelerate")
 _WIDTH = 2236  # 25 matrices of this width are 125 million parameters
+_SAVES = ("first", *["with computation"] * 3, *["at once"] * 3, "first, not announced")
 _ROWS = 64
 """Of a rank's batch: enough that a step takes about as long as copying the state."""
 
@@ -112,7 +114,8 @@ class _Fullshard(_Engine):
 
         shard_model(self.model, unit_modules=list(self.model.children()))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.saver = AsyncSaver()
+        self.saver, self.unannounced = AsyncSaver(), AsyncSaver()
+        self.saver.reserve([(self.model, self.optimizer)])
 
     def save(self, path: Path) -> None:
         from fullshard.checkpoint import save_checkpoint
@@ -240,10 +243,13 @@ def _measure_async(engine: _Fullshard, path: Path, into: Measured) -> None:
     reached: list[float] = []
     engine.optimizer.register_step_pre_hook(lambda *_: reached.append(time.perf_counter()))
     rows = torch.randn(_ROWS, _WIDTH)
-    for kind in ("first", "with computation", "with computation", "at once", "at once"):
+    engine.saver.check()  # as in every step
+    for kind in _SAVES:
+        saver = engine.unannounced if kind == "first, not announced" else engine.saver
+        time.sleep(1)  # the first save comes long after the first step; and the disk is quiet again
         dist.barrier()
         began = time.perf_counter()
-        engine.saver.save(path, model=engine.model, optimizer=engine.optimizer)
+        saver.save(path, model=engine.model, optimizer=engine.optimizer)
         into.note(f"async save, {kind}", time.perf_counter() - began)
         after = engine.optimizer.register_step_pre_hook(lambda *_: reached.append(time.perf_counter()))
         if kind != "at once":
@@ -255,7 +261,7 @@ def _measure_async(engine: _Fullshard, path: Path, into: Measured) -> None:
         engine.optimizer.zero_grad()
         into.note(f"async step, {kind}", reached[-1] - reached[-2])
         after.remove()
-        engine.saver.wait()
+        saver.wait()
         _remove(path)
 
 
@@ -334,10 +340,9 @@ def _record(arguments: argparse.Namespace, measured: dict[str, Measured], offlin
         "offline": offline,
     }
     ours = medians.get("fullshard", {})
-    for kind in ("first", "with computation", "at once"):
+    for kind in dict.fromkeys(_SAVES):
         if f"async save, {kind}" in ours:
-            blocked = ours[f"async save, {kind}"] + ours[f"async step, {kind}"]
-            record[f"async share of save, {kind}"] = blocked / ours["save"]
+            record[f"async share of save, {kind}"] = _share(measured["fullshard"].seconds, kind)
     if "checksums" in medians:
         with_, without = (medians["checksums"][f"{word} checksums"] for word in ("with", "without"))
         record["checksum_share_of_save"] = 1 - without / with_
@@ -346,6 +351,15 @@ def _record(arguments: argparse.Namespace, measured: dict[str, Measured], offlin
     arguments.output.write_text(json.dumps(everything, indent=1) + "\n")
     shown = {key: value for key, value in record.items() if key != "measured"}
     print(json.dumps(shown, indent=1))
+
+
+def _share(seconds: dict[str, list[float]], kind: str) -> float:
+    """How much of a save that waits training waits for one in the background, the median over the turns."""
+    saves, calls, steps = seconds["save"], seconds[f"async save, {kind}"], seconds[f"async step, {kind}"]
+    each = len(calls) // len(saves)
+    blocked = [statistics.median(map(sum, zip(calls[i : i + each], steps[i : i + each], strict=True)))
+               for i in range(0, len(calls), each)]  # fmt: skip
+    return statistics.median(one / save for one, save in zip(blocked, saves, strict=True))
 
 
 def main() -> None:

@@ -251,6 +251,8 @@ class Accelerator(Gathering):
         for index, value in enumerate(objects):
             if _is_scheduler(value):
                 prepared[index] = self.prepare_scheduler(value)
+        if self._models and not self._is_awaited(None):
+            saving.announce(self._training_state(), self._saver)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(

@@ -7,6 +7,7 @@ complete, so like a single one it is whole or not there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -201,6 +202,12 @@ def save(
         for number, (model, _) in enumerate(parts):
             part = path if len(parts) == 1 else path / f"{PART_PREFIX}{number}"
             save_model(model, part / _WHOLE, "10GB", environment)
+
+
+def announce(state: TrainingState, saver: checkpoint.AsyncSaver) -> None:
+    """Have `saver` take its memory while training begins."""
+    with contextlib.suppress(CheckpointError):  # models and optimizers that fit only when all are prepared
+        saver.reserve(state.parts())
 
 
 def load(path: Path, state: TrainingState) -> int:

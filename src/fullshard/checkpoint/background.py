@@ -5,7 +5,8 @@
                                                     a step waits for it ^     all ranks learn of it here ^
 
 An optimizer's state, two thirds of most checkpoints, changes in steps only, so it is copied while the next step is
-computed. On accelerators it is copied with the weights.
+computed. On accelerators it is copied with the weights. The memory for the copies is taken before the first save, if
+it is announced with `reserve`: to touch new pages takes three times as long as copying into known ones.
 
 What is written and how it is made to count is the code of `save`; only the thread is another one, and the process
 group, so that its messages never mix with those of the training.
@@ -18,14 +19,19 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, Unpack
 
-from fullshard.checkpoint.collect import SaveArguments
+import torch
+from torch import nn
+
+from fullshard.checkpoint.collect import SaveArguments, staged_blocks
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_save
 from fullshard.checkpoint.staging import HostMemory
+from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
 from fullshard.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +48,7 @@ class AsyncSaver:
     ends waits until its save is written.
 
         with AsyncSaver() as saver:
+            saver.reserve([(model, optimizer)])
             for step, batch in enumerate(batches):
                 saver.check()
                 ...
@@ -63,11 +70,26 @@ class AsyncSaver:
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._error: BaseException | None = None
+        self._announced: list[tuple[list[LocalTensor], torch.optim.Optimizer | None]] = []
+        self._reserving: threading.Thread | None = None
 
     @property
     def is_saving(self) -> bool:
         """Whether a save was begun whose end this rank has not seen yet."""
         return self._thread is not None
+
+    def reserve(self, parts: Sequence[tuple[nn.Module, torch.optim.Optimizer | None]]) -> None:
+        """Announce saves of whole models with their optimizers, so that not even the first one waits for memory.
+
+        It is taken in a thread, from the first `check` after the optimizers' first step on: only then is it known how
+        large their state is. Without an announcement the first save takes it.
+        """
+        self._announced.clear()
+        for model, optimizer in parts:
+            rest(model)
+            rank = Ranks.of(model).rank
+            tensors = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
+            self._announced.append((tensors, optimizer))
 
     def save(self, path: str | Path, **arguments: Unpack[SaveArguments]) -> Path:
         """Copy the state and return; it is written meanwhile. Takes the arguments of `save_checkpoint`. A collective.
@@ -94,6 +116,10 @@ class AsyncSaver:
             raise CheckpointError(
                 f"{self._path} is still being written", hint="save less often, or use when_busy='wait'"
             )
+        self._announced.clear()
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
         self.memory.reuse()
 
     def begin(self, pending: Pending) -> None:
@@ -116,6 +142,8 @@ class AsyncSaver:
         Raises:
             CheckpointError: on every rank at the same step, if the save failed.
         """
+        if self._announced and all(optimizer is None or optimizer.state for _, optimizer in self._announced):
+            self._begin_reserving()
         if self._thread is None or self._ranks is None:
             return None
         return self.wait() if self._ranks.all(not self._thread.is_alive()) else None
@@ -143,6 +171,12 @@ class AsyncSaver:
             if error is None:
                 raise
             logger.exception("besides, the checkpoint %s was not saved", self._path)
+
+    def _begin_reserving(self) -> None:
+        blocks = [block for announced in self._announced for block in staged_blocks(*announced)]
+        self._announced.clear()
+        self._reserving = threading.Thread(target=self.memory.reserve, args=(blocks,), name="fullshard-reserve")
+        self._reserving.start()
 
     def _write(self, pending: Pending, ranks: Ranks) -> None:
         try:

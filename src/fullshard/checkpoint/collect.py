@@ -28,7 +28,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
 from fullshard.checkpoint.rng import rng_tensors
-from fullshard.checkpoint.staging import HostMemory, LateCopies
+from fullshard.checkpoint.staging import HostMemory, LateCopies, is_copied_late
 from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.tensors import (
     LocalTensor,
@@ -221,6 +221,16 @@ class RankWriter:
         return manifest
 
 
+def staged_blocks(tensors: Sequence[LocalTensor], optimizer: torch.optim.Optimizer | None) -> list[list[torch.Tensor]]:
+    """What `RankWriter.stage` will copy of parameters, buffers and optimizer state, by the block it goes into."""
+    weights = [local.tensor for local in tensors if local.is_writer]
+    if optimizer is None:
+        return [weights]
+    entries = [entry for entry in state_entries(optimizer, tensors) if entry.layout and entry.is_stored_here]
+    state = [tensor for entry in entries for tensor in _stored(entry).values()]
+    return [weights, state] if is_copied_late(state, optimizer) else [weights + state]
+
+
 def _states(model: nn.Module, arguments: SaveArguments) -> dict[str, Any]:
     """The Python values that are saved, by the name they have in the manifest."""
     sources = {
@@ -267,9 +277,10 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
         return StateReport(record=coded)
     tensor: torch.Tensor = entry.value
     start, stop = (interval.start, interval.stop) if entry.layout == "interval" else (0, tensor.numel())
-    piece = PieceRecord(rank=rank, start=start, stop=stop)
-    return StateReport(
-        record=StateTensorRecord(
+    # Without validation, which training would wait for and rank 0 does when the reports reach it.
+    piece = PieceRecord.model_construct(rank=rank, start=start, stop=stop)
+    return StateReport.model_construct(
+        record=StateTensorRecord.model_construct(
             shape=entry.parameter.shape if entry.layout == "interval" else tuple(tensor.shape),
             dtype=dtype_name(tensor, where=entry.name),
             pieces=(piece,) if entry.is_stored_here and stop > start else (),

@@ -36,7 +36,7 @@ from fullshard.checkpoint.optimizer_state import group_parameters
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.resharding import plan_reads
 from fullshard.checkpoint.rng import restore_rng
-from fullshard.checkpoint.storage import Bytes, TensorFileReader, replaced_directories
+from fullshard.checkpoint.storage import Bytes, TensorFileReader, order_key, replaced_directories
 from fullshard.checkpoint.tensors import (
     LocalTensor,
     device_of,
@@ -198,8 +198,9 @@ class _Load:
         """Fill every target; returns tensors that are no part of model or optimizer."""
         with Readers(self.directory, self.manifest) as readers:
             # the order of the files, so that each is read from front to back
-            for target in sorted(self._targets, key=lambda t: (t.kind, -DTYPES[t.record.dtype][1])):
+            for target in sorted(self._targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
                 _fill(target, readers)
+            readers.settle()
             stored = readers.all_tensors(rank_file_name("state", 0))
             if self.rank:
                 stored = {name: t for name, t in stored.items() if not name.startswith("rng/")}
@@ -341,11 +342,29 @@ class Readers:
             )
         self._open[name] = reader
         if len(self._open) > _MAX_OPEN_FILES:
-            self._open.popitem(last=False)[1].close()
+            _, oldest = self._open.popitem(last=False)
+            with oldest:
+                oldest.settle()
         return reader
 
-    def fill(self, data: Bytes, kind: str, name: str, record: TensorRecord, interval: Interval) -> None:
-        """Read elements `interval` of a tensor that lies in pieces in files of one kind."""
+    def settle(self) -> None:
+        """Prove what was read with `streams`."""
+        for reader in self._open.values():
+            reader.settle()
+
+    def fill(
+        self, data: Bytes, kind: str, name: str, record: TensorRecord, interval: Interval, *, streams: bool = False
+    ) -> None:
+        """Read elements `interval` of a tensor that lies in pieces in files of one kind.
+
+        Args:
+            data: filled with them.
+            kind: of the files.
+            name: of the tensor in them.
+            record: where its pieces are.
+            interval: elements of the flattened whole.
+            streams: calls follow the order of the files, and `settle` the last of them; only then all is proved.
+        """
         itemsize = DTYPES[record.dtype][1]
         pieces = {piece.rank: piece for piece in record.pieces}
         for read in plan_reads(pieces_of(record), interval):
@@ -356,7 +375,7 @@ class Readers:
                 part[:] = tensor_bytes(values.to(torch_dtype(DTYPES[record.dtype][0])))
                 continue
             stored = reader.find(name, record.dtype, piece.interval.numel)
-            reader.read_into(stored.start + read.source.start * itemsize, part)
+            (reader.stream_into if streams else reader.read_into)(stored.start + read.source.start * itemsize, part)
 
     def fill_coded(self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval) -> None:
         """Read optimizer state that is held as codes: as it was saved if it is the same piece, else coded anew."""
@@ -429,7 +448,7 @@ def _fill(target: _Target, readers: Readers) -> None:
     tensor = target.tensor.detach()
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
     staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
-    readers.fill(tensor_bytes(staging), target.kind, target.name, target.record, target.interval)
+    readers.fill(tensor_bytes(staging), target.kind, target.name, target.record, target.interval, streams=True)
     if not in_place:
         tensor.copy_(staging)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from fullshard.core.errors import CheckpointError
 
 _ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every dtype's size."""
+_SPARE_NBYTES = 2**20
+"""Of a reserved block, for what nobody knows in advance: states of generators, tensors in the state of a script."""
 
 Named = Mapping[str, torch.Tensor]
 
@@ -21,20 +23,28 @@ class HostMemory:
     """Copies of tensors in one block per state, which is kept: the pages of a new one cost more than the copy."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []
-        self._used = 0
+        self._free: list[torch.Tensor] = []
+        self._used: list[torch.Tensor] = []
         self._late: list[LateCopies] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks: this rank's share of what was saved."""
-        return sum(block.numel() for block in self._blocks)
+        return sum(block.numel() for block in (*self._free, *self._used))
 
     def reuse(self) -> None:
         """Declare all copies unused."""
-        self._used = 0
+        self._free += self._used
+        self._used.clear()
         while self._late:
             self._late.pop().release()
+
+    def reserve(self, states: Iterable[Iterable[torch.Tensor]]) -> None:
+        """Take a block for each state now, and touch its pages. May run in another thread while training goes on."""
+        for tensors in map(list, states):
+            pinned = any(map(_is_remote, tensors))
+            nbytes = sum(_aligned(tensor.nbytes) for tensor in tensors) + _SPARE_NBYTES
+            self._free.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).fill_(0))
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Named]) -> dict[str, dict[str, torch.Tensor]]:
@@ -55,8 +65,7 @@ class HostMemory:
             None if that cannot be: the state lies on an accelerator, whose own queue orders copies and steps, or the
             optimizer's class does not announce its steps.
         """
-        announces_steps = getattr(type(optimizer).step, "hooked", False)  # set by torch.optim.Optimizer
-        if not announces_steps or any(_is_remote(tensor) for tensor in state.values()):
+        if not is_copied_late(state.values(), optimizer):
             return None
         late = LateCopies(self._room_for({"state": state}, pinned=False)["state"], state, optimizer)
         self._late.append(late)
@@ -75,14 +84,23 @@ class HostMemory:
         return room
 
     def _take(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        if self._used == len(self._blocks):
-            self._blocks.append(torch.empty(0, dtype=torch.uint8))
-        if self._blocks[self._used].numel() < nbytes:
-            # Let go of the old block first, so that never both are held.
-            self._blocks[self._used] = torch.empty(0, dtype=torch.uint8)
-            self._blocks[self._used] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._used += 1
-        return self._blocks[self._used - 1]
+        fitting = [block for block in self._free if block.numel() >= nbytes and block.is_pinned() == pinned]
+        if fitting:
+            block = min(fitting, key=torch.numel)
+            self._free = [other for other in self._free if other is not block]
+        else:
+            # Let go of the one that has become too small, so that never both are held.
+            small = max((block for block in self._free if block.numel() < nbytes), key=torch.numel, default=None)
+            self._free = [other for other in self._free if other is not small]
+            block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._used.append(block)
+        return block
+
+
+def is_copied_late(state: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state of `optimizer` is copied by `copy_before_step`."""
+    announces_steps = getattr(type(optimizer).step, "hooked", False)  # set by torch.optim.Optimizer
+    return announces_steps and not any(map(_is_remote, state))
 
 
 class LateCopies:

@@ -60,8 +60,17 @@ class TensorEntry:
 
 
 def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """`entries` in the order they are stored: widest elements first, which keeps every tensor aligned to its dtype."""
-    return sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
+    """`entries` in the order they are stored.
+
+    Widest elements first, which keeps every tensor aligned to its dtype. Of those, single ones first: every rank wants
+    them (the step counts), and together they are a chunk to read, apart one each.
+    """
+    return sorted(entries, key=lambda entry: order_key(entry.dtype, math.prod(entry.shape)))
+
+
+def order_key(dtype: str, numel: int) -> tuple[int, bool]:
+    """What tensors are ordered by in a file."""
+    return -DTYPES[dtype][1], numel > 1
 
 
 class TensorFileWriter:
@@ -184,6 +193,7 @@ class TensorFileReader:
         self._record, self._chunk_nbytes, self._save_id = record, chunk_nbytes, save_id
         self._cached = -1
         self._kept: Bytes = np.empty(0, dtype=np.uint8)
+        self._at = self._crc32c = 0  # where the last read ended, and the sum of its chunk up to there
         if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
             raise CheckpointError(problem)
         self._file = path.open("rb", buffering=0)
@@ -233,6 +243,22 @@ class TensorFileReader:
                 part[:] = chunk
             filled += part.nbytes
 
+    def stream_into(self, start: int, out: Bytes) -> None:
+        """Like `read_into`, for reads that go forward through the file: nothing is read twice or copied.
+
+        A chunk is proved when a read reaches its end; `settle` must follow the last one.
+        """
+        if not self._at <= start < self._end():
+            self.settle()
+            self._begin(start // self._chunk_nbytes)
+        self._pass_over(start - self._at)
+        self._read_on(out)
+
+    def settle(self) -> None:
+        """Prove the chunk that was read in part, by reading the rest."""
+        if self._at % self._chunk_nbytes:
+            self._pass_over(self._end() - self._at)
+
     def damaged_chunks(self) -> Iterator[tuple[int, int]]:
         """Byte ranges of all chunks that fail their checksum."""
         for index in range(len(self._record.crc32c)):
@@ -259,24 +285,53 @@ class TensorFileReader:
         return self._kept[: self._size(index)]
 
     def _read_chunk(self, index: int, out: Bytes) -> None:
-        """Fill `out` with all of chunk `index`, block by block, and check it."""
-        start = index * self._chunk_nbytes
-        got = at = 0
-        while at < out.nbytes:
-            block = out[at : at + _BLOCK_NBYTES]
+        """Fill `out` with all of chunk `index`, and check it."""
+        self.settle()
+        self._begin(index)
+        self._read_on(out)
+
+    def _begin(self, index: int) -> None:
+        self._at, self._crc32c = index * self._chunk_nbytes, 0
+
+    def _end(self) -> int:
+        """Where the chunk ends that is being read."""
+        index = self._at // self._chunk_nbytes
+        return index * self._chunk_nbytes + self._size(index)
+
+    def _pass_over(self, nbytes: int) -> None:
+        """Read so many bytes only for their sum."""
+        scratch = np.empty(min(nbytes, _BLOCK_NBYTES), dtype=np.uint8)
+        while nbytes:
+            block = scratch[: min(nbytes, scratch.nbytes)]
+            self._read_on(block)
+            nbytes -= block.nbytes
+
+    def _read_on(self, out: Bytes) -> None:
+        """Fill `out` with what comes next, block by block, and check every chunk that ends on the way."""
+        filled = 0
+        while filled < out.nbytes:
+            end = self._end()
+            block = out[filled : filled + max(0, min(_BLOCK_NBYTES, end - self._at))]
             try:
-                nbytes = os.preadv(self._file.fileno(), [block.data], start + at)
+                nbytes = os.preadv(self._file.fileno(), [block.data], self._at) if block.nbytes else 0
             except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read at byte {start + at}: {error.strerror}") from error
+                raise CheckpointError(f"{self.path} cannot be read at byte {self._at}: {error.strerror}") from error
             if not nbytes:
-                raise CheckpointError(f"{self.path} ended at byte {start + at} while it was read")
-            got = google_crc32c.extend(got, block[:nbytes])
-            at += nbytes
-        expected = self._record.crc32c[index]
+                raise CheckpointError(f"{self.path} ended at byte {self._at} while it was read")
+            self._crc32c = google_crc32c.extend(self._crc32c, block[:nbytes])
+            self._at += nbytes
+            filled += nbytes
+            if self._at == end:
+                self._check_chunk((end - 1) // self._chunk_nbytes)
+
+    def _check_chunk(self, index: int) -> None:
+        """Compare the sum of chunk `index`, which was read to its end."""
+        start, got, expected = index * self._chunk_nbytes, self._crc32c, self._record.crc32c[index]
+        self._crc32c = 0
         if got != expected:
             raise CheckpointError(
-                f"{self.path} is damaged between bytes {start} and {start + out.nbytes}: crc32c is {got:08x}, expected "
-                f"{expected:08x}{self._foreign_save()}",
+                f"{self.path} is damaged between bytes {start} and {start + self._size(index)}: crc32c is {got:08x}, "
+                f"expected {expected:08x}{self._foreign_save()}",
                 hint="use an older checkpoint; latest_checkpoint(parent, thorough=True) finds the newest intact one",
             )
 

@@ -255,6 +255,8 @@ def _train_steps(
     rate = RateMeter()
     reset_memory_peak(device)
     with AsyncSaver() as saver:
+        if arguments.async_save:
+            saver.reserve([(trainer.model, trainer.optimizer)])
         for step in range(first_step + 1, arguments.steps + 1):
             if (written := saver.check()) is not None:
                 console.say(f"checkpoint: {written}")
