@@ -246,7 +246,7 @@ def _measure_async(engine: _Fullshard, path: Path, into: Measured) -> None:
     engine.saver.check()  # as in every step
     for kind in _SAVES:
         saver = engine.unannounced if kind == "first, not announced" else engine.saver
-        time.sleep(1)  # the first save comes long after the first step; and the disk is quiet again
+        time.sleep(0.5)  # the first save comes long after the first step; and the disk is quiet again
         dist.barrier()
         began = time.perf_counter()
         saver.save(path, model=engine.model, optimizer=engine.optimizer)
@@ -321,6 +321,18 @@ def _layers(arguments: argparse.Namespace) -> int:
     return round(millions * 10**6 / _WIDTH**2)
 
 
+def _key(arguments: argparse.Namespace) -> str:
+    """Under which name the result is recorded."""
+    return f"{_layers(arguments) * _WIDTH**2 / 1e6:.0f}M"
+
+
+def _earlier(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The record that turns are added to, if there is one and that is wanted."""
+    everything = json.loads(arguments.output.read_text()) if arguments.add and arguments.output.exists() else {}
+    found: dict[str, Any] = everything.get(_key(arguments), {})
+    return found
+
+
 def _record(arguments: argparse.Namespace, measured: dict[str, Measured], offline: dict[str, Any]) -> None:
     numel = _layers(arguments) * _WIDTH**2
     medians = {
@@ -332,7 +344,7 @@ def _record(arguments: argparse.Namespace, measured: dict[str, Measured], offlin
         "state_nbytes": 12 * numel,
         "largest_tensor_nbytes": 4 * _WIDTH**2,
         "ranks": arguments.ranks,
-        "repeats": arguments.repeats,
+        "repeats": {name: len(one.seconds.get("save", ())) for name, one in measured.items() if name in ENGINES},
         "cpus": os.cpu_count(),
         "torch": torch.__version__,
         "medians": medians,
@@ -347,7 +359,7 @@ def _record(arguments: argparse.Namespace, measured: dict[str, Measured], offlin
         with_, without = (medians["checksums"][f"{word} checksums"] for word in ("with", "without"))
         record["checksum_share_of_save"] = 1 - without / with_
     everything = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    everything[f"{numel / 1e6:.0f}M"] = record
+    everything[_key(arguments)] = record
     arguments.output.write_text(json.dumps(everything, indent=1) + "\n")
     shown = {key: value for key, value in record.items() if key != "measured"}
     print(json.dumps(shown, indent=1))
@@ -372,12 +384,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--without-async", action="store_true", help="leave out what needs the state in memory twice")
+    parser.add_argument("--add", action="store_true", help="add turns to those in the record")
     parser.add_argument("--output", type=Path, default=RESULTS / "checkpoint.json", help="record to add to")
     arguments = parser.parse_args()
     arguments.dir.mkdir(parents=True, exist_ok=True)
     output = arguments.dir / "measured.json"
     turns = [name for _ in range(arguments.repeats) for name in arguments.engines]
-    measured: dict[str, Measured] = {}
+    earlier = _earlier(arguments)
+    measured = {name: Measured(**one) for name, one in earlier.get("measured", {}).items()}
     for what in [*turns, *(["checksums"] if arguments.checksum_repeats else [])]:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -387,7 +401,7 @@ def main() -> None:
         print(what, {key: [round(s, 3) for s in seconds] for key, seconds in turn.seconds.items()}, flush=True)
         measured.setdefault(what, Measured()).add(turn)
     output.unlink()
-    _record(arguments, measured, _offline(arguments))
+    _record(arguments, measured, earlier.get("offline") or _offline(arguments))
 
 
 if __name__ == "__main__":

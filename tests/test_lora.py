@@ -171,6 +171,56 @@ def test_dora_starts_from_norms_that_are_read(tmp_path: Path, family: str, dtype
     assert all(torch.equal(found[name], value) for name, value in magnitudes.items())
 
 
+def dora_on_quantised(base: str, bits: int, dtype: torch.dtype, storage: torch.dtype) -> None:
+    import peft
+
+    import fullshard
+
+    config = (
+        transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=storage,
+        )
+        if bits == 4
+        else transformers.BitsAndBytesConfig(load_in_8bit=True)
+    )  # fmt: skip
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True)
+    auto: Any = transformers.AutoModelForCausalLM
+    model: Any = fullshard.from_pretrained(auto, base, quantization_config=config, dtype=dtype)
+    model = fullshard.Accelerator(cpu=True).prepare(peft.get_peft_model(model, adapter))
+    reference: Any = auto.from_pretrained(base, quantization_config=config, dtype=dtype)
+    reference = peft.get_peft_model(reference, adapter)
+    whole = full_state_dict(model, rank0_only=False)
+    expected = {name: value for name, value in reference.state_dict().items() if "magnitude" in name}
+    assert len(expected) == 14
+    assert all(torch.equal(whole[name], value) for name, value in expected.items())
+    ids = samples(1)[0]["input_ids"][None]
+    assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)  # B is zero, the norms are not
+    model(input_ids=ids, labels=ids).loss.backward()
+    gradients = [p.grad for name, p in model.named_parameters() if "magnitude" in name and p.numel()]
+    assert gradients and all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning", "ignore:Some parameters are on the meta:UserWarning")
+@pytest.mark.parametrize(
+    ("bits", "dtype", "storage"),
+    [
+        (4, torch.float32, torch.uint8),
+        pytest.param(4, torch.bfloat16, torch.uint8, marks=pytest.mark.full),
+        pytest.param(4, torch.bfloat16, torch.bfloat16, marks=pytest.mark.full),
+        pytest.param(8, torch.float32, torch.uint8, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_dora_on_weights_quantised_as_they_are_read(
+    tmp_path: Path, bits: int, dtype: torch.dtype, storage: torch.dtype
+) -> None:
+    """Magnitudes are the norms of what the weights have become, as PEFT takes them."""
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    build("llama").save_pretrained(tmp_path)
+    run_ranks(dora_on_quantised, 2, str(tmp_path), bits, dtype, storage)
+
+
 # -- merging --------------------------------------------------------------------------------------------------------
 
 

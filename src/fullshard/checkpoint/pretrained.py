@@ -28,7 +28,7 @@ from fullshard.engine.fully_shard import meta_parameters
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.engine.module import clean_name, join
 from fullshard.wrap.partition import Slot
-from fullshard.wrap.quantized import is_exact, quantise, whole_shape
+from fullshard.wrap.quantized import dequantised, is_exact, outline, quantise, whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def from_pretrained(
         model: nn.Module = make(config, dtype=parsed, **options)
         if quantization_config is not None:
             _replace_linear_layers(model, quantization_config)
+            outline(model)  # so that PEFT finds weights of the kind they will be
     model.eval()  # as Transformers' own from_pretrained leaves it
     generation = directory / "generation_config.json"
     if generation.is_file() and hasattr(model, "generation_config"):
@@ -191,7 +192,18 @@ class PretrainedWeights:
         return True
 
     def _read_row_norms(self, base: nn.Module, out: torch.Tensor) -> None:
-        """DoRA starts from the norm of each row of the base weight, which is read a few rows at a time."""
+        """DoRA starts from the norm of each row of the base weight, which is read a few rows at a time.
+
+        Of a quantised weight it is the norm of what the weight has become; its unit has just made it.
+        """
+        weight: Any = base.weight
+        if is_exact(weight):
+            # PEFT adds the adapter, which is zero, in the dtype that it has at first.
+            values = dequantised(base)
+            dtype = getattr(base, "compute_dtype", weight.dtype)
+            adapter_dtype = dtype if dtype.is_floating_point else torch.float32
+            out.copy_(torch.linalg.norm(values.to(torch.promote_types(values.dtype, adapter_dtype)), dim=1))
+            return
         name = self._names.get((id(base), "weight"))
         if name is None or self._by_name[name].numel != out.numel() * math.prod(self._by_name[name].shape[1:]):
             raise ConfigError(
@@ -202,7 +214,7 @@ class PretrainedWeights:
         step = max(1, _NORM_NUMEL // columns)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            part = torch.empty(stop - start, columns, dtype=base.weight.dtype)  # type: ignore[arg-type]
+            part = torch.empty(stop - start, columns, dtype=weight.dtype)
             self._read(name, Interval(start * columns, stop * columns), part.view(-1))
             out[start:stop] = torch.linalg.norm(part, dim=1)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ def _keep_in_place(module: nn.Module, weight: Any) -> None:
     """Undo what would make the layer compute with another tensor than its parameter, or lose a part of its state."""
     if not is_exact(weight):
         return
+    # With DoRA on a CPU PEFT moves the weight, in every forward, to where it is; bitsandbytes would make a new one.
+    weight.to = partial(_moved, weight)
     if hasattr(weight, "quant_state"):
         # On some CPUs the first forward in eval mode would replace the weight by a copy in another layout.
         module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
@@ -82,6 +85,14 @@ def _keep_in_place(module: nn.Module, weight: Any) -> None:
         holder: Any = weight if weight.CB is not None else module.state
         holder.CB = weight.detach()
         setattr(weight, _ALIASES, (holder.CB,))
+
+
+def _moved(weight: Any, *args: Any, **options: Any) -> torch.Tensor:
+    """`weight.to(...)`, which is the weight itself if that changes nothing, as of every other tensor."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
+    if device in (None, weight.device) and dtype in (None, weight.dtype):
+        return weight  # type: ignore[no-any-return]
+    return type(weight).to(weight, *args, **options)  # type: ignore[no-any-return]
 
 
 def _scales(path: str, module: nn.Module, weight: nn.Parameter) -> Iterator[tuple[str, Any, str]]:
@@ -128,6 +139,8 @@ def outline(model: nn.Module) -> None:
                 # Transformers has cast it to the dtype that the codes are to be stored in.
                 weight.data = weight.data.float()
             weight._quantize("meta")
+            # PEFT copies layers to make DoRA's magnitudes, and bitsandbytes cannot copy what has no memory.
+            weight.__deepcopy__ = lambda _, outlined=weight: outlined
     # bitsandbytes keeps its tables of codes on the device it was first asked for them on.
     tables: Any = getattr(sys.modules.get("bitsandbytes.functional"), "name2qmap", {})
     for name in [name for name, table in tables.items() if table.is_meta]:
@@ -172,6 +185,17 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
         weight = type(outlined)(values, requires_grad=False, has_fp16_weights=False)._quantize(values.device)
     module._parameters["weight"] = weight
     expose_scales(module)
+
+
+def dequantised(module: nn.Module) -> torch.Tensor:
+    """The values of a quantised weight that is whole."""
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    weight: Any = module._parameters["weight"]
+    if hasattr(weight, "quant_state"):
+        values: torch.Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
+    else:
+        values = functional.int8_vectorwise_dequant(weight.data, module._parameters["SCB"])
+    return values
 
 
 def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
