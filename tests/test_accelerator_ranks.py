@@ -234,6 +234,7 @@ def _settings() -> dict[str, list[float]]:
             "activation_checkpointing_mode": "selective",
             "wrap_classes": "Block",
         },
+        "kept": {"reshard_after_forward": "auto"},
         "compiled": {"compile": True},
         "gathered once": {"strategy": "SHARD_GRAD_OP"},
         "replicated": {"strategy": "NO_SHARD"},

@@ -249,6 +249,9 @@ def test_bytes_on_each_link() -> None:
 EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "strategy": ({}, "SHARD_GRAD_OP"),
     "shard_size": ({"strategy": "HYBRID_SHARD", "shard_size": 2}, 4),
+    "reshard_after_forward": ({}, "auto"),
+    "unsharded_memory_gib": ({"reshard_after_forward": "auto"}, 0.0),
+    "wrap_embeddings": ({}, True),
     "precision": ({}, "fp32"),
     "reduce_dtype": ({}, "bfloat16"),
     "gather_as": ({}, "int8"),
@@ -277,7 +280,7 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
 def test_every_setting_is_used(name: str) -> None:
     """It changes a prediction, or, where it says so, only the configuration that is written."""
     base, value = EVERY_SETTING[name]
-    shape, _ = load_model("GPT-2")
+    shape, _ = load_model("Llama-3.1-8B" if name == "wrap_embeddings" else "GPT-2")  # whose head is its embedding
     cluster = parse_cluster("8xA100")
     one, other = (evaluate(shape, Job.of({**base, **more}), cluster) for more in ({}, {name: value}))
     if name == "reentrant":

@@ -100,7 +100,7 @@ def reference(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[St
         {"micro_batch_size": 1},
         {"micro_batch_size": 2, "activation_checkpointing": True, "activation_checkpointing_mode": "selective"},
         pytest.param({"micro_batch_size": 2, "activation_checkpointing": True}, marks=pytest.mark.full),
-        {"micro_batch_size": 2, "loss_chunk": 50},
+        {"micro_batch_size": 2, "loss_chunk": 50, "reshard_after_forward": "auto", "unsharded_memory_gib": 0.001},
         {"wrap": "LlamaMLP, LlamaAttention"},
         {"wrap": "none"},
         pytest.param({"compile": True}, marks=pytest.mark.full),

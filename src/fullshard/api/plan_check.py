@@ -135,7 +135,7 @@ class PlanCheck:
             self._events.clear()
 
     def _compare(self) -> list[Difference]:
-        layout = _layout_of(self._units, self._events)
+        layout = _layout_of(self.model, self._units, self._events)
         predicted = predict_step(layout, dataclasses.replace(self._job.schedule, is_first_step=False))
         planned, found = traffic_of(predicted, layout), traffic_of(self._events, layout)
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
@@ -274,30 +274,41 @@ def _storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def _layout_of(units: list[Unit], events: list[Event]) -> ModelLayout:
+def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> ModelLayout:
     """The layout of a model that is sharded already, its calls in the order the events have them."""
-    plans = {unit.name: _unit_layout(unit, is_root=unit is units[-1]) for unit in units}
+    output: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head, root = output(), units[-1]
+    plans = {
+        unit.name: _unit_layout(unit, is_root=unit is root, is_head=unit is not root and head in unit.modules)
+        for unit in units
+    }
+    begun = [event.unit for event in events if event.kind is EventKind.BACKWARD_BEGIN]
     order = list(dict.fromkeys(event.unit for event in events if event.kind is EventKind.FORWARD_BEGIN))
     mesh = units[-1].mesh
     return ModelLayout(
-        tuple(plans.values()), tuple(plans[name] for name in order), mesh.shard_size, mesh.replicate_size
+        tuple(plans.values()),
+        tuple(plans[name] for name in order),
+        mesh.shard_size,
+        mesh.replicate_size,
+        returns_head=bool(begun) and plans[begun[0]].is_head,
     )
 
 
-def _unit_layout(unit: Unit, *, is_root: bool) -> UnitLayout:
-    trains_embedding = any(
-        isinstance(module, nn.Embedding) and parameter.requires_grad
+def _unit_layout(unit: Unit, *, is_root: bool, is_head: bool) -> UnitLayout:
+    embeddings = [
+        parameter
         for bucket in unit.buckets
         for slot, parameter in zip(bucket.slots, bucket.sharded_parameters, strict=True)
-        for module, _ in slot.owners
-    )
+        if any(isinstance(module, nn.Embedding) for module, _ in slot.owners)
+    ]
     return UnitLayout(
         unit.name,
         tuple(_bucket_plan(bucket) for bucket in unit.buckets),
         unit.reshard_after_forward,
-        feeds_units=is_root and trains_embedding,
-        takes_ids=is_root,
+        feeds_units=is_root and any(parameter.requires_grad for parameter in embeddings),
+        takes_ids=is_root or isinstance(unit.modules[0], nn.Embedding),
         block=None,
+        is_head=is_head,
     )
 
 

@@ -67,7 +67,7 @@ class FullyShardedDataParallelPlugin:
     Attributes:
         fsdp_version: no effect.
         sharding_strategy: name in any case, number 1 to 5, or torch's enum. Default FULL_SHARD.
-        reshard_after_forward: bool, or (as in Accelerate's version 1) the name of a strategy.
+        reshard_after_forward: bool, `auto`, or (as in Accelerate's version 1) the name of a strategy.
         backward_prefetch: BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH, a number or torch's enum. Default BACKWARD_PRE.
         mixed_precision_policy: `bf16`, `fp16`, `fp32`, a dict of dtypes, or torch's or fullshard's policy. Default: the
             Accelerator's `mixed_precision`.
@@ -171,7 +171,9 @@ class FullyShardedDataParallelPlugin:
         strategy = sharding.resolved_strategy()
         effective: dict[str, Any] = {
             "sharding_strategy": strategy.name,
-            "reshard_after_forward": strategy.reshard_after_forward,
+            "reshard_after_forward": (
+                "auto" if sharding.reshard_after_forward == "auto" else strategy.reshard_after_forward
+            ),
             "backward_prefetch": sharding.backward_prefetch,
             "forward_prefetch": sharding.forward_prefetch,
             "cpu_offload": sharding.cpu_offload,

@@ -19,9 +19,17 @@ from fullshard.checkpoint.merging import use_sharded_merge
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
-from fullshard.engine import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, describe, shard_model
+from fullshard.engine import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    describe,
+    keep_head,
+    keep_unsharded,
+    shard_model,
+)
 from fullshard.engine.precision import cast_floating
-from fullshard.wrap.policies import WrapPolicy, checkpoint_modules, compile_modules, unit_modules
+from fullshard.wrap.policies import WrapPolicy, checkpoint_modules, compile_modules, embedding_modules, unit_modules
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _OUTER = "_fullshard_forward_under_autocast"
@@ -106,6 +114,7 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
             warnings.simplefilter("ignore")  # every rank comes to the same conclusion; once is enough
         units = unit_modules(model, setup.wrap_policy())
     units = [module for module in units if id(module) not in outside]
+    apart = embedding_modules(model) if config.wrap_embeddings else ()
     if precision.upcasts_main_weights:
         _upcast(model, say)
     if config.activation_checkpointing:
@@ -126,7 +135,7 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
         _run_under_autocast(model, setup, process.device)
     shard_model(
         model,
-        unit_modules=units,
+        unit_modules=[*units, *apart],
         strategy=config.resolved_strategy(),
         shard_size=config.resolved_shard_size(process.environment.local_world_size),
         mp_policy=MixedPrecisionPolicy(
@@ -145,12 +154,21 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
         param_init_fn=setup.plugin.param_init_fn if setup.plugin is not None else None,
         device=process.device,
     )
+    if apart:
+        keep_head(apart[1])
     for module in ignored:
         module.to(process.device)
     if is_adapted(model):
         use_sharded_merge(model)
     sharding = describe(model)
     say(f"{type(model).__name__}: {sharding}")
+    if config.reshard_after_forward == "auto":
+        keep_unsharded(
+            model,
+            budget_nbytes=config.unsharded_memory_nbytes,
+            ranks_on_host=process.environment.local_world_size,
+            say=say,
+        )
     if config.cpu_offload:  # which the engine refuses on any other device
         held = format_nbytes(sharding.rank_nbytes)
         say(f"CPU offload saves nothing here: the {held} of this rank are in host memory already")

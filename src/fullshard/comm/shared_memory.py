@@ -157,6 +157,7 @@ class MappedBuffer:
     """
 
     is_zeroed = False
+    is_lasting = True
 
     def __init__(
         self, buffers: Buffers, place: tuple[int, int], numel: int, dtype: torch.dtype, *, holds_main: bool

@@ -84,6 +84,7 @@ class LastingBuffer:
 
     full: torch.Tensor
     is_zeroed: bool = False
+    is_lasting: bool = True
 
     @property
     def main(self) -> torch.Tensor:

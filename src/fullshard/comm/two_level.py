@@ -120,6 +120,7 @@ class LinkedBuffer(MappedBuffer):
     """
 
     is_zeroed = True
+    is_lasting = False
 
     def __init__(
         self,

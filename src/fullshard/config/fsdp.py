@@ -42,7 +42,9 @@ def _strategy(value: Any) -> Settings:
 
 
 def _reshard(value: Any) -> Settings:
-    """A truth value, or (version 1) a strategy by name or number; 1 means true either way."""
+    """A truth value, `auto`, or (version 1) a strategy by name or number; 1 means true either way."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return {"sharding.reshard_after_forward": "auto"}
     try:
         return _strategy(value)
     except ConfigError:
@@ -51,7 +53,7 @@ def _reshard(value: Any) -> Settings:
         return {"sharding.reshard_after_forward": values.boolean(value)}
     except ValueError:
         raise ConfigError(
-            f"expected true or false, got {value!r}", hint="or, with fsdp_version 1, the name of a strategy"
+            f"expected true, false or auto, got {value!r}", hint="or, with fsdp_version 1, the name of a strategy"
         ) from None
 
 
@@ -185,7 +187,7 @@ def _finish_strategy(reading: Reading) -> None:
     if strategy is None or reshard is None or reshard.value is None:
         return
     row = parse_strategy(strategy.value)
-    if row.name == "NO_SHARD" or row.reshard_after_forward == reshard.value:
+    if row.name == "NO_SHARD" or reshard.value in (row.reshard_after_forward, "auto"):
         return  # what NO_SHARD cannot honour is the schema's business
     version = reading.entries.get("fsdp_version")
     if version is not None and str(version.value).strip() == "2":

@@ -154,9 +154,14 @@ class ShardingConfig(_Settings):
     shard_size: int | None = Field(default=None, ge=1)
     """Ranks per shard group. Needed by the hybrid strategies, fixed by the others."""
 
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | Literal["auto"] | None = None
     """Whether unsharded parameters are dropped between forward and backward. None: as the strategy has it. Otherwise
-    the strategy that differs in this alone is taken: FULL_SHARD with `false` is SHARD_GRAD_OP, and so on."""
+    the strategy that differs in this alone is taken: FULL_SHARD with `false` is SHARD_GRAD_OP, and so on. `auto`: those
+    of as many units are kept as memory allows."""
+
+    unsharded_memory_gib: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """GiB (2**30 bytes) per rank that units kept by `reshard_after_forward: auto` may take. None: what is found free
+    after two steps."""
 
     wrap: WrapKind = "auto"
     """Which modules are units: `class`, `size`, `none` (the root alone), or `auto`: by class or by size if a setting
@@ -167,6 +172,9 @@ class ShardingConfig(_Settings):
 
     wrap_min_numel: int | None = Field(default=None, ge=1)
     """Parameters a unit has at least."""
+
+    wrap_embeddings: bool = False
+    """Whether the input embedding and the head are units of their own. The head then stays unsharded until backward."""
 
     ignored_modules: str | None = None
     """A regular expression; modules whose whole qualified name matches it keep their parameters unsharded."""
@@ -298,6 +306,12 @@ class ShardingConfig(_Settings):
                 hint="leave sync_module_states out",
             )
         row = self.resolved_strategy()
+        if self.unsharded_memory_gib is not None and self.reshard_after_forward != "auto":
+            raise CombinationError(
+                "unsharded_memory_gib is a budget for reshard_after_forward = 'auto', which is not set",
+                "unsharded_memory_gib",
+                hint="set reshard_after_forward: auto, or leave unsharded_memory_gib out",
+            )
         if self.cpu_offload and Axis.SHARD not in row.placements:
             raise CombinationError(
                 f"cpu_offload moves shards to the host, and {row.name} has none",
@@ -307,6 +321,11 @@ class ShardingConfig(_Settings):
             )
         return self
 
+    @property
+    def unsharded_memory_nbytes(self) -> int | None:
+        """`unsharded_memory_gib` in bytes."""
+        return None if self.unsharded_memory_gib is None else round(self.unsharded_memory_gib * 2**30)
+
     def resolved_strategy(self) -> Strategy:
         """The strategy's row, with the override of `reshard_after_forward` applied.
 
@@ -314,6 +333,15 @@ class ShardingConfig(_Settings):
             ConfigError: no strategy differs from the chosen one in that alone.
         """
         row = parse_strategy(self.strategy)
+        if self.reshard_after_forward == "auto":
+            if row.reshard_after_forward:
+                return row
+            raise CombinationError(
+                f"reshard_after_forward = 'auto' decides which units are kept, and {row.name} keeps all",
+                "reshard_after_forward",
+                "strategy",
+                hint="use FULL_SHARD or HYBRID_SHARD, or leave reshard_after_forward out",
+            )
         if self.reshard_after_forward in (None, row.reshard_after_forward):
             return row
         for other in STRATEGIES.values():

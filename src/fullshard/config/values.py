@@ -111,6 +111,8 @@ def coerce(path: str, value: Any) -> Any:
         return None
     if kinds & {"names"}:
         return names(value)
+    if {bool, str} <= kinds and isinstance(value, str) and value.strip().lower() not in _TRUE | _FALSE:
+        return text(value).lower()
     for kind, read in ((bool, boolean), (int, integer), (float, number)):
         if kind in kinds:
             return read(value)

@@ -64,6 +64,8 @@ _IN_THE_SCRIPT = {
     "training.gradient_clipping": "call accelerator.clip_grad_norm_ in the script",
     "sharding.activation_checkpointing_reentrant": "Accelerate has no such setting",
     "sharding.activation_checkpointing_mode": "Accelerate has no such setting: it would recompute whole units",
+    "sharding.wrap_embeddings": "Accelerate has no such setting: they would belong to the outermost unit",
+    "sharding.unsharded_memory_gib": "Accelerate has no such setting",
     "launch.rdzv_id": "Accelerate has no such setting",
     "checkpoint.async_save": "Accelerate has no such setting",
     "training.check_plan": "Accelerate has no such setting",
@@ -184,7 +186,7 @@ class _Writer:
         sharding = self.config.sharding
         if sharding.strategy == "SHARD_GRAD_OP":
             self._say("sharding.strategy", "SHARD_GRAD_OP is written as fsdp_reshard_after_forward")
-        if sharding.reshard_after_forward is None:
+        if sharding.reshard_after_forward in (None, "auto"):
             self._say("sharding.reshard_after_forward", f"written as {shown(row.reshard_after_forward)}")
         return {"fsdp_version": 2, "fsdp_reshard_after_forward": row.reshard_after_forward}
 

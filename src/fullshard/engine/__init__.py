@@ -12,6 +12,7 @@ from fullshard.engine.fully_shard import (
     unsharded,
 )
 from fullshard.engine.interop import check_optimizer, clip_grad_norm_, clip_grad_value_, repoint
+from fullshard.engine.keeping import keep_head, keep_unsharded
 from fullshard.engine.module import FSDPModule, units_of
 from fullshard.engine.parameter import ShardedParameter, gather_interval
 from fullshard.engine.precision import MixedPrecisionPolicy
@@ -34,6 +35,8 @@ __all__ = [
     "fully_shard",
     "gather_interval",
     "init_mesh",
+    "keep_head",
+    "keep_unsharded",
     "meta_parameters",
     "no_sync",
     "repoint",

@@ -10,7 +10,7 @@ Ranks must communicate in the same order, whatever happens to be ready first on 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import torch
@@ -45,6 +45,10 @@ class Schedule:
     Args:
         units: inner units before the units around them.
         mesh: the ranks that share the model.
+
+    Attributes:
+        steps: optimizer steps so far.
+        after_step: called with their number before the first forward after one.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
@@ -53,6 +57,9 @@ class Schedule:
         self.part_handles = self.units[-1].watch_parts()
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
+        self.steps = 0
+        self.after_step: Callable[[int], None] | None = None
+        self._has_stepped = False
         self._depth = 0
         self._order: list[Unit] = []
         self._reduce_order: dict[Unit, int] = {}
@@ -86,6 +93,10 @@ class Schedule:
     def _begin_outermost(self) -> None:
         if self._in_backward:
             self.reset()  # the last backward ended in an exception
+        if self._has_stepped and torch.is_grad_enabled():
+            self.steps, self._has_stepped = self.steps + 1, False
+            if self.after_step is not None:
+                self.after_step(self.steps)
         if not self._is_verified:
             check_agreement(self.mesh, describe_structure(self.units[::-1]), what="the sharded model")
             self._is_verified = True
@@ -286,9 +297,14 @@ class Schedule:
         """Main weights are about to change: nothing gathered from the old ones may be left."""
         if self._depth:
             self._abandon_forward()
+        self._has_stepped = True  # once for several optimizers
         for unit in self.units:
             unit.reshard()
         self.settle()
+
+    def units_by_backward(self) -> list[Unit]:
+        """The units in the order in which backward comes to them: by the last forward, else by their definition."""
+        return list(dict.fromkeys([*reversed(self._order), *self.units]))
 
     def settle(self) -> None:
         """Wait until no other rank reads what was unsharded: after that, main weights may change at any time.

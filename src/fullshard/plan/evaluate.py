@@ -9,7 +9,7 @@ from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
-from fullshard.core.sizes import format_nbytes
+from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.core.strategy import Axis
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
@@ -20,6 +20,9 @@ from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.shapes import ModelShape
 from fullshard.plan.time import StepTime, time_of
 from fullshard.plan.traffic import Links, Traffic, links_of, traffic_of
+
+SPENT = 0.9
+"""Share of what is free that units kept unsharded may take (`engine/keeping`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Plan:
         memory, traffic, links, time: the predictions.
         parameters, trainable: how many, adapters included.
         units, buckets: how many.
+        kept: units that stay unsharded between forward and backward with `reshard_after_forward = auto`.
         padding: share of the buckets that is padding.
     """
 
@@ -45,6 +49,7 @@ class Plan:
     parameters: int
     trainable: int
     units: int
+    kept: int
     buckets: int
     padding: float
 
@@ -74,7 +79,19 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
     Raises:
         ConfigError: a shard size that does not go with the number of devices, or a LoRA target that does not exist.
     """
+    if job.reshard_after_forward != "auto":
+        return _evaluate(model, job, cluster)
+    plain = _evaluate(model, job, cluster)
+    given = job.unsharded_memory_gib
+    budget = max(0, round(SPENT * plain.spare)) if given is None else round(given * GIB)
+    return _evaluate(model, job, cluster, budget=budget)
+
+
+def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | None = None) -> Plan:
+    """Predict everything; `budget`: bytes for units that stay unsharded after forward, None as the strategy has it."""
     trained = apply_method(model, job)
+    if job.wrap_embeddings:
+        trained = trained.with_own_embeddings()
     layout = lay_out(
         trained,
         strategy=job.row,
@@ -82,9 +99,14 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
         shard_size=resolved_shard_size(job, cluster),
         dtypes=job.dtypes,
     )
+    is_cpu = cluster.device.is_cpu
+    shares_memory = is_cpu and 1 < layout.shard_size <= cluster.per_host
+    kept = 0
+    if budget is not None:
+        kept = _count_kept(layout, budget, shares_memory=shares_memory)
+        layout = layout.keeping(kept)
     repeats, step = _repeats(job)
     events = predict_step(layout, step)
-    is_cpu = cluster.device.is_cpu
     setting = Setting(
         trained,
         layout,
@@ -92,7 +114,7 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
         framework=cluster.device.framework,
         peers_at_once=is_cpu and cluster.hosts > 1,
         on_cpu=is_cpu,
-        shares_memory=is_cpu and 1 < layout.shard_size <= cluster.per_host,
+        shares_memory=shares_memory,
     )
     traffic = traffic_of(events, layout).times(repeats)
     full_numel = sum(bucket.layout.full_numel for bucket in layout.buckets)
@@ -107,9 +129,21 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
         parameters=trained.numel,
         trainable=trained.trainable_numel,
         units=len(layout.units),
+        kept=kept,
         buckets=len(layout.buckets),
         padding=1 - sum(bucket.layout.numel for bucket in layout.buckets) / full_numel,
     )
+
+
+def _count_kept(layout: ModelLayout, budget: int, *, shares_memory: bool) -> int:
+    """How many units, the last first, `budget` bytes keep unsharded (`engine/keeping`)."""
+    nbytes = count = 0
+    for unit in reversed([unit for unit in layout.calls if unit.reshard_after_forward]):
+        nbytes += 0 if shares_memory else unit.gathered_nbytes
+        if nbytes > budget:
+            break
+        count += 1
+    return count
 
 
 def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
@@ -138,6 +172,9 @@ def notes_of(plan: Plan) -> list[str]:
     notes = []
     if plan.job.offload and plan.cluster.device.name != "CPU":
         notes.append("this engine refuses offload on accelerators for now; the plan says what it would need")
+    if plan.job.reshard_after_forward == "auto":
+        others = plan.units - (2 if plan.job.wrap_embeddings else 1)
+        notes.append(f"{plan.kept} of {others} units stay unsharded between forward and backward")
     if plan.job.checkpointing == "selective" and plan.job.compile:
         notes.append("this engine does not compile what it checkpoints selectively; it is planned for comparison")
     if not plan.model.blocks:
@@ -173,7 +210,8 @@ def changes_that_fit(plan: Plan, *, most: int = 5) -> list[Change]:
     singles = list(_changes(plan.job))
     found = [change for words, values in singles if (change := _try(plan, words, values)) is not None]
     if not found:
-        pairs = (
+        singles = [(words, values) for words, values in singles if values.get("checkpointing") != "selective"]
+        pairs = (  # with full checkpointing, which needs less than selective
             (f"{first}, and {second}", {**one, **two})
             for index, (first, one) in enumerate(singles)
             for second, two in singles[index + 1 :]
@@ -196,12 +234,16 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
             {"micro_batch": size, "accumulation": steps},
         )
         size //= 2
+    if job.checkpointing == "none" and not job.compile:
+        yield "selective activation checkpointing", {"checkpointing": "selective"}
     if job.checkpointing != "full":
         yield "full activation checkpointing", {"checkpointing": "full"}
     if job.loss == "eager":
-        yield "a fused loss (Liger), which never holds whole logits", {"loss": "fused"}
+        yield "a loss in chunks (use_chunked_loss), which never holds whole logits", {"loss": "fused"}
     if job.strategy != "FULL_SHARD":
         yield "FULL_SHARD", {"strategy": "FULL_SHARD", "shard_size": None}
+    if not job.wrap_embeddings:
+        yield "the input embedding and the head as units of their own", {"wrap_embeddings": True}
     if job.optimizer in ("adamw", "adamw-fused"):
         yield "8-bit AdamW", {"optimizer": "adamw-8bit"}
     if job.attention == "eager":

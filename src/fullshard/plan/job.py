@@ -35,6 +35,11 @@ class Job(BaseModel):
 
     strategy: str = Field("FULL_SHARD", description="A row of the strategy table, by name or number")
     shard_size: int | None = Field(None, ge=1, description="Ranks per shard group, for the hybrid strategies")
+    reshard_after_forward: Literal["strategy", "auto"] = Field(
+        "strategy", description="auto keeps as many units unsharded between forward and backward as fit"
+    )
+    unsharded_memory_gib: float | None = Field(None, ge=0, description="GiB that auto may use. Default: what is free")
+    wrap_embeddings: bool = Field(False, description="The input embedding and the head are units of their own")
     precision: Precision = Field("bf16", description="bf16, fp16, fp32, or no: compute as stored")
     reduce_dtype: BaseDtype | None = Field(None, description="Gradients are summed in this. Default: float32 or wider")
     gather_as: Packing | None = Field(None, description="Weights are rounded to this when sent: int8 or bfloat16")
@@ -53,7 +58,7 @@ class Job(BaseModel):
     accumulation: int = Field(1, ge=1, description="Micro-batches per optimizer step")
     sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch (else: no_sync)")
     attention: Attention = Field("flash", description="flash or sdpa, which keep no scores, or eager, which does")
-    loss: Loss = Field("eager", description="eager keeps whole logits; fused computes the loss in chunks (Liger)")
+    loss: Loss = Field("eager", description="eager keeps whole logits; fused computes the loss in chunks")
     forward_prefetch: bool = Field(True, description="Gather the next unit while one runs forward")
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = Field(
         "BACKWARD_PRE", description="BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"
@@ -68,6 +73,13 @@ class Job(BaseModel):
     def _consistent(self) -> Self:
         if self.reentrant and self.checkpointing != "full":
             raise ConfigError("reentrant is an implementation of checkpointing = full, which is not set")
+        if self.unsharded_memory_gib is not None and self.reshard_after_forward != "auto":
+            raise ConfigError("unsharded_memory_gib is a budget for reshard_after_forward = auto, which is not set")
+        if self.reshard_after_forward == "auto" and not self.row.reshard_after_forward:
+            raise ConfigError(
+                f"reshard_after_forward = auto decides which units are kept, and {self.strategy} keeps all",
+                hint="use FULL_SHARD or HYBRID_SHARD",
+            )
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
         return self
@@ -100,6 +112,9 @@ class Job(BaseModel):
         said = {
             "strategy": sharding.resolved_strategy().name,
             "shard_size": sharding.shard_size,
+            "reshard_after_forward": "auto" if sharding.reshard_after_forward == "auto" else "strategy",
+            "wrap_embeddings": sharding.wrap_embeddings,
+            "unsharded_memory_gib": sharding.unsharded_memory_gib,
             "precision": precision.mode,
             "reduce_dtype": precision.reduce_dtype,
             "gather_as": precision.gather_as,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -120,6 +121,7 @@ class UnitLayout:
     feeds_units: bool
     takes_ids: bool
     block: Block | None
+    is_head: bool = False
 
     @property
     def full_nbytes(self) -> int:
@@ -149,6 +151,7 @@ class ModelLayout:
     Attributes:
         units: inner units in definition order, the root last.
         calls: the same in the order their forwards begin, the root first.
+        returns_head: whether the root returns what a head that is a unit returns, so that backward comes to that first.
         shard_size, replicate_size: ranks along the axes of the mesh.
     """
 
@@ -156,6 +159,19 @@ class ModelLayout:
     calls: tuple[UnitLayout, ...]
     shard_size: int
     replicate_size: int
+    returns_head: bool = False
+
+    def keeping(self, count: int) -> ModelLayout:
+        """The same with the last `count` of the units that are freed after forward kept until backward."""
+        inner = [unit.name for unit in self.calls if unit.reshard_after_forward]
+        kept = set(inner[len(inner) - count :])
+        by_name = {
+            unit.name: dataclasses.replace(unit, reshard_after_forward=False) if unit.name in kept else unit
+            for unit in self.units
+        }
+        return dataclasses.replace(
+            self, units=tuple(by_name.values()), calls=tuple(by_name[unit.name] for unit in self.calls)
+        )
 
     @property
     def world_size(self) -> int:
@@ -192,16 +208,18 @@ def lay_out(
     units = []
     for unit in model.units:
         is_root = unit is model.root
+        is_head = not is_root and any(p.role == "head" for p in unit.parameters)
         embeds = any(p.trainable and p.role in ("embedding", "input") for p in unit.parameters)
         units.append(
             UnitLayout(
                 unit.name,
                 _buckets(unit.parameters, dtypes, shard_size),
-                # The root is needed again at once, when backward begins.
-                strategy.reshard_after_forward and not is_root,
+                # The root and a head are needed again at once, when backward begins.
+                strategy.reshard_after_forward and not is_root and not is_head,
                 feeds_units=is_root and embeds,
                 takes_ids=is_root or any(p.role == "embedding" for p in unit.parameters),
                 block=unit.block,
+                is_head=is_head,
             )
         )
     by_name = {unit.name: unit for unit in units}

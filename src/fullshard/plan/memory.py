@@ -302,6 +302,9 @@ class _Ledger:
 
     def _begin_backward(self, unit: UnitLayout) -> list[dict[str, int]]:
         self._leave_backward()
+        if unit.is_head:
+            self.now["logits"] = self.logits[1]
+            return [self.nbytes, *self._collect(unit)]
         if unit is self.root:
             self.now["logits"] = self.logits[1]
             moments = [self.nbytes]

@@ -177,6 +177,9 @@ def as_run_config(plan: Plan) -> RunConfig:
         sharding=ShardingConfig(
             strategy=job.strategy,
             shard_size=job.shard_size,
+            reshard_after_forward="auto" if job.reshard_after_forward == "auto" else None,
+            wrap_embeddings=job.wrap_embeddings,
+            unsharded_memory_gib=job.unsharded_memory_gib,
             activation_checkpointing=job.checkpointing != "none",
             activation_checkpointing_mode="selective" if job.checkpointing == "selective" else "full",
             activation_checkpointing_reentrant=job.reentrant,

@@ -110,15 +110,20 @@ class _Run:
         self.awaiting = {unit.name for unit in calls if gives[unit.name]}
         self.queue = deque((unit, bucket) for unit in reversed(calls) for bucket in unit.trainable)
         self.ready, self.launched = set(), []
+        head = inner[-1] if inner and inner[-1].is_head and gives[inner[-1].name] else None
+        has_begun = head is not None and self.model.returns_head
+        if head is not None and has_begun:
+            self.begin_backward(head, previous=calls[-2])
         if root.name in self.awaiting:
             self.begin_backward(root, previous=None)
-            if not root.feeds_units:
+            if head is None and not root.feeds_units:
                 self.complete(root, reduces=reduces)
         for position in range(len(inner) - 1, -1, -1):
             unit, previous = inner[position], calls[position]
             if not gives[unit.name]:
                 continue
-            self.begin_backward(unit, previous)
+            if unit is not head or not has_begun:
+                self.begin_backward(unit, previous)
             self.complete(unit, reduces=reduces, has_input_gradient=wants[unit.name])
             if wants[unit.name]:
                 self.awaiting.discard(unit.name)
@@ -126,6 +131,8 @@ class _Run:
                 self.reshard(unit)
                 if self.options.backward_prefetch == "BACKWARD_POST":
                     self.prefetch(previous)
+            if unit is head and root.name in self.awaiting and not root.feeds_units:
+                self.complete(root, reduces=reduces)  # its norm lies between the head and the last layer
         if root.name in self.awaiting and root.feeds_units:
             self.complete(root, reduces=reduces)
         self.finish(reduces=reduces)

@@ -200,6 +200,29 @@ class ModelShape:
         by_name = {unit.name: unit for unit in self.units}
         return [self.root, *(by_name[name] for name in self.calls)]
 
+    def with_own_embeddings(self) -> ModelShape:
+        """The model whose input embedding and head are units of their own (`wrap.policies.embedding_modules`).
+
+        Raises:
+            ConfigError: they share a weight, or the model has none.
+        """
+        embeddings = [p for p in self.root.parameters if p.role == "embedding"]
+        heads = tuple(p for p in self.root.parameters if p.role == "head")
+        if self.tied or not embeddings or not heads:
+            raise ConfigError(
+                f"{self.name} has no input embedding and head that could be units: "
+                + ("they share a weight" if self.tied else "its shapes show none"),
+                hint="leave wrap_embeddings out",
+            )
+        embedding = max(embeddings, key=lambda p: p.numel)
+        rest = tuple(p for p in self.root.parameters if p is not embedding and p not in heads)
+        first, last = (UnitShape(ps[0].name.rpartition(".")[0], ps) for ps in ((embedding,), heads))
+        return dataclasses.replace(
+            self,
+            units=(first, *self.units[:-1], last, dataclasses.replace(self.root, parameters=rest)),
+            calls=(first.name, *self.calls, last.name) if self.calls else (),
+        )
+
     def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> ModelShape:
         """The model with every parameter replaced by what `change` makes of it."""
         units = [

@@ -57,10 +57,19 @@ class TrainArguments(BaseModel):
 
     strategy: str = Field("FULL_SHARD", description="FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, ...")
     shard_size: int | None = Field(None, ge=1, description="Ranks per shard group, for the hybrid strategies")
+    reshard_after_forward: Literal["strategy", "auto"] = Field(
+        "strategy",
+        description="strategy: free unsharded parameters after forward as the strategy has it; auto: keep those of as "
+        "many units as memory allows",
+    )
+    unsharded_memory_gib: float | None = Field(
+        None, ge=0, description="GiB per rank that auto may use. Default: what is free after two steps"
+    )
     wrap: str | None = Field(
         None,
         description="Class names, comma-separated, of the modules that are sharded units. Default: found by itself",
     )
+    wrap_embeddings: bool = Field(False, description="The input embedding and the head are units of their own")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="What forward and backward compute in; main weights and reductions stay fp32"
     )
@@ -139,6 +148,13 @@ class TrainArguments(BaseModel):
             )
         if self.activation_checkpointing_mode == "selective" and self.compile:
             raise ConfigError("--activation-checkpointing-mode selective looks at operations that --compile hides")
+        if self.unsharded_memory_gib is not None and self.reshard_after_forward != "auto":
+            raise ConfigError("--unsharded-memory-gib is a budget for --reshard-after-forward auto, which is not set")
+        if self.reshard_after_forward == "auto" and not parse_strategy(self.strategy).reshard_after_forward:
+            raise ConfigError(
+                f"--reshard-after-forward auto decides which units are kept, and {self.strategy} keeps all",
+                hint="use FULL_SHARD or HYBRID_SHARD",
+            )
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
             raise ConfigError(
                 "--loss-chunk with --compile and --wrap none: the head would be within the compiled graph"

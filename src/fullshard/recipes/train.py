@@ -21,7 +21,8 @@ from torch import nn
 from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.core.errors import FullshardError
-from fullshard.engine import MixedPrecisionPolicy, describe, shard_model
+from fullshard.core.sizes import GIB
+from fullshard.engine import MixedPrecisionPolicy, describe, keep_head, keep_unsharded, shard_model
 from fullshard.launch import (
     RankEnvironment,
     init_process_group_from_environment,
@@ -50,7 +51,7 @@ from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
 from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.resume import find_checkpoint, load, save
 from fullshard.wrap.chunked_loss import use_chunked_loss
-from fullshard.wrap.policies import checkpoint_modules, compile_modules, unit_modules
+from fullshard.wrap.policies import checkpoint_modules, compile_modules, embedding_modules, unit_modules
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ADAM_BETAS = (0.9, 0.95)
@@ -72,6 +73,14 @@ def train(arguments: TrainArguments) -> None:
         console.say(f"data: {data.description}")
         trainer, description = _make_trainer(arguments, data, environment, device)
         console.say(description)
+        if arguments.reshard_after_forward == "auto":
+            budget = arguments.unsharded_memory_gib
+            keep_unsharded(
+                trainer.model,
+                budget_nbytes=None if budget is None else round(budget * GIB),
+                ranks_on_host=environment.local_world_size,
+                say=console.say,
+            )
         first_step = 0
         if checkpoint is not None:
             first_step = load(checkpoint, trainer, arguments, checksum=data.checksum)
@@ -168,6 +177,7 @@ def _make_trainer(
     )
     model.train()
     units = unit_modules(model, arguments.wrap)
+    apart = embedding_modules(model) if arguments.wrap_embeddings else ()
     if arguments.activation_checkpointing:
         checkpoint_modules(model, units, selective=arguments.activation_checkpointing_mode == "selective")
     if arguments.compile:
@@ -176,12 +186,14 @@ def _make_trainer(
         use_chunked_loss(model, tokens=arguments.loss_chunk)
     shard_model(
         model,
-        unit_modules=units,
+        unit_modules=[*units, *apart],
         strategy=arguments.strategy,
         shard_size=arguments.shard_size,
         mp_policy=MixedPrecisionPolicy(param_dtype=_DTYPES[arguments.precision], reduce_dtype=torch.float32),
         device=device,
     )
+    if apart:
+        keep_head(apart[1])
     # From here on only dropout draws random numbers, and ranks must not draw the same ones.
     torch.manual_seed(arguments.seed + environment.rank)
     optimizer = torch.optim.AdamW(

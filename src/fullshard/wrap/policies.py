@@ -33,6 +33,7 @@ __all__ = [
     "WrapPolicy",
     "checkpoint_modules",
     "compile_modules",
+    "embedding_modules",
     "numel",
     "parse_policy",
     "unit_modules",
@@ -182,6 +183,28 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
     if not selected and any(True for _ in _candidates(model)):
         _warn_root_only(model, policy)
     return units
+
+
+def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The input embedding and the head, to be units of their own instead of the outermost unit's.
+
+    The outermost unit stays unsharded through a whole step, and so does its gradient through the whole backward. With a
+    large vocabulary these two are most of it.
+
+    Raises:
+        WrapError: the model does not say which they are, they share a weight (which the unit around both must own), or
+            they are units already.
+    """
+    modules = [getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output")]
+    name, hint = type(model).__name__, "leave wrap_embeddings out"
+    embedding, head = modules
+    if not isinstance(embedding, nn.Module) or not isinstance(head, nn.Module):
+        raise WrapError(f"{name} does not say which modules are its input embedding and its head", hint=hint)
+    if {id(p) for p in embedding.parameters()} & {id(p) for p in head.parameters()}:
+        raise WrapError(f"the input embedding and the head of {name} share a weight, so neither can own it", hint=hint)
+    if is_unit(embedding) or is_unit(head):
+        raise WrapError(f"the input embedding or the head of {name} is a unit already", hint=hint)
+    return embedding, head
 
 
 def _names_a_class(item: object) -> bool:

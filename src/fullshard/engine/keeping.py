@@ -1,0 +1,189 @@
+"""`reshard_after_forward: auto`: keep as many units unsharded between forward and backward as memory allows.
+
+A kept unit is not gathered again in backward. Those that run last in forward are kept: backward comes to them first, so
+they are kept for the shortest time. Where freeing gives nothing back (ranks of one host that share memory, a rank that
+owns everything) all are kept at no cost.
+
+What there is to spend is either given, or measured once optimizer and activations have shown what they need: at the
+beginning of the third step. Ranks agree on the smallest.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.sizes import format_nbytes
+from fullshard.engine.module import unit_of, units_of
+from fullshard.engine.schedule import Schedule
+from fullshard.engine.unit import Unit
+
+STEPS_BEFORE_MEASURING = 2
+"""The second step is the first that runs beside the optimizer's state."""
+
+_SPENT = 0.9
+"""Share of measured free memory that is used: the rest is for what comes only now and then, and for fragments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Which units are kept. `str()` is the line for people.
+
+    Attributes:
+        units: how many, those left out that are kept in any case (the outermost, a head of its own).
+        of: how many there are.
+        nbytes: what keeping them takes.
+        budget_nbytes: what it may take; None where it takes nothing.
+        why: where the budget comes from.
+    """
+
+    units: int
+    of: int
+    nbytes: int
+    budget_nbytes: int | None
+    why: str
+
+    def __str__(self) -> str:
+        cost = (
+            "which costs nothing"
+            if self.budget_nbytes is None
+            else f"{format_nbytes(self.nbytes)} of {format_nbytes(self.budget_nbytes)}"
+        )
+        what = f"{self.units} of {self.of} units stay unsharded between forward and backward"
+        return f"reshard_after_forward auto: {what}, {cost} ({self.why})"
+
+
+def keep_unsharded(
+    model: nn.Module, *, budget_nbytes: int | None, ranks_on_host: int, say: Callable[[str], None]
+) -> None:
+    """Keep what memory allows; a collective, now and, where memory is measured, at the third step.
+
+    Args:
+        model: sharded as a whole.
+        budget_nbytes: what it may take on this rank; None measures.
+        ranks_on_host: ranks that share this host's memory.
+        say: told on every rank which units are kept, as soon as that is known.
+
+    Raises:
+        LifecycleError: the model is not sharded.
+        ConfigError: memory cannot be measured here.
+    """
+    units = units_of(model)
+    if not units:
+        raise LifecycleError(f"{type(model).__name__} is not sharded", hint="shard it first")
+    schedule = units[-1].schedule
+    if budget_nbytes is not None or not any(map(_cost, units[:-1])):
+        say(str(_keep(schedule, budget_nbytes, "the budget that was given")))
+        return
+    measure = functools.partial(headroom_nbytes, units[-1].mesh.device, ranks_on_host=ranks_on_host)
+    measure()  # so that it fails now if it does
+
+    def decide(steps: int) -> None:
+        if steps == STEPS_BEFORE_MEASURING:
+            schedule.after_step = None
+            why = f"{_SPENT:.0%} of what was free after {steps} steps, on the rank with the least"
+            say(str(_keep(schedule, round(_SPENT * measure()), why)))
+
+    schedule.after_step = decide
+    say(f"reshard_after_forward auto: decided after {STEPS_BEFORE_MEASURING} steps, by the memory that is then free")
+
+
+def keep_head(head: nn.Module) -> None:
+    """Let the unit that runs last in forward stay unsharded: backward begins with it.
+
+    Raises:
+        LifecycleError: it is not a unit.
+    """
+    unit = unit_of(head)
+    if unit is None:
+        raise LifecycleError(f"{type(head).__name__} is not a unit", hint="shard the model first")
+    unit.reshard_after_forward = False
+
+
+def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> Kept:
+    """Let the last units in forward order stay, as many as the smallest of all ranks' budgets allows."""
+    root = schedule.units[-1]
+    inner = [unit for unit in schedule.units if unit.reshard_after_forward]  # the others are kept in any case
+    free = [unit for unit in inner if not _cost(unit)]
+    if len(free) == len(inner):
+        budget_nbytes, why = None, "freeing them would give nothing back: ranks share memory, or own it all"
+    else:
+        budget_nbytes = min(root.mesh.all_gather_object(budget_nbytes))
+    nbytes, kept = 0, set(free)
+    for unit in schedule.units_by_backward():
+        if unit in kept or unit not in inner:
+            continue
+        if budget_nbytes is None or nbytes + _cost(unit) > budget_nbytes:
+            break
+        nbytes += _cost(unit)
+        kept.add(unit)
+    for unit in inner:
+        unit.reshard_after_forward = unit not in kept
+    return Kept(len(kept), len(inner), nbytes, budget_nbytes, why)
+
+
+def _cost(unit: Unit) -> int:
+    """Bytes that freeing the unsharded unit gives back to this rank."""
+    return sum(bucket.full_nbytes for bucket in unit.buckets if not bucket.buffer.is_lasting)
+
+
+def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
+    """Memory that this rank could use besides the most it has used so far.
+
+    Args:
+        device: an accelerator: what its driver and PyTorch's allocator have free; or the CPU: this rank's part of what
+            the host, and a control group around this process, have free.
+        ranks_on_host: ranks that share the host's memory.
+
+    Raises:
+        ConfigError: this system does not say.
+    """
+    if device.type != "cpu":
+        free, _ = torch.accelerator.get_memory_info(device)
+        idle = torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(device)
+        return max(0, free + idle)
+    try:
+        available = min([_available_on_host(), *_available_in_group()])
+        status = Path("/proc/self/status").read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"reshard_after_forward = auto: this system does not say how much memory is free ({error})",
+            hint="give a budget: unsharded_memory_gib",
+        ) from None
+    ups_and_downs = _kib(status, "VmHWM") - _kib(status, "VmRSS")
+    return max(0, available // ranks_on_host - ups_and_downs)
+
+
+def _available_on_host() -> int:
+    return _kib(Path("/proc/meminfo").read_text(), "MemAvailable")
+
+
+def _kib(text: str, name: str) -> int:
+    """The value of a line like `MemAvailable:   1024 kB`, in bytes."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    if found is None:
+        raise OSError(f"no {name}")
+    return int(found[1]) * 1024
+
+
+def _available_in_group(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What the limits of the control groups around this process leave (version 2); files in the cache can go."""
+    path = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/")
+    group = root / path.strip("/")
+    left = []
+    for level in (group, *group.parents):
+        limit = level / "memory.max"
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            cache = re.search(r"^inactive_file (\d+)", (level / "memory.stat").read_text(), re.MULTILINE)
+            used = int((level / "memory.current").read_text())
+            left.append(max(0, int(text) - used + (int(cache[1]) if cache else 0)))
+        if level == root:
+            break
+    return left
