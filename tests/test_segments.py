@@ -107,7 +107,15 @@ def regroup(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
         optimizer.add_param_group({"params": [moved], "lr": 1e-4})
 
 
-BETWEEN = (nothing, clip, drop_one, start_late, drop_all, replace_one, reload, replace_state, restart, regroup)
+def scatter(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Neighbours are torn apart: every second parameter moves to another group."""
+    if step == 2:
+        parameters = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = parameters[::2]
+        optimizer.add_param_group({"params": parameters[1::2], "lr": 1e-4})
+
+
+BETWEEN = (nothing, clip, drop_one, start_late, drop_all, replace_one, reload, replace_state, restart, regroup, scatter)
 
 
 def train(make: str, between: Between, how: str, *, accumulate: bool = False) -> tuple[list[Any], list[int]]:

@@ -78,11 +78,14 @@ class _InitGroup:
 
     def _group(self, optimizer: optim.Optimizer, group: dict[str, Any]) -> _Group:
         """What was made of `group`, made again if its parameters have changed since."""
-        self._groups = [g for g in self._groups if any(g.source is other for other in optimizer.param_groups)]
+        current = [known for known in self._groups if known.is_current(optimizer.param_groups)]
+        for outdated in self._groups:
+            if outdated not in current:
+                outdated.dissolve(optimizer.state)
+        self._groups = current
         for known in self._groups:
-            if known.source is group and known.is_current():
+            if known.source is group:
                 return known
-        self._groups = [g for g in self._groups if g.source is not group]
         self._groups.append(_Group(group, optimizer.state))
         return self._groups[-1]
 
@@ -102,17 +105,22 @@ class _Group:
         self._parameters = list(source["params"])
         self.items = _cut(self._parameters, state)
 
-    def is_current(self) -> bool:
-        """Whether the group's parameters are what they were."""
+    def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the group is among `groups`, with the parameters that it had."""
         now = self.source["params"]
-        return len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters))
+        is_same = len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters))
+        return is_same and any(self.source is group for group in groups)
+
+    def dissolve(self, state: State) -> None:
+        """Give every parameter a state of its own."""
+        for item in self.items:
+            if isinstance(item, _Segment):
+                item.dissolve(state)
 
     def prepare(self, state: State) -> list[torch.Tensor]:
         """What the optimizer is to update in place of the group's parameters, with gradients and state in place."""
         if not all(item.is_published(state) for item in self.items if isinstance(item, _Segment)):
-            for item in self.items:
-                if isinstance(item, _Segment):
-                    item.dissolve(state)
+            self.dissolve(state)
             self.items = _cut(self._parameters, state)
         items: list[_Segment | torch.Tensor] = []
         for item in self.items:
