@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.checkpoint import full_state_dict
 from fullshard.checkpoint.format import read_manifest
+from fullshard.core.errors import LifecycleError
 from tests.distributed import run_ranks
 from tests.interchange import files_in_use
 from tests.trainers import arguments, build, close, result, samples, trainer
@@ -280,6 +281,79 @@ def test_merging_in_memory(case: str) -> None:
         return
     for key, value in whole.state_dict().items():
         assert torch.equal(weights[key], value), key
+
+
+def peft_methods(case: str, names: list[str] | None) -> None:
+    """Merge, disable, go on, merge and unmerge: after each step what PEFT does with the whole model."""
+    from fullshard import Accelerator
+
+    whole, ids = adapted(case).eval(), samples(1)[0]["input_ids"][None]
+    model = Accelerator(cpu=True).prepare(adapted(case)).eval()
+
+    def same(how: str) -> None:
+        with torch.no_grad():
+            expected = whole(input_ids=ids).logits
+            assert torch.equal(model(input_ids=ids).logits, expected), how
+        weights = full_state_dict(model, rank0_only=False)
+        assert all(torch.equal(weights[key], value) for key, value in whole.state_dict().items()), how
+
+    same("as they are")
+    for one in (whole, model):
+        one.merge_adapter(adapter_names=names)
+    same("merged")
+    with whole.disable_adapter(), model.disable_adapter():
+        same("disabled")
+    same("enabled again")
+    for one in (whole, model):
+        one.merge_adapter(names, True)
+    same("merged safely")
+    for one in (whole, model):
+        one.unmerge_adapter()
+    same("unmerged")
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("two", ["default", "other"]),
+        pytest.param("dora", None, marks=pytest.mark.full),
+        pytest.param("embeddings", None, marks=pytest.mark.full),
+        pytest.param("tied", None, marks=pytest.mark.full),
+    ],
+)
+def test_pefts_methods_while_sharded(case: str, names: list[str] | None) -> None:
+    run_ranks(peft_methods, 2, case, names)
+
+
+def misused(directory: str) -> None:
+    """What would write slices, or add parameters that nobody reduces, is an error on every rank."""
+    from peft import LoraConfig
+
+    from fullshard import Accelerator
+
+    model = Accelerator(cpu=True).prepare(adapted("plain"))
+    for one in (model, model.get_base_model()):
+        for state in (None, model.state_dict()):
+            with pytest.raises(LifecycleError, match="save_pretrained would write this rank's slices"):
+                one.save_pretrained(directory, state_dict=state)
+    with pytest.raises(LifecycleError, match="add_adapter on a sharded"):
+        model.add_adapter("late", LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(LifecycleError, match="load_adapter on a sharded"):
+        model.load_adapter(directory, "late")
+    parameter = next(p for name, p in model.named_parameters() if "lora_B" in name)
+    with torch.no_grad():
+        parameter.fill_(float("nan"))
+    with pytest.raises(ValueError, match="NaNs detected"):
+        model.merge_adapter(safe_merge=True)
+    assert not list(Path(directory).iterdir())
+    weights = full_state_dict(model)
+    if dist.get_rank() == 0:
+        model.save_pretrained(directory, state_dict=weights)
+
+
+def test_what_peft_cannot_do_while_sharded_is_refused(tmp_path: Path) -> None:
+    run_ranks(misused, 2, str(tmp_path))
+    assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
 def whole_and_adapter(directory: Path, case: str, dtype: torch.dtype = torch.float32) -> Any:

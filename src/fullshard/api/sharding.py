@@ -15,7 +15,7 @@ from fullshard.api.options import AutocastKwargs
 from fullshard.api.plugin import FullyShardedDataParallelPlugin, configured_policy, modules_matching
 from fullshard.api.state import ProcessState
 from fullshard.checkpoint.adapters import is_adapted
-from fullshard.checkpoint.merging import use_sharded_merge
+from fullshard.checkpoint.live_adapters import use_sharded_methods
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
@@ -159,7 +159,7 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
     for module in ignored:
         module.to(process.device)
     if is_adapted(model):
-        use_sharded_merge(model)
+        use_sharded_methods(model)
     sharding = describe(model)
     say(f"{type(model).__name__}: {sharding}")
     if config.reshard_after_forward == "auto":

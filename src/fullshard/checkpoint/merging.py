@@ -10,18 +10,14 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint.adapters import is_adapted
-from fullshard.checkpoint.full_state import full_tensor
-from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
+from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
-from fullshard.engine import ShardedParameter
 from fullshard.engine.module import clean_name
 from fullshard.wrap.quantized import is_exact
 
@@ -47,14 +43,8 @@ class MergedModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check_mergeable(model)
         self.base: nn.Module = model.get_base_model()  # type: ignore[operator]
-        check = getattr(model.base_model, "_check_merge_allowed", None)
-        if check is None:
-            raise CheckpointError(
-                f"{type(model).__name__}: its adapters are no change of weights, so they cannot be merged",
-                hint="save them alone, with save_model",
-            )
-        check()
         locals_ = [*local_parameters(self.base, rank=0, on_meta=True), *local_buffers(self.base, rank=0)]
         self._local = {id(local.tensor): local for local in locals_}
         self._layers: dict[int, list[nn.Module]] = {}
@@ -84,7 +74,7 @@ class MergedModel:
             made: dict[int, torch.Tensor] = {}
             results: dict[str, torch.Tensor] = {}
             for layer in layers:
-                unloaded = _unload(_copy(layer, lambda t: whole(t).clone() if id(t) in self._local else t, made))
+                unloaded = _unload(copy_module(layer, lambda t: whole(t).clone() if id(t) in self._local else t, made))
                 results |= dict(_named_tensors(unloaded, self._paths[id(layer)]))
             self._last = (layers, results)
         return self._last[1][source.name]
@@ -106,10 +96,9 @@ class MergedModel:
         named: dict[int, tuple[torch.Tensor, list[str]]] = {}
         layers: dict[int, list[nn.Module]] = {}
         for path, module, is_adapted_here in _walk(self.base):
-            copied = _copy(module, self._stand_in, stand_ins, deep=is_adapted_here)
+            copied = copy_module(module, self._stand_in, stand_ins, deep=is_adapted_here)
             if is_adapted_here:
                 self._paths[id(module)] = path
-                self._refuse_quantised(module, path)
                 copied = _unload(copied)
             for name, tensor in _named_tensors(copied, path, recurse=is_adapted_here):
                 named.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -137,70 +126,26 @@ class MergedModel:
         shape = tensor.shape if local is None else local.shape
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
-    def _refuse_quantised(self, layer: nn.Module, path: str) -> None:
-        if any(is_exact(p) for p in layer.parameters()):
+
+def check_mergeable(model: nn.Module) -> None:
+    """Refuse adapters that are no change of weights, and a quantised base.
+
+    Raises:
+        CheckpointError: either of the two.
+    """
+    check = getattr(model.base_model, "_check_merge_allowed", None)
+    if check is None:
+        raise CheckpointError(
+            f"{type(model).__name__}: its adapters are no change of weights, so they cannot be merged",
+            hint="save them alone, with save_model",
+        )
+    check()
+    for path, layer, is_adapted_here in _walk(model.get_base_model()):  # type: ignore[operator]
+        if is_adapted_here and any(is_exact(p) for p in layer.parameters()):
             raise CheckpointError(
                 f"{path} is quantised: merging would round its adapter to the steps of the quantised weights",
                 hint="save the adapter, then `fullshard merge BASE ADAPTER OUT` merges it into the base as it was",
             )
-
-
-def merge_adapters(model: nn.Module) -> None:
-    """Merge the active adapters of a PEFT model into its base weights, in place, sharded as they are. A collective.
-
-    Every rank gathers one layer at a time, has PEFT merge it, and keeps its own interval. Forwards then leave the
-    adapters out, as after PEFT's `merge_adapter`.
-
-    Raises:
-        CheckpointError: no PEFT model, a quantised base, or adapters that cannot be merged.
-    """
-    if not is_adapted(model):
-        raise CheckpointError(f"{type(model).__name__} has no adapters")
-    rest(model)
-    merged = MergedModel(model)
-    done: dict[int, nn.Module] = {}
-    for source in merged.sources:
-        layers = merged._layers.get(id(source.tensor), [])
-        wholes = {id(part): full_tensor(merged.local(part)) for part in merged.parts(source)} if layers else {}
-        for layer in layers:
-            if not hasattr(layer, "merged_adapters"):
-                continue  # modules_to_save: in use already
-            value = merged.merge(source, lambda tensor, wholes=wholes: wholes[id(tensor)])  # type: ignore[misc]
-            name = source.name.removeprefix(f"{merged._paths[id(layer)]}.")
-            _keep_own(layer.get_base_layer().get_parameter(name), value)  # type: ignore[operator]
-            done[id(layer)] = layer
-    for layer in done.values():
-        one: Any = layer
-        one.merged_adapters = [name for name in one.active_adapters if name in one._get_available_adapters()]
-
-
-def use_sharded_merge(model: Any) -> None:
-    """Have PEFT's `merge_adapter` and `merge_and_unload`, which know nothing of slices, merge a sharded model right."""
-    model.merge_adapter = MethodType(_merge_adapter, model)
-    model.merge_and_unload = MethodType(_merge_and_unload, model)
-
-
-def _merge_adapter(self: nn.Module, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-    if adapter_names is not None:
-        raise CheckpointError(
-            f"merge_adapter(adapter_names={adapter_names!r}) of a sharded model",
-            hint="set_adapter(...) first: the active adapters are merged",
-        )
-    merge_adapters(self)
-
-
-def _merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    _merge_adapter(self, kwargs.get("adapter_names"))
-    return self.base_model.unload()  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def _keep_own(parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    if isinstance(parameter, ShardedParameter):
-        own = whole.reshape(-1)[parameter.interval.start : parameter.interval.stop]
-        parameter.detach().copy_(own.view(parameter.detach().shape))
-    else:
-        parameter.copy_(whole)
 
 
 def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
@@ -232,7 +177,7 @@ def _unload(layer: Any) -> nn.Module:
     return base
 
 
-def _copy(
+def copy_module(
     module: nn.Module,
     replace: Callable[[torch.Tensor], torch.Tensor],
     made: dict[int, torch.Tensor],
@@ -254,7 +199,7 @@ def _copy(
         if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
             value = OrderedDict()
         elif key == "_modules":
-            value = {n: m if m is None or not deep else _copy(m, replace, made) for n, m in value.items()}
+            value = {n: m if m is None or not deep else copy_module(m, replace, made) for n, m in value.items()}
         elif key in ("_parameters", "_buffers"):
             value = {name: tensor(old) for name, old in value.items()}
         elif isinstance(value, list | dict | set):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Self
 
@@ -119,8 +121,30 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     for inner in module.modules():
         inner._is_fsdp_managed_module = True  # type: ignore[assignment]
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
+        if hasattr(inner, "save_pretrained") and "save_pretrained" not in inner.__dict__:
+            inner.save_pretrained = _saves_no_slices(inner)  # type: ignore[assignment]
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(_before_load_state_dict)
+
+
+def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
+    """Transformers' and PEFT's `save_pretrained`, which would write slices as if they were whole, as an error then."""
+    save: Any = module.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(save).bind(*args, **kwargs).arguments
+        given = arguments.get("state_dict", kwargs.get("state_dict"))
+        tensors = module.parameters() if given is None else given.values()
+        if any(isinstance(tensor, ShardedParameter) for tensor in tensors):
+            raise LifecycleError(
+                f"{type(module).__name__}.save_pretrained would write this rank's slices as if they were the weights",
+                hint="call trainer.save_model, Accelerator.save_model or fullshard.checkpoint.export_hf on every rank; "
+                "or pass state_dict=fullshard.checkpoint.full_state_dict(model)",
+            )
+        return save(*args, **kwargs)
+
+    return save_pretrained
 
 
 def assemble(modules: list[nn.Module], mesh: Mesh) -> Schedule:

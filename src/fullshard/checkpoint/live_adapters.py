@@ -1,0 +1,140 @@
+"""PEFT's methods on a model that is sharded: they know nothing of slices, so here they are done layer by layer.
+
+Each adapted layer is copied with its parameters whole, PEFT's own code merges or unmerges the copy, and every rank
+keeps its own interval of what came out. So results are PEFT's bit by bit, and no rank holds more than one layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.adapters import is_adapted
+from fullshard.checkpoint.full_state import full_tensor
+from fullshard.checkpoint.merging import check_mergeable, copy_module
+from fullshard.checkpoint.tensors import local_buffers, local_parameters, rest
+from fullshard.core.errors import CheckpointError, LifecycleError
+from fullshard.engine import ShardedParameter
+
+
+def merge_adapters(
+    model: nn.Module, adapter_names: Sequence[str] | None = None, *, safe_merge: bool = False, progressbar: bool = False
+) -> None:
+    """Merge adapters of a PEFT model into its base weights, in place, sharded as they are. A collective.
+
+    Forwards then leave the adapters out, as after PEFT's `merge_adapter`.
+
+    Args:
+        model: a PEFT model, sharded or not.
+        adapter_names: which; None: the active ones.
+        safe_merge: refuse weights that would not be finite.
+        progressbar: count the layers on standard error.
+
+    Raises:
+        CheckpointError: no PEFT model, a quantised base, or adapters that cannot be merged.
+        ValueError: PEFT's, of `safe_merge`; layers before the one it names are merged.
+    """
+    if not is_adapted(model):
+        raise CheckpointError(f"{type(model).__name__} has no adapters")
+    check_mergeable(model)
+    names = None if adapter_names is None else list(adapter_names)
+    rest(model)
+    tqdm: Any = importlib.import_module("tqdm")  # which PEFT brings along
+    for layer in tqdm.tqdm(list(_layers(model)), desc="merging", disable=not progressbar):
+        _change(layer, lambda whole: whole.merge(safe_merge=safe_merge, adapter_names=names))
+
+
+def unmerge_adapters(model: nn.Module) -> None:
+    """Take all merged adapters out of the base weights again, as PEFT's `unmerge_adapter`. A collective.
+
+    As there, the weights come back but for what the two sums have rounded.
+    """
+    rest(model)
+    for layer in _layers(model):
+        if layer.merged_adapters:
+            _change(layer, lambda whole: whole.unmerge())
+
+
+def use_sharded_methods(model: Any) -> None:
+    """Replace the methods of a PEFT model that would be wrong on slices: by right ones, or by an error."""
+    for name, method in (
+        ("merge_adapter", _merge_adapter),
+        ("unmerge_adapter", unmerge_adapters),
+        ("merge_and_unload", _merge_and_unload),
+        ("add_adapter", _refuse("add_adapter")),
+        ("load_adapter", _load_adapter),
+        ("delete_adapter", _refuse("delete_adapter")),
+        ("add_weighted_adapter", _refuse("add_weighted_adapter")),
+    ):
+        if hasattr(model, name):
+            setattr(model, name, MethodType(method, model))
+    tuner = model.base_model
+    if hasattr(tuner, "disable_adapter_layers"):
+
+        def disable_adapter_layers() -> None:
+            # PEFT unmerges in the next forward, whose whole weights are thrown away after it: here it is done at once.
+            unmerge_adapters(model)
+            type(tuner).disable_adapter_layers(tuner)
+
+        tuner.disable_adapter_layers = disable_adapter_layers
+
+
+def _merge_adapter(self: nn.Module, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+    merge_adapters(self, adapter_names, safe_merge=safe_merge)
+
+
+def _merge_and_unload(
+    self: Any, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+) -> nn.Module:
+    merge_adapters(self, adapter_names, safe_merge=safe_merge, progressbar=progressbar)
+    return self.base_model.unload()  # type: ignore[no-any-return]
+
+
+def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    if adapter_name not in self.peft_config:
+        _refuse("load_adapter")(self)
+    return type(self).load_adapter(self, model_id, adapter_name, *args, **kwargs)
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise LifecycleError(
+            f"{name} on a sharded {type(self).__name__}: which parameters there are was settled when it was sharded",
+            hint="add, load or delete adapters before Accelerator.prepare or Trainer; set_adapter chooses among them",
+        )
+
+    return refuse
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if hasattr(module, "merged_adapters") and hasattr(module, "unmerge"))
+
+
+def _change(layer: Any, change: Callable[[Any], object]) -> None:
+    """Have PEFT change a copy of a layer that is whole; keep this rank's part of its base weights."""
+    known = {id(local.tensor): local for local in (*local_parameters(layer, rank=0), *local_buffers(layer, rank=0))}
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return full_tensor(known[id(tensor)]).clone() if id(tensor) in known else tensor.clone()
+
+    twin: Any = copy_module(layer, whole, {})
+    change(twin)
+    changed = dict(twin.get_base_layer().named_parameters())
+    for name, parameter in layer.get_base_layer().named_parameters():
+        _keep_own(parameter, changed[name])
+    # DoRA notes the norms it merged with, which it needs to unmerge.
+    layer.merged_adapters, layer._caches = twin.merged_adapters, getattr(twin, "_caches", {})
+
+
+@torch.no_grad()
+def _keep_own(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    if isinstance(parameter, ShardedParameter):
+        own = whole.reshape(-1)[parameter.interval.start : parameter.interval.stop]
+        parameter.detach().copy_(own.view(parameter.detach().shape))
+    else:
+        parameter.copy_(whole)
