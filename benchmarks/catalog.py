@@ -8,17 +8,21 @@ from typing import Literal
 # bf16 keeps fp32 main weights; in bf16only weights, gradients and optimizer state are bf16 too.
 Dtype = Literal["fp32", "bf16", "bf16only"]
 
-# In the order of the tables. BARE runs on one rank and is the limit; the others are divided by REFERENCE.
+# In the order of the tables. BARE runs on one rank and is the limit; SEVERAL_BARE is one such process per rank at once,
+# which share the machine and nothing else; the others are divided by REFERENCE.
 ENGINES = {
     "bare": "one bare process",
+    "bares": "one bare process per rank",
     "ddp": "DDP",
     "fsdp1": "torch FSDP1",
     "fsdp2": "torch FSDP2",
+    "accelerate": "Accelerate, FSDP2",
     "deepspeed": "DeepSpeed ZeRO-3",
     "fullshard": "fullshard",
 }
 GPU_ENGINES = ("bare", "fsdp2", "fullshard")
 BARE = "bare"
+SEVERAL_BARE = "bares"
 REFERENCE = "fsdp2"
 
 # Device type -> backend of torch.distributed.

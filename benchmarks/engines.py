@@ -207,6 +207,32 @@ def _fullshard(model: nn.Module, job: Job, mesh: DeviceMesh | None, **sent: torc
     return plain_step(model, adamw(model.parameters(), job))
 
 
+def build_accelerate(model: nn.Module, job: Job) -> TrainStep:
+    """Accelerate's own loop over FSDP2, wrapped by transformer block.
+
+    Accelerate leaves FSDP out on CPUs, so it is told here that FSDP is on. All that follows is its own.
+    """
+    accelerate = importlib.import_module("accelerate")
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="transformer_based_wrap"
+    )
+    accelerator = accelerate.Accelerator(
+        cpu=job.device == "cpu", mixed_precision="bf16" if job.row.dtype == "bf16" else "no", fsdp_plugin=plugin
+    )
+    state = accelerator.state
+    state.distributed_type, state.fsdp_plugin = accelerate.DistributedType.FSDP, plugin
+    prepared, optimizer = accelerator.prepare(model, adamw(model.parameters(), job))
+
+    def step(batch: Tensor) -> Tensor:
+        loss: Tensor = prepared(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def build_deepspeed(model: nn.Module, job: Job) -> TrainStep:
     """DeepSpeed ZeRO-3 with torch's AdamW, because its own CPU Adam is for offloading and has other flags."""
     deepspeed = importlib.import_module("deepspeed")
@@ -232,9 +258,13 @@ def build_deepspeed(model: nn.Module, job: Job) -> TrainStep:
 
 ENGINES = {
     "bare": Engine(build_bare),
+    "bares": Engine(build_bare),
     "ddp": Engine(build_ddp),
     "fsdp1": Engine(build_fsdp1),
     "fsdp2": Engine(build_fsdp2),
+    "accelerate": Engine(
+        build_accelerate, package="accelerate", environment={"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    ),
     "deepspeed": Engine(build_deepspeed, package="deepspeed", environment={"DS_ACCELERATOR": "cpu"}),
     "fullshard": Engine(build_fullshard, package="fullshard"),
     # Of `benchmarks.hosts` only:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.catalog import BARE, ENGINES, REFERENCE, ROWS, SHAPES
+from benchmarks.catalog import BARE, ENGINES, REFERENCE, ROWS, SEVERAL_BARE, SHAPES
 from benchmarks.record import Record, Run, load
 
 MIB = 2**20
@@ -142,7 +142,7 @@ def _cells(engine: str, summaries: Mapping[str, Summary], dtype: str) -> tuple[s
     if reference is not None and seconds.keys() & reference.step_seconds.keys():
         time_ratio = f"{paired_ratio(seconds, reference.step_seconds):.2f}"
         peak_ratio = f"{paired_ratio(peaks, reference.peak_nbytes):.2f}"
-        if engine not in (BARE, REFERENCE):  # the bare process sees the data of rank 0 only
+        if engine not in (BARE, SEVERAL_BARE, REFERENCE):  # a bare process sees the data of one rank only
             difference = loss_difference(summary.losses, reference.losses)
             same = f"{'yes' if difference <= TOLERANCES[dtype] else 'NO'} ({difference:.0e})"
     return (
