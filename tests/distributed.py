@@ -24,7 +24,14 @@ import torch.multiprocessing as mp
 
 # A server that has imported what takes seconds; every process is a fresh copy of it, which takes none.
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["fullshard.engine", "tests.distributed"])
+_PRELOADED = ["fullshard.engine", "tests.distributed"]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Have the server import these too, if it has not begun yet: called by modules of tests as they are collected."""
+    _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def _serve(tasks: Any, results: Any) -> None:

@@ -269,6 +269,7 @@ def test_a_read_only_disk(disk: Path) -> None:
 # -- leftovers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_save_under_way_is_nobodys_leftover(tmp_path: Path) -> None:
     """Another job beside it removes what dead saves left, never what a living one writes."""
     final = tmp_path / "a"

@@ -96,6 +96,7 @@ def test_success_and_shared_threads(job: Path) -> None:
         assert text.endswith(f" {threads}")
 
 
+@pytest.mark.full
 def test_first_failure_is_reported_last_in_full(job: Path) -> None:
     """Rank 0 fails too, of the lost connection; the report is of rank 1, which was first."""
     done = _run("raise", job)
@@ -125,9 +126,9 @@ def test_exit_code_of_the_failed_rank(job: Path, mode: str, code: int, words: st
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        (signal.SIGINT, 130),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full),
-        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.full),
+        (signal.SIGKILL, -9),
     ],
 )
 def test_signal_ends_every_process_within_5_seconds(job: Path, number: signal.Signals, code: int) -> None:

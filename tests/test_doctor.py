@@ -203,6 +203,7 @@ def test_one_rank_and_nothing_left_behind(tmp_path: Path) -> None:
     assert list(tmp_path.glob("fullshard*")) == []
 
 
+@pytest.mark.full
 def test_a_broken_interface_is_named() -> None:
     done = run("--run", GLOO_SOCKET_IFNAME="doesnotexist")
     assert done.returncode == 1

@@ -201,6 +201,7 @@ def test_a_signal_ends_everything_within_5_seconds(tmp_path: Path, number: signa
         assert f"{number.name}: all 2 processes on this host were ended" in launcher.stdout.read()
 
 
+@pytest.mark.full
 def test_programs_and_their_end_with_the_launcher(tmp_path: Path) -> None:
     """Not only Python: the environment is there, exit codes are kept, and a killed launcher leaves nothing."""
     done = launch("--num_processes", "2", "--cpu", "--no_python", "sh", "-c", "echo $RANK of $WORLD_SIZE", cwd=tmp_path)

@@ -58,8 +58,7 @@ def every_block() -> list[Any]:
     for path in sorted(path for path in DOCUMENTS.iterdir() if path.is_file()):
         for number, block in enumerate(blocks(path.read_text(encoding="utf-8")), 1):
             meaning = json.dumps(_content(block), sort_keys=True)
-            marks = [pytest.mark.full] if found else []  # each takes seconds
-            found.setdefault(meaning, pytest.param(block, id=f"{path.stem}-{number}", marks=marks))
+            found.setdefault(meaning, pytest.param(block, id=f"{path.stem}-{number}"))
     return list(found.values())
 
 
@@ -72,6 +71,7 @@ def test_the_documents_have_the_blocks() -> None:
     assert len(every_block()) >= 5
 
 
+@pytest.mark.full  # each takes seconds
 @pytest.mark.parametrize("block", every_block())
 def test_it_launches_and_trains_sharded(block: str, tmp_path: Path) -> None:
     text = re.sub(r"^num_processes: .*\n", "", block, flags=re.MULTILINE) + "num_processes: 2\n"

@@ -216,6 +216,7 @@ def test_finished_run_has_nothing_to_do(whole: tuple[Path, str], inputs: Path) -
     assert _trajectory(output) == before
 
 
+@pytest.mark.full
 def test_bad_data_ends_the_job_with_one_message(inputs: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine"}\n{"body": "x"}\n')

@@ -321,8 +321,15 @@ def check_branches(strategy: str, at_step: int, other: str) -> tuple[str, float]
     return "", time.monotonic() - start
 
 
-@pytest.mark.parametrize("at_step", [0, 2])
-@pytest.mark.parametrize("other", ["right", "neither"])
+@pytest.mark.parametrize(
+    ("other", "at_step"),
+    [
+        ("neither", 2),
+        pytest.param("right", 0, marks=pytest.mark.full),
+        pytest.param("right", 2, marks=pytest.mark.full),
+        pytest.param("neither", 0, marks=pytest.mark.full),
+    ],
+)
 def test_different_branches_are_an_error(at_step: int, other: str) -> None:
     """Every rank gets a typed error that names the unit, within the time-out, and nobody hangs."""
     results = run_ranks(check_branches, 2, "FULL_SHARD", at_step, other, timeout=60)

@@ -25,6 +25,9 @@ from transformers import (
 
 from fullshard.checkpoint import full_state_dict
 from fullshard.engine import ShardedParameter
+from tests.distributed import preload
+
+preload("tests.trainers", "transformers.trainer", "accelerate", "peft")
 
 GLOBAL_BATCH = 4
 SMALL: dict[str, Any] = {
