@@ -25,7 +25,10 @@ from fullshard.core.layout import Interval
 from fullshard.engine import ShardedParameter, shard_model
 from tests.distributed import run_ranks
 
-BITSANDBYTES = ("PagedAdamW8bit", "AdamW8bit", "Adam8bit", "PagedLion8bit", "Lion8bit", "SGD8bit", "RMSprop8bit")
+BITSANDBYTES = (
+    "PagedAdamW8bit", "AdamW8bit", "Adam8bit", "PagedLion8bit", "Lion8bit", "SGD8bit", "RMSprop8bit", "AdEMAMix8bit",
+    "PagedAdEMAMix8bit",
+)  # fmt: skip
 TORCHAO = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit")
 WIDTH, ROWS = 96, 12
 
@@ -176,13 +179,42 @@ def test_paged_state_stays_paged_on_a_gpu(tmp_path: Path) -> None:
     run_ranks(paged_on_a_gpu, 1, str(tmp_path / "saved"))
 
 
-def ademamix(directory: str) -> str:
+def uncoded(directory: str, load: bool) -> dict[str, torch.Tensor]:
+    """AdEMAMix in 32 bits: one tensor of state holds two averages."""
     import bitsandbytes as bnb
 
+    torch.manual_seed(0)
+    model = shard_model(nn.Linear(30, 20), unit_modules=[], device=torch.device("cpu"))
+    optimizer = bnb.optim.AdEMAMix(model.parameters(), lr=1e-3, t_alpha=10, t_beta3=10)
+    if load:
+        load_checkpoint(directory, model=model, optimizer=optimizer)
+    for step in range(2, 4) if load else range(4):
+        model(torch.randn(2, 30, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            save_checkpoint(directory, model=model, optimizer=optimizer)
+    return full_state_dict(model)
+
+
+@pytest.mark.full
+def test_two_averages_in_one_tensor(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    directory = str(tmp_path / "c")
+    whole = run_ranks(uncoded, 2, directory, False)[0]
+    assert {key.rpartition("/")[2] for key in state_of(tmp_path / "c")} == {"state1.0", "state1.1", "state2"}
+    for size in (2, 3, 1):
+        again = run_ranks(uncoded, size, directory, True)[0]
+        for name, value in whole.items():  # a third of a sum is rounded
+            torch.testing.assert_close(again[name], value, rtol=0, atol=1e-5 if size == 3 else 0)
+
+
+def matrices(directory: str) -> str:
+    """State that is laid out otherwise than the parameter."""
     model = shard_model(nn.Linear(128, 128), unit_modules=[], device=torch.device("cpu"))
-    optimizer = bnb.optim.AdEMAMix8bit(model.parameters(), lr=1e-3)
-    model(torch.randn(2, 128)).sum().backward()
-    optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["rows"] = torch.zeros(2, parameter.numel())
     try:
         save_checkpoint(directory, model=model, optimizer=optimizer)
     except CheckpointError as error:
@@ -191,7 +223,7 @@ def ademamix(directory: str) -> str:
 
 
 def test_state_of_another_form_is_refused(tmp_path: Path) -> None:
-    [message] = run_ranks(ademamix, 1, str(tmp_path / "c"))
+    [message] = run_ranks(matrices, 1, str(tmp_path / "c"))
     assert "shape (2, " in message and "hint" in message
 
 

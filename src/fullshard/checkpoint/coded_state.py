@@ -88,11 +88,29 @@ def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set
             continue
         if value.dtype is torch.uint8 and key.startswith("state"):
             names = f"absmax{key.removeprefix('state')}", f"qmap{key.removeprefix('state')}"
-            found[key] = _of_bitsandbytes(key, value, *(state.get(name) for name in names))
+            scales, book = (state.get(name) for name in names)
             parts.update(names)
+            if value.ndim == 2 and scales is not None and len(scales) == len(value):  # AdEMAMix: two averages in one
+                parts.add(key)
+                for row, codes in enumerate(value):
+                    found[f"{key}.{row}"] = _of_bitsandbytes(key, codes, scales[row], book)
+            else:
+                found[key] = _of_bitsandbytes(key, value, scales, book)
         elif (bits := _TORCHAO_BITS.get(type(value).__name__)) is not None:
             found[key] = _of_torchao(value, bits)
     return found, parts
+
+
+def rows_of(optimizer: Any, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The averages of which one parameter's state has several in one tensor, uncoded: each as `KEY.ROW`, a view."""
+    if not is_of_bitsandbytes(optimizer):
+        return {}
+    return {
+        f"{key}.{row}": average
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point() and key.startswith("state")
+        for row, average in enumerate(value)
+    }
 
 
 def _of_bitsandbytes(key: str, codes: torch.Tensor, scales: Any, book: Any) -> CodedTensor:
@@ -102,7 +120,7 @@ def _of_bitsandbytes(key: str, codes: torch.Tensor, scales: Any, book: Any) -> C
         raise CheckpointError(
             f"optimizer state {key!r} has codes of shape {tuple(codes.shape)} and scales of shape {shape}, expected a "
             f"row of codes with one scale for every {_BITSANDBYTES_BLOCK}",
-            hint="use bitsandbytes' Adam, AdamW, Lion, SGD, RMSprop or Adagrad in 8 bits",
+            hint="use bitsandbytes' Adam, AdamW, AdEMAMix, Lion, SGD, RMSprop or Adagrad in 8 bits",
         )
     record = CodeRecord(dtype="uint8", bits=8, block=_BITSANDBYTES_BLOCK, book=book.numel())
     return CodedTensor(codes, scales, book, record, codes.numel(), torch.float32)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, decode, fresh_state
+from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, decode, fresh_state, rows_of
 from fullshard.checkpoint.format import (
     DTYPES,
     MANIFEST_NAME,
@@ -277,10 +277,13 @@ class _Load:
                 fresh = fresh_state(optimizer, number, index)
                 there = optimizer.state.get(parameter, {}) if fresh is None else fresh
                 coded, parts = coded_tensors(there)
-                state = {key: there[key] for key in (*coded, *parts)}
+                rows = rows_of(optimizer, there)
+                kept = {*coded, *parts, *(key.rpartition(".")[0] for key in rows)}
+                state = {key: value for key, value in there.items() if key in kept}
+                places: dict[str, Any] = {**coded, **rows}
                 for key, record in records.items():
-                    if key in coded and isinstance(record, StateTensorRecord):
-                        self._targets.append(_Target("optimizer", f"{name}/{key}", record, local.interval, coded[key]))
+                    if key in places and isinstance(record, StateTensorRecord):
+                        self._targets.append(_Target("optimizer", f"{name}/{key}", record, local.interval, places[key]))
                     else:
                         state[key] = self._allocate(name, key, record, local, there.get(key), on_device=on_device)
                 self._state.append((parameter, state))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fullshard.checkpoint.coded_state import coded_tensors
+from fullshard.checkpoint.coded_state import coded_tensors, rows_of
 from fullshard.checkpoint.format import GroupRecord
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.values import encode_value
@@ -92,10 +92,11 @@ def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTe
                 continue
             state: Mapping[str, Any] = optimizer.state.get(parameter, {})
             coded, parts = coded_tensors(state)
-            for key, value in state.items():
-                if key in coded:
-                    yield StateEntry(local, key, coded[key], "interval")
-                elif key not in parts:
+            rows = rows_of(optimizer, state) if local.is_sharded else {}
+            parts |= {key.rpartition(".")[0] for key in rows}
+            yield from (StateEntry(local, key, value, "interval") for key, value in coded.items())
+            for key, value in {**state, **rows}.items():
+                if key not in coded and key not in parts:
                     yield StateEntry(local, key, value, _layout(local, key, value))
 
 
