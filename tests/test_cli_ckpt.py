@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner, Result
 
@@ -194,6 +194,26 @@ def test_errors_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
     assert "Traceback" not in failed.stderr
     code = "import sys; import fullshard.cli.ckpt; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_checkpoints_of_trainer(tmp_path: Path) -> None:
+    """By the name of the directory that Trainer made; with the configuration that lies there."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(4, 2), tmp_path / "checkpoint-2"
+    save_checkpoint(tmp_path / "checkpoint-1" / "training_state", model=model)
+    save_checkpoint(other / "training_state", model=model, weights=())  # FULL_STATE_DICT: the weights lie beside it
+    save_file({name: tensor + 1 for name, tensor in model.state_dict().items()}, other / "model.safetensors")
+    for name in ("checkpoint-1", "checkpoint-2"):
+        (tmp_path / name / "config.json").write_text("{}")
+        assert "is whole" in _run("verify", tmp_path / name).stdout
+        assert "config.json" in _run("export", tmp_path / name, tmp_path / f"hf-{name}").stdout
+    first, second = (load_file(tmp_path / f"hf-checkpoint-{n}" / "model.safetensors") for n in (1, 2))
+    assert torch.equal(first["weight"], model.weight) and torch.equal(second["weight"], model.weight + 1)
+    assert "checkpoint of Trainer" in _run("inspect", tmp_path / "checkpoint-1").stdout
+    _run("reshard", tmp_path / "checkpoint-1", tmp_path / "ours", "--world-size", 3)
+    assert "no difference" in _run("diff", tmp_path / "ours", tmp_path / "checkpoint-1").stdout
+    text = _run("prune", tmp_path, "--keep", 1).stdout
+    assert "checkpoint-1: Trainer's" in text and "save_total_limit" in text and (tmp_path / "checkpoint-1").is_dir()
 
 
 def _llama(directory: Path) -> Any:

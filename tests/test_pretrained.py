@@ -129,9 +129,20 @@ def test_a_new_head_is_initialised_and_said(tmp_path: Path, caplog: pytest.LogCa
     assert "not used: cls." in caplog.text
 
 
+def test_options_reach_the_configuration_and_the_model(tmp_path: Path) -> None:
+    save(LLAMA, tmp_path)
+    model: Any = fullshard.from_pretrained(
+        AutoModelForSequenceClassification, tmp_path, num_labels=3, attn_implementation="eager", dtype="bfloat16"
+    )
+    assert model.config.num_labels == 3 and model.score.weight.shape == (3, 32)
+    assert model.config._attn_implementation == "eager" and model.dtype is torch.bfloat16
+
+
 def check_resized(path: Path) -> list[float]:
     model: Any = fullshard.from_pretrained(AutoModelForCausalLM, path)
-    model.resize_token_embeddings(105, mean_resizing=False)
+    with pytest.raises(ConfigError, match="needs the old rows"):
+        model.resize_token_embeddings(105, mean_resizing=True)
+    model.resize_token_embeddings(105)
     old = LlamaForCausalLM.from_pretrained(path).model.embed_tokens.weight
     sharded = Accelerator(cpu=True).prepare(model)
     weight = full_state_dict(sharded, rank0_only=False)["model.embed_tokens.weight"]

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, part_paths, read_manifest
+from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, part_paths, read_manifest, trainer_state
 from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX, remove_directory
 from fullshard.checkpoint.verify import part_problems, quick_problems, verify_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -95,6 +95,8 @@ def prune(root: Path, *, keep: int, thorough: bool = False, dry_run: bool = Fals
             damaged.append((directory, problems[0]))
         elif parts:
             whole.append((parts[0][1].saved_at, directory))
+        elif trainer_state(directory) != directory:
+            damaged.append((directory, "Trainer's, which may be its best: save_total_limit removes old ones"))
         elif _looks_like_one(directory):
             damaged.append((directory, f"it has no {MANIFEST_NAME}"))
     newest_first = [directory for _, directory in sorted(whole, reverse=True)]

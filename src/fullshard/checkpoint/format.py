@@ -29,6 +29,9 @@ FORMAT_VERSION = 1
 """Raised when a manifest of the old version can no longer be written; every older version stays readable."""
 
 MANIFEST_NAME = "manifest.json"
+TRAINER_STATE = "training_state"
+"""Directory in a `checkpoint-N` of Trainer's that holds what resumes the training: a checkpoint of ours."""
+
 PART_PREFIX = "part_"
 """A directory of `part_0`, `part_1`, ... holds a checkpoint for each of several models."""
 _FOR_OTHERS = re.compile(r"model|(pytorch_model_fsdp|optimizer)_[0-9]+")
@@ -240,6 +243,12 @@ class Manifest(_Record):
 def is_for_others(name: str) -> bool:
     """Whether a directory in a checkpoint is for other programs: the checkpoint is whole with and without it."""
     return _FOR_OTHERS.fullmatch(name) is not None
+
+
+def trainer_state(directory: Path) -> Path:
+    """The checkpoint inside a `checkpoint-N` of Trainer's; of any other directory that itself."""
+    inside = directory / TRAINER_STATE
+    return inside if (inside / MANIFEST_NAME).is_file() and not (directory / MANIFEST_NAME).exists() else directory
 
 
 def part_paths(directory: Path) -> list[Path]:

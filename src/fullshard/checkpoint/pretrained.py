@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ def from_pretrained(
     hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     directory = model_directory(name_or_path, hub)
     if config is None:
-        config = transformers.AutoConfig.from_pretrained(directory)
+        # What the configuration knows (num_labels, rope_scaling, ...) goes there; the rest is for the model.
+        config, options = transformers.AutoConfig.from_pretrained(directory, return_unused_kwargs=True, **options)
     if dtype is None or dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
     parsed: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
@@ -82,11 +84,30 @@ def from_pretrained(
             _replace_linear_layers(model, quantization_config)
             outline(model)  # so that PEFT finds weights of the kind they will be
     model.eval()  # as Transformers' own from_pretrained leaves it
+    if hasattr(model, "resize_token_embeddings"):
+        model.resize_token_embeddings = MethodType(_resize_token_embeddings, model)  # type: ignore[assignment]
     generation = directory / "generation_config.json"
     if generation.is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     model.__dict__[WEIGHTS] = PretrainedWeights(directory, model, parsed)
     return model
+
+
+def _resize_token_embeddings(
+    self: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool | None = None,
+) -> nn.Module:
+    """Transformers' own, which by default takes the new rows from the mean and spread of the old: not read yet here."""
+    if mean_resizing and self.get_input_embeddings().weight.is_meta:
+        raise ConfigError(
+            "mean_resizing=True needs the old rows of the embedding, which are read when the model is sharded",
+            hint="leave it out: new rows are drawn as the model initialises them",
+        )
+    mean_resizing = not self.get_input_embeddings().weight.is_meta if mean_resizing is None else mean_resizing
+    resized: nn.Module = type(self).resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+    return resized
 
 
 class PretrainedWeights:
@@ -392,7 +413,7 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
     if path.exists() or path.is_absolute() or str(name_or_path).startswith("."):
         raise CheckpointError(f"there is no directory {name_or_path}", hint="give a directory or a hub name")
     hub_module: Any = importlib.import_module("huggingface_hub")
-    patterns = ["*.safetensors", "*.json"]
+    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
     return Path(hub_module.snapshot_download(str(name_or_path), allow_patterns=patterns, **(hub or {})))
 
 

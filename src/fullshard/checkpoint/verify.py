@@ -17,6 +17,7 @@ from fullshard.checkpoint.format import (
     rank_file_name,
     read_manifest,
     stored_as,
+    trainer_state,
 )
 from fullshard.checkpoint.resharding import Piece, coverage_problems
 from fullshard.checkpoint.storage import TensorFileReader, size_problem
@@ -85,7 +86,11 @@ def verify_checkpoint(path: str | Path) -> Verification:
 
 
 def verify_parts(path: str | Path) -> list[Verification]:
-    """Like `verify_checkpoint`, of every part of a checkpoint of several models; of one model the only one."""
+    """Like `verify_checkpoint`, of every part of a checkpoint of several models; of one model the only one.
+
+    Of a `checkpoint-N` of Trainer's it is the checkpoint inside.
+    """
+    path = trainer_state(Path(path))
     found = [verify_checkpoint(part) for part in part_paths(Path(path)) or [Path(path)]]
     problems = part_problems([(one.path, one.manifest) for one in found if one.manifest is not None])
     return [*found, Verification(Path(path), tuple(problems), 0, 0, None)] if problems else found

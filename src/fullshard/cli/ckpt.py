@@ -181,8 +181,9 @@ def reshard(
     overwrite: _Overwrite = False,
 ) -> None:
     """Cut a checkpoint of ours for another number of ranks, bit by bit the same. Loading does this too, as it reads."""
-    from fullshard.checkpoint.format import MANIFEST_NAME
+    from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
 
+    checkpoint = trainer_state(checkpoint)
     if not (checkpoint / MANIFEST_NAME).is_file():
         raise ConfigError(f"{checkpoint} is no checkpoint of ours", hint="fullshard ckpt import takes those of others")
     _native(checkpoint, output, world_size, shard_size, overwrite=overwrite)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fullshard.checkpoint.format import MANIFEST_NAME
+from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
 from fullshard.checkpoint.offline.dcp import DcpSource
 from fullshard.checkpoint.offline.dcp_metadata import METADATA_NAME
 from fullshard.checkpoint.offline.huggingface import HuggingFaceSource, files_beside_weights, has_safetensors
@@ -35,7 +35,7 @@ def open_source(path: str | Path, *, optimizer: bool = True, index: int = 0) -> 
         return open_torch_state(f"torch file ({path.name})", path, [path], optimizer=None if optimizer else False)
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint at {path}")
-    for open_it in (_native, _accelerate_sharded, _dcp, _accelerate_full, _xla, _hugging_face):
+    for open_it in (_native, _of_trainer, _accelerate_sharded, _dcp, _accelerate_full, _xla, _hugging_face):
         source = open_it(path, optimizer, index)
         if source is not None:
             return source
@@ -49,6 +49,19 @@ def open_source(path: str | Path, *, optimizer: bool = True, index: int = 0) -> 
 
 def _native(path: Path, optimizer: bool, index: int) -> Source | None:
     return NativeSource(path) if (path / MANIFEST_NAME).is_file() else None
+
+
+def _of_trainer(path: Path, optimizer: bool, index: int) -> Source | None:
+    """Under the directory's own path: configuration and tokenizer are there. None if its weights lie beside it."""
+    state = trainer_state(path)
+    if state == path:
+        return None
+    source = NativeSource(state)
+    if not any(record.is_stored for record in source.contents.parameters.values()):
+        source.close()
+        return None
+    source.title, source.path = "checkpoint of Trainer on fullshard", path
+    return source
 
 
 def _dcp(path: Path, optimizer: bool, index: int) -> Source | None:

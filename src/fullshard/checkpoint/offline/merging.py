@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.format import MANIFEST_NAME, TensorRecord
+from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE, TensorRecord
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
 from fullshard.checkpoint.offline.native import NativeSource
@@ -156,7 +156,7 @@ class _Adapter:
             self._file = safetensors.safe_open(file, framework="pt")
             self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
             return
-        state = next((d for d in (directory, directory / "training_state") if (d / MANIFEST_NAME).is_file()), None)
+        state = next((d for d in (directory, directory / TRAINER_STATE) if (d / MANIFEST_NAME).is_file()), None)
         if state is None:
             raise CheckpointError(
                 f"{directory} holds neither {_ADAPTER_WEIGHTS} nor a checkpoint", hint="give the adapter's directory"

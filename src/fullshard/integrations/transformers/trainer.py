@@ -29,16 +29,13 @@ from fullshard.api import ShardedDataLoader, skip_first_batches
 from fullshard.api.options import DataLoaderConfiguration
 from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, load_adapters
-from fullshard.checkpoint.format import MANIFEST_NAME
+from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.engine import ShardedParameter
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
 from fullshard.launch.environment import run_on_main
-
-STATE_NAME = "training_state"
-"""Directory in `checkpoint-N` that holds what resumes the training."""
 
 _COMPLETE = "trainer_state.json"
 _DATALOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
@@ -153,7 +150,7 @@ class ShardedTraining:
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         checkpoint.save_checkpoint(
-            Path(output_dir) / STATE_NAME,
+            Path(output_dir) / TRAINER_STATE,
             model=self.model,
             optimizer=self.optimizer.optimizer,
             scheduler=self.lr_scheduler,
@@ -163,7 +160,7 @@ class ShardedTraining:
         if self.accelerator.writes_torch_format:
             directory = Path(output_dir)
             run_on_main(
-                self.accelerator.process.environment, lambda: write_torch_format(directory / STATE_NAME, directory)
+                self.accelerator.process.environment, lambda: write_torch_format(directory / TRAINER_STATE, directory)
             )
 
     def _keeps_weights_in_state(self: Any) -> bool:
@@ -183,7 +180,7 @@ class ShardedTraining:
         if not is_sharded(model):
             # Trainer's own code serves models that are loaded before they are sharded.
             raise CheckpointError(f"{directory} is to be loaded into a model that is not sharded yet")
-        state = directory / STATE_NAME
+        state = directory / TRAINER_STATE
         if (state / MANIFEST_NAME).is_file():
             checkpoint.load_checkpoint(state, model=model, weights="stored", rng=False)
         if is_adapted(model):
@@ -197,10 +194,10 @@ class ShardedTraining:
     def _load_optimizer_and_scheduler(self: Any, checkpoint_dir: str | None) -> None:
         if checkpoint_dir is None:
             return
-        state = Path(checkpoint_dir) / STATE_NAME
+        state = Path(checkpoint_dir) / TRAINER_STATE
         if not (state / MANIFEST_NAME).is_file():
             raise CheckpointError(
-                f"{checkpoint_dir} holds no {STATE_NAME}, so neither optimizer nor schedule can go on",
+                f"{checkpoint_dir} holds no {TRAINER_STATE}, so neither optimizer nor schedule can go on",
                 hint="it was saved by another program or with save_only_model; load it with from_pretrained instead",
             )
         checkpoint.load_checkpoint(
