@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-gpu lint format bench bench-gpu clean
+.PHONY: help venv train test test-full test-gpu lint format bench bench-more bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -62,6 +62,17 @@ format: $(VENV)/.dev  ## rewrite the files in the project's style
 
 bench: $(VENV)/.bench  ## compare with the other engines on 2 processes (options: ARGS="--quick")
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-more: $(VENV)/.bench  ## what `bench` leaves out: 4 ranks, two hosts (as root), host time, checkpoints, loading
+	$(BIN)/python -m benchmarks.run --ranks 4 --rows '124m-fp32-1x128'
+	$(BIN)/python -m benchmarks.hosts
+	$(BIN)/python -m benchmarks.host_time
+	$(BIN)/python -m benchmarks.timeline --svg docs/performance.svg
+	$(BIN)/python -m benchmarks.checkpoint --dir build/bench --repeats 5
+	$(BIN)/python -m benchmarks.checkpoint --dir build/bench --millions 1000 --without-async --checksum-repeats 0
+	$(BIN)/python -m benchmarks.loading
+	$(BIN)/python -m benchmarks.loading --form nf4
+	$(BIN)/python -m benchmarks.pages
 
 bench-gpu: $(VENV)/.bench  ## compare on one GPU: one rank, compiled, two ranks that share it (options: ARGS="--quick")
 	$(BIN)/python -m benchmarks.run --device cuda --ranks 1 --repeats 3 $(ARGS)

@@ -146,7 +146,7 @@ def plan_jobs(options: argparse.Namespace) -> Iterator[tuple[int, Job]]:
                 )
 
 
-def render(record: Record, rate: str) -> str:
+def render_rows(record: Record) -> str:
     """The record's tables, one per row."""
     blocks = []
     for row in dict.fromkeys(run.job.row.name for run in record.runs):
@@ -154,8 +154,8 @@ def render(record: Record, rate: str) -> str:
             engine: [r for r in record.runs if r.job.row.name == row and r.job.engine == engine] for engine in ENGINES
         }
         lines = [_cells(engine, runs) for engine in ENGINES if runs[engine]]
-        blocks.append("\n".join([f"### {row}, 2 hosts x 2 ranks, {rate}", "", *align([HEADINGS, *lines]), ""]))
-    return "\n".join([*blocks, conditions(record)])
+        blocks.append("\n".join([f"`{row}`, 2 hosts x 2 ranks:", "", *align([HEADINGS, *lines])]))
+    return "\n\n".join(blocks)
 
 
 def _cells(engine: str, runs: dict[str, list[Run]]) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
             save(record, RESULTS / f"{options.name}.json")
             outcome = run.error or f"{statistics.median(run.ranks[0].step_seconds):.3f} s/step"
             print(f"{job.row.name} repeat {job.repeat} {job.engine}: {outcome}, sent {run.sent_nbytes}", flush=True)
-    print(f"\n{render(record, options.rate)}")
+    print(f"\n{render_rows(record)}\n\n{conditions(record)}")
     return 1 if any(run.error is not None for run in record.runs) else 0
 
 

@@ -81,14 +81,17 @@ def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
 
 def render(record: Record) -> str:
     """All tables of a record with the conditions they were measured under."""
+    return f"{render_rows(record)}\n\n{conditions(record)}"
+
+
+def render_rows(record: Record) -> str:
+    """All engines, a table per row."""
     by_row: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in record.runs:
         by_row[run.job.row.name][run.job.engine].append(run)
     num_cpus = record.machine.num_cpus
-    blocks = [
-        _row_block(runs, num_cpus) for _, runs in sorted(by_row.items(), key=lambda item: list(ROWS).index(item[0]))
-    ]
-    return "\n".join([*blocks, conditions(record)])
+    ordered = sorted(by_row.items(), key=lambda item: list(ROWS).index(item[0]))
+    return "\n\n".join(_row_block(runs, num_cpus) for _, runs in ordered)
 
 
 def render_summary(records: Sequence[Record]) -> str:
@@ -116,20 +119,18 @@ def _row_block(by_engine: Mapping[str, Sequence[Run]], num_cpus: int) -> str:
     job = next(iter(by_engine.values()))[0].job
     shape = SHAPES[job.row.model]
     lines = [
-        f"### {job.row.model.upper()}, {job.row.dtype}, {job.row.sequences}x{job.row.tokens} tokens per rank",
-        "",
-        f"{shape.family} shape, {shape.layers} layers of {shape.hidden}; row `{job.row.name}`.",
+        f"`{job.row.name}`: {shape.family} shape of {job.row.model.upper()}, {shape.layers} layers of {shape.hidden}, "
+        f"{job.row.dtype}, {job.row.sequences}x{job.row.tokens} tokens per rank",
         "",
         *align([HEADINGS, *(_cells(engine, summaries, job.row.dtype) for engine in summaries)]),
-        "",
     ]
     for engine, summary in summaries.items():
         if summary.error:
-            lines += [f"{ENGINES[engine]}: {summary.error}", ""]
+            lines += ["", f"{ENGINES[engine]}: {summary.error}"]
         if not summary.repeatable:
-            lines += [f"{ENGINES[engine]}: losses differ between repeats.", ""]
+            lines += ["", f"{ENGINES[engine]}: losses differ between repeats."]
         if summary.disturbance > QUIET:
-            lines += [f"{ENGINES[engine]}: others used {summary.disturbance:.0%} of the CPU time meanwhile.", ""]
+            lines += ["", f"{ENGINES[engine]}: others used {summary.disturbance:.0%} of the CPU time meanwhile."]
     return "\n".join(lines)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -28,6 +27,7 @@ import torch.multiprocessing as mp
 from benchmarks.catalog import BACKENDS, ROWS
 from benchmarks.engines import ENGINES
 from benchmarks.models import build_batches, build_model
+from benchmarks.pages import timeline_table
 from benchmarks.record import RESULTS, Job
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import units_of
@@ -117,14 +117,6 @@ def _rank(rank: int, ranks: int, store: str, row: str, output: str) -> None:
     dist.destroy_process_group()
 
 
-def times(measured: dict[str, Any]) -> list[tuple[str, float]]:
-    """(activity, median milliseconds of a step), the longest first."""
-    steps = measured["steps"]
-    names = {name for step in steps for name in step["own"]}
-    rows = [(name, statistics.median(step["own"].get(name, 0.0) for step in steps) * 1e3) for name in names]
-    return sorted(rows, key=lambda row: -row[1])
-
-
 def spans(events: list[dict[str, Any]], first: EventKind, last: EventKind) -> list[tuple[str, float, float]]:
     """(unit, begin, end) in seconds between an event of each unit and the one that ends it."""
     open_: dict[str, float] = {}
@@ -186,10 +178,7 @@ def main(show: Callable[[str], None] = print) -> None:
         words = (arguments.ranks, f"{directory}/store", arguments.row, str(arguments.output))
         mp.spawn(_rank, words, nprocs=arguments.ranks)
     measured = json.loads(arguments.output.read_text(encoding="utf-8"))
-    whole = statistics.median(step["seconds"] for step in measured["steps"]) * 1e3
-    for name, milliseconds in times(measured):
-        show(f"| {name} | {milliseconds:.1f} | {milliseconds / whole:.0%} |")
-    show(f"| whole step | {whole:.1f} | |")
+    show(timeline_table(measured))
     if arguments.svg:
         draw(measured, arguments.svg)
 
