@@ -19,8 +19,10 @@ from torch.distributed.fsdp import wrap
 
 from fullshard.api import FullyShardedDataParallelPlugin
 from fullshard.api import plugin as plugin_module
+from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError, WrapError
-from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.core.offload import Offload
+from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap.policies import Auto, ByClass, BySize, NoWrap, unit_modules
 
 Plugin = FullyShardedDataParallelPlugin
@@ -81,6 +83,14 @@ def test_spellings_of_backward_prefetch(value: Any) -> None:
 )
 def test_spellings_of_cpu_offload(value: Any, expected: bool) -> None:
     assert Plugin(cpu_offload=value).sharding_config().cpu_offload is expected
+
+
+def test_parts_of_cpu_offload() -> None:
+    config = Plugin(cpu_offload=OffloadPolicy(main_weights=True)).sharding_config()
+    assert (config.cpu_offload, config.offload) == (False, Offload(main_weights=True, optimizer_state=True))
+    plugin = Plugin()
+    plugin.fill(RunConfig(sharding=config))
+    assert plugin.sharding_config().offload == config.offload
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_plain_keys_are_used_without_a_word() -> None:
             "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  offload_optimizer_device: cpu\n"
             "  offload_param_device: none\n  gradient_accumulation_steps: 4\n  zero3_init_flag: true",
             {
-                "sharding": {"strategy": "FULL_SHARD", "cpu_offload": True},
+                "sharding": {"strategy": "FULL_SHARD", "offload_main_weights": True},
                 "training": {"gradient_accumulation_steps": 4},
             },
         ),
@@ -340,7 +340,8 @@ def test_a_deepspeed_file_as_transformers_documents_it(tmp_path: Path) -> None:
     }
     found = read(tmp_path, json.dumps(text, indent=2), "ds.json")
     sharding = found.config.sharding
-    assert (sharding.strategy, sharding.shard_size, sharding.cpu_offload) == ("HYBRID_SHARD", 8, True)
+    assert (sharding.strategy, sharding.shard_size, sharding.offload_main_weights) == ("HYBRID_SHARD", 8, True)
+    assert str(sharding.offload) == "main weights and optimizer state"
     training = found.config.training
     assert (found.config.precision.mode, training.gradient_accumulation_steps) == ("bf16", 2)
     assert training.gradient_clipping == 1.0

@@ -25,6 +25,7 @@ from fullshard.config.origin import Entry, Origin
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
+from fullshard.engine import OffloadPolicy
 from fullshard.launch.environment import read_rank_environment
 from fullshard.wrap.policies import (
     ByClass,
@@ -73,7 +74,8 @@ class FullyShardedDataParallelPlugin:
             Accelerator's `mixed_precision`.
         auto_wrap_policy: `transformer_based_wrap`, `size_based_wrap`, `no_wrap`, one of torch's policies, or anything
             `fullshard.wrap.policies` takes. Default: the model's own layers, else its repeated block.
-        cpu_offload: bool, or torch's `CPUOffload` or `CPUOffloadPolicy`.
+        cpu_offload: bool, torch's `CPUOffload` or `CPUOffloadPolicy`, or fullshard's `OffloadPolicy`, which can say
+            what of it.
         ignored_modules: modules, or a regular expression for whole module names.
         state_dict_type: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT, a number or torch's enum. With FULL
             `save_state` writes the whole weights besides; with LOCAL `get_state_dict` returns what this rank holds.
@@ -144,7 +146,7 @@ class FullyShardedDataParallelPlugin:
             value = getattr(self, field.name)
             if value is not None and field.name not in _OBJECTS:
                 fields[field.name] = value.name if isinstance(value, Enum) else value
-        fields["cpu_offload"] = _wants_offload(self.cpu_offload)
+        fields |= _offload_fields(self.cpu_offload)
         if not isinstance(self.ignored_modules, str):
             fields.pop("ignored_modules", None)
         if self._has_policy_object():
@@ -176,7 +178,11 @@ class FullyShardedDataParallelPlugin:
             ),
             "backward_prefetch": sharding.backward_prefetch,
             "forward_prefetch": sharding.forward_prefetch,
-            "cpu_offload": sharding.cpu_offload,
+            "cpu_offload": (
+                OffloadPolicy(**dataclasses.asdict(sharding.offload))
+                if sharding.offload and not sharding.offload.is_everything
+                else sharding.cpu_offload
+            ),
             "sync_module_states": sharding.sync_module_states,
             "cpu_ram_efficient_loading": sharding.cpu_ram_efficient_loading,
             "activation_checkpointing": sharding.activation_checkpointing,
@@ -303,15 +309,17 @@ def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
     return found
 
 
-def _wants_offload(value: Any) -> Any:
-    """A truth value for one of torch's policies; anything else as it is."""
+def _offload_fields(value: Any) -> dict[str, Any]:
+    """The fields that `cpu_offload` stands for: truth values for a policy, anything else as it is."""
+    if isinstance(value, OffloadPolicy):
+        offload = value.offload
+        parts = {f"offload_{field.name}": getattr(offload, field.name) for field in dataclasses.fields(offload)}
+        return {"cpu_offload": offload.is_everything, **({} if offload.is_everything or not offload else parts)}
     if hasattr(value, "offload_params"):  # torch's CPUOffload of FSDP1
-        return bool(value.offload_params)
-    if hasattr(value, "pin_memory"):  # CPUOffloadPolicy
-        return True
-    if type(value).__name__ == "OffloadPolicy":
-        return False
-    return value
+        return {"cpu_offload": bool(value.offload_params)}
+    if hasattr(value, "pin_memory"):  # torch's CPUOffloadPolicy
+        return {"cpu_offload": True}
+    return {"cpu_offload": False if type(value).__name__ == "OffloadPolicy" else value}
 
 
 def _precision_settings(policy: Any) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,9 +21,9 @@ from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.engine import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     describe,
     keep_head,
     keep_unsharded,
@@ -146,7 +147,7 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
             gather_as=torch_dtype(precision.gather_as),
             reduce_as=torch_dtype(precision.reduce_as),
         ),
-        offload_policy=CPUOffloadPolicy() if config.cpu_offload else None,
+        offload_policy=OffloadPolicy(**dataclasses.asdict(config.offload)),
         ignored_params=[parameter for module in ignored for parameter in module.parameters()],
         forward_prefetch=config.forward_prefetch,
         backward_prefetch=config.backward_prefetch,
@@ -169,7 +170,7 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
             ranks_on_host=process.environment.local_world_size,
             say=say,
         )
-    if config.cpu_offload:  # which the engine refuses on any other device
+    if config.offload and not sharding.offload:
         held = format_nbytes(sharding.rank_nbytes)
         say(f"CPU offload saves nothing here: the {held} of this rank are in host memory already")
     return model

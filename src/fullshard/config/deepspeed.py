@@ -7,6 +7,7 @@ unless it is switched off, because leaving it out would change the training.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fullshard.config import values
@@ -36,17 +37,23 @@ def _stage(value: Any) -> Settings:
     return {"sharding.strategy": _STAGES[stage]}
 
 
-def _offload_device(value: Any) -> Settings:
+_PARAMETERS, _OPTIMIZER = "sharding.cpu_offload", "sharding.offload_main_weights"
+"""What DeepSpeed calls offload of parameters, and of the optimizer."""
+_WITH_PARAMETERS = "what is gathered from is made from main weights, which go along"
+_WITH_OPTIMIZER = "main weights and the state they are updated with go together"
+
+
+def _offload_device(target: str, value: Any) -> Settings:
     device = values.text(value).lower()
     if device == "nvme":
         raise ConfigError("nvme: nothing is offloaded to disks", hint="use cpu, or more ranks")
     if device not in ("cpu", "none"):
         raise ConfigError(f"expected cpu or none, got {value!r}", hint="use cpu")
-    return {"sharding.cpu_offload": True} if device == "cpu" else {}
+    return {target: True} if device == "cpu" else {}
 
 
-def _offload_flag(value: Any) -> Settings:
-    return {"sharding.cpu_offload": True} if values.boolean(value) else {}
+def _offload_flag(target: str, value: Any) -> Settings:
+    return {target: True} if values.boolean(value) else {}
 
 
 def _group(value: Any) -> Settings:
@@ -143,29 +150,43 @@ STEP_KEYS = (
 """What DeepSpeed and Accelerate's launcher say about an optimizer step."""
 
 _STAGE_NAMES = "a stage is a strategy; stage 1 shards gradients as well"
-_WHOLE = "parameters, gradients and optimizer state go together"
 
-_OFFLOAD = Dialect(
-    "an offload section",
-    (
-        Key("device", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_device),
-        *_no_effect(
-            "host memory is managed by the engine",
-            *("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio"),
+
+def _offload_section(target: str, because: str) -> Dialect:
+    return Dialect(
+        "an offload section",
+        (
+            Key("device", Status.TRANSLATED, target, because=because, read=partial(_offload_device, target)),
+            *_no_effect(
+                "host memory is managed by the engine",
+                *("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio"),
+            ),
+            *_no_effect("stages of transfers are the engine's business", "pipeline", "pipeline_read", "pipeline_write"),
+            *_no_effect("nothing is offloaded to disks", "nvme_path"),
         ),
-        *_no_effect("stages of transfers are the engine's business", "pipeline", "pipeline_read", "pipeline_write"),
-        *_no_effect("nothing is offloaded to disks", "nvme_path"),
-    ),
-)
+    )
+
 
 _ZERO = Dialect(
     "zero_optimization",
     (
         Key("stage", Status.TRANSLATED, "sharding.strategy", because=_STAGE_NAMES, read=_stage),
-        Key("offload_param", section=_OFFLOAD),
-        Key("offload_optimizer", section=_OFFLOAD),
-        Key("cpu_offload", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_flag),
-        Key("cpu_offload_params", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_flag),
+        Key("offload_param", section=_offload_section(_PARAMETERS, _WITH_PARAMETERS)),
+        Key("offload_optimizer", section=_offload_section(_OPTIMIZER, _WITH_OPTIMIZER)),
+        Key(
+            "cpu_offload",
+            Status.TRANSLATED,
+            _OPTIMIZER,
+            because=_WITH_OPTIMIZER,
+            read=partial(_offload_flag, _OPTIMIZER),
+        ),
+        Key(
+            "cpu_offload_params",
+            Status.TRANSLATED,
+            _PARAMETERS,
+            because=_WITH_PARAMETERS,
+            read=partial(_offload_flag, _PARAMETERS),
+        ),
         Key(
             "zero_hpz_partition_size",
             Status.TRANSLATED,
@@ -320,9 +341,19 @@ DEEPSPEED_SHORT = Dialect(
     "deepspeed_config",
     (
         Key("zero_stage", Status.TRANSLATED, "sharding.strategy", because=_STAGE_NAMES, read=_stage),
-        Key("offload_param_device", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_device),
         Key(
-            "offload_optimizer_device", Status.TRANSLATED, "sharding.cpu_offload", because=_WHOLE, read=_offload_device
+            "offload_param_device",
+            Status.TRANSLATED,
+            _PARAMETERS,
+            because=_WITH_PARAMETERS,
+            read=partial(_offload_device, _PARAMETERS),
+        ),
+        Key(
+            "offload_optimizer_device",
+            Status.TRANSLATED,
+            _OPTIMIZER,
+            because=_WITH_OPTIMIZER,
+            read=partial(_offload_device, _OPTIMIZER),
         ),
         *_no_effect("nothing is offloaded to disks", "offload_param_nvme_path", "offload_optimizer_nvme_path"),
         *STEP_KEYS,

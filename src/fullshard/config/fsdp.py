@@ -84,6 +84,9 @@ FSDP_KEYS = (
     Key("fsdp_sharding_strategy", target="sharding.strategy", read=_strategy),
     Key("fsdp_reshard_after_forward", target="sharding.reshard_after_forward", read=_reshard),
     Key("fsdp_offload_params", target="sharding.cpu_offload", spellings=("fsdp_cpu_offload",)),
+    Key("fsdp_offload_compute_shards", target="sharding.offload_compute_shards"),
+    Key("fsdp_offload_main_weights", target="sharding.offload_main_weights"),
+    Key("fsdp_offload_optimizer_state", target="sharding.offload_optimizer_state"),
     Key("fsdp_auto_wrap_policy", target="sharding.wrap", read=_wrap, spellings=("fsdp_wrap_policy",)),
     Key(
         "fsdp_transformer_layer_cls_to_wrap",

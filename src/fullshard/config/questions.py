@@ -409,7 +409,7 @@ QUESTIONS: tuple[Question, ...] = (
         when=lambda answers: answers["wrap"] == "size",
         settings=_sets("sharding.wrap_min_numel"),
     ),
-    # Not asked: cpu_offload, which the engine refuses on accelerators and which saves nothing on processors.
+    # Not asked: cpu_offload, which is slow on accelerators and saves nothing on processors.
     Question(
         "state_dict_type",
         "What shall a saved model be?",

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.offload import Offload
 from fullshard.core.strategy import STRATEGIES, Axis, Strategy, parse_strategy
 
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
@@ -196,7 +197,19 @@ class ShardingConfig(_Settings):
     product."""
 
     cpu_offload: bool = False
-    """Whether sharded parameters, gradients and optimizer state live in host memory."""
+    """Whether sharded parameters, gradients and optimizer state live in host memory: the next three at once."""
+
+    offload_compute_shards: bool | None = None
+    """Whether what units are gathered from lives in host memory: frozen parameters, and with `offload_main_weights`
+    trainable ones too. None: as `cpu_offload` says."""
+
+    offload_main_weights: bool | None = None
+    """Whether main weights live in host memory, with their gradients, and are updated there. None: as `cpu_offload`
+    says."""
+
+    offload_optimizer_state: bool | None = None
+    """Whether the optimizer's state lives in host memory. Alone, it visits the device for each step. None: where the
+    main weights are."""
 
     sync_module_states: bool = True
     """Whether rank 0's parameters and buffers are broadcast at the start. Without it all ranks must start equal."""
@@ -312,14 +325,37 @@ class ShardingConfig(_Settings):
                 "unsharded_memory_gib",
                 hint="set reshard_after_forward: auto, or leave unsharded_memory_gib out",
             )
-        if self.cpu_offload and Axis.SHARD not in row.placements:
+        switch = self._first_offload
+        if switch is not None and Axis.SHARD not in row.placements:
             raise CombinationError(
-                f"cpu_offload moves shards to the host, and {row.name} has none",
-                "cpu_offload",
+                f"{switch} moves shards to the host, and {row.name} has none",
+                switch,
                 "strategy",
-                hint="use FULL_SHARD or SHARD_GRAD_OP, or leave cpu_offload out",
+                hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {switch} out",
             )
+        if self.offload_optimizer_state is False and (self.offload_main_weights or self.offload_main_weights is None):
+            main = "offload_main_weights" if self.offload_main_weights else "cpu_offload"
+            if getattr(self, main):
+                raise CombinationError(
+                    f"{main} has the optimizer update main weights on the host, and its state is not there",
+                    "offload_optimizer_state",
+                    main,
+                    hint="leave offload_optimizer_state out",
+                )
         return self
+
+    @property
+    def _first_offload(self) -> str | None:
+        """A switch that puts anything on the host."""
+        names = ("cpu_offload", "offload_compute_shards", "offload_main_weights", "offload_optimizer_state")
+        return next((name for name in names if getattr(self, name)), None)
+
+    @property
+    def offload(self) -> Offload:
+        """What lives in host memory."""
+        return Offload.of(
+            self.cpu_offload, self.offload_compute_shards, self.offload_main_weights, self.offload_optimizer_state
+        )
 
     @property
     def unsharded_memory_nbytes(self) -> int | None:

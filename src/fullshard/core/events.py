@@ -29,6 +29,10 @@ class EventKind(StrEnum):
     REDUCE_DONE = "reduce_done"
     """its sharded gradients are set"""
     OPTIMIZER_STEP = "optimizer_step"
+    TO_DEVICE = "to_device"
+    """something of one bucket is copied from the host"""
+    TO_HOST = "to_host"
+    """something of one bucket is copied there"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,16 @@ class Event:
     Attributes:
         kind: what happened.
         unit: the unit's name (the module's qualified name; empty for the root).
-        nbytes: bytes of the communicated or freed buffer, 0 where none is involved.
+        nbytes: bytes of the communicated, freed or copied buffer, 0 where none is involved.
+        what: what is copied to or from the host: `compute shard`, `gradient` or `optimizer state`.
+        bucket: of those, which bucket of the unit it belongs to.
     """
 
     kind: EventKind
     unit: str
     nbytes: int = 0
+    what: str = ""
+    bucket: int = 0
 
 
 EventSink = Callable[[Event], None]

@@ -1,10 +1,11 @@
 """A bucket: the parameters of one unit that share dtypes and trainability, in one flat buffer.
 
-Five tensors, always named like this:
+Six tensors, always named like this:
 
     original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
     main                 this rank's interval, in the stored dtype; persistent; what the optimizer updates
     sharded parameter    a view of `main` for one parameter; what `module.parameters()` yields at rest
+    compute shard        what `full` is gathered from; `main` itself, unless that is offloaded
     full                 the unsharded bucket, in the compute dtype; whole only while it is needed
     gradient             see `engine.gradient`
 
@@ -21,9 +22,11 @@ import torch
 from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
+from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, ParameterSpec
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import WeightSource
+from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.wrap.partition import Slot
@@ -40,6 +43,7 @@ class Bucket:
         slots: parameters of one dtype and one `requires_grad`, all exact or none, on the mesh's device.
         mesh: the ranks that share it.
         policy: dtypes per role.
+        storage: where `main` and the compute shard are.
         weights: gives the values of parameters that are still on the meta device.
     """
 
@@ -64,9 +68,15 @@ class Bucket:
     """its number in the model, the same on every rank; set when the model is put together"""
 
     def __init__(
-        self, slots: Sequence[Slot], *, mesh: Mesh, policy: MixedPrecisionPolicy, weights: WeightSource | None = None
+        self,
+        slots: Sequence[Slot],
+        *,
+        mesh: Mesh,
+        policy: MixedPrecisionPolicy,
+        storage: Storage,
+        weights: WeightSource | None = None,
     ) -> None:
-        self.slots, self.mesh = slots, mesh
+        self.slots, self.mesh, self.storage = slots, mesh, storage
         first = slots[0].parameter
         self.dtype = first.dtype
         self.compute_dtype = self.dtype if is_exact(first) else policy.compute_dtype(self.dtype)
@@ -97,19 +107,26 @@ class Bucket:
     def _allocate(self, weights: WeightSource | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
         layout, mesh = self.layout, self.mesh
+        offload, is_trainable = self.storage.offload, self.slots[0].parameter.requires_grad
+        self.main_is_on_host = offload.main_weights if is_trainable else offload.compute_shards
+        self.is_gathered_from_host = self.main_is_on_host and offload.compute_shards
+        self.state_visits_device = offload.optimizer_state and not self.main_is_on_host
         self.buffer: FullBuffer = mesh.gather.full_buffer(
             layout.full_numel,
             self.compute_dtype,
             mesh.device,
-            holds_main=self.dtype == self.compute_dtype,
+            holds_main=self.dtype == self.compute_dtype and not self.main_is_on_host,
             packing=self.gather_packing,
         )
         self.full = self.buffer.full
         self.storage_id = self.full.untyped_storage()._cdata
         if self.buffer.main is not None:
             self.main = self.buffer.main
+        elif self.main_is_on_host:
+            self.main = self._host_empty(self.dtype).zero_()
         else:
             self.main = torch.zeros(layout.shard_numel, dtype=self.dtype, device=mesh.device)
+        self._compute_shard, self._version = self._allocate_compute_shard(), -1
         for index, slot in enumerate(self.slots):
             interval = layout.interval(index, mesh.shard_rank)
             own = self.main[self.slices[index]]
@@ -125,6 +142,23 @@ class Bucket:
                 tensor.data = self._view(self.full, index)
         self.reshard()
 
+    def _allocate_compute_shard(self) -> torch.Tensor:
+        """What is gathered from: `main`, unless that is on the host and the compute shard elsewhere or shorter."""
+        if not self.main_is_on_host:
+            return self.main
+        if not self.is_gathered_from_host:
+            return torch.empty(self.layout.shard_numel, dtype=self._sent_dtype, device=self.mesh.device)
+        return self.main if self._sent_dtype == self.dtype else self._host_empty(self._sent_dtype)
+
+    @property
+    def _sent_dtype(self) -> torch.dtype:
+        """Of the compute shard: packing is done on the device, from exact values."""
+        return self.compute_dtype if self.gather_packing is None else self.dtype
+
+    def _host_empty(self, dtype: torch.dtype) -> torch.Tensor:
+        assert self.storage.host is not None  # noqa: S101 -- something is on the host
+        return self.storage.host.empty(self.layout.shard_numel, dtype)
+
     def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         spec = self.layout.specs[index]
         return flat.narrow(0, self.layout.offsets[index], spec.numel).view(spec.shape)
@@ -139,9 +173,46 @@ class Bucket:
         """Bytes of the unsharded bucket."""
         return self.full.numel() * self.full.itemsize
 
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of `main` and the compute shard that are on the host beside the device."""
+        tensors = [self.main] if self.main_is_on_host else []
+        if self.is_gathered_from_host and self._compute_shard is not self.main:
+            tensors.append(self._compute_shard)
+        return sum(tensor.nbytes for tensor in tensors)
+
     def issue_unshard(self, *, exactly: bool = False) -> None:
-        """Launch the all-gather of everybody's `main` into `full`; `exactly`: without packing it."""
-        self._gathering = self.buffer.gather(self.main, tag=self.tag, exactly=exactly)
+        """Launch the all-gather of everybody's compute shard into `full`; `exactly`: without packing it."""
+        host = self.storage.host
+        is_outdated = self._compute_shard is not self.main and self._version != self.main._version
+        if host is None or not (self.is_gathered_from_host or is_outdated):
+            self._gathering = self.buffer.gather(self._compute_shard, tag=self.tag, exactly=exactly)
+            return
+        with host.copying_to_device():
+            if is_outdated:
+                self._update_compute_shard()
+            self._gathering = self.buffer.gather(self._compute_shard, tag=self.tag, exactly=exactly)
+        self._gathering = host.arriving(self._gathering)
+        self.emit(EventKind.TO_DEVICE, self._compute_shard.nbytes, "compute shard")
+
+    @torch.no_grad()
+    def _update_compute_shard(self) -> None:
+        """Cast `main`, which has changed, on the host; a compute shard on the device gets a copy of that."""
+        cast = self.main
+        if self._sent_dtype != self.dtype:
+            cast = self._compute_shard if self.is_gathered_from_host else self._host_empty(self._sent_dtype)
+            cast.copy_(self.main)
+        if cast is not self._compute_shard:
+            self._compute_shard.copy_(cast, non_blocking=True)
+        self._version = self.main._version
+
+    def touch(self) -> None:
+        """`main` is about to change, maybe in a way that torch does not count."""
+        self._version = -1
+
+    def emit(self, kind: EventKind, nbytes: int, what: str) -> None:
+        """Tell the sink of a copy to or from the host."""
+        self.unit.emit(kind, nbytes, what=what, bucket=self.unit.buckets.index(self))
 
     def wait_unshard(self) -> None:
         """Wait for the all-gather, if one is under way."""
@@ -170,7 +241,7 @@ class Bucket:
         if self.shares_main:
             return
         with torch.no_grad():
-            own = own_interval(self.full, self.mesh.shard_rank, self.mesh.shard_size)
+            own = own_interval(self.full, self.mesh.shard_rank, self.mesh.shard_size).to(self.main.device)
             changed = own != self.main.to(self.compute_dtype)
             self.main.copy_(torch.where(changed, own.to(self.dtype), self.main))
 

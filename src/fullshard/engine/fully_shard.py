@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import EventSink
+from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, unit_of, units_of
+from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy, Storage, offload_of
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import BackwardPrefetch
@@ -30,22 +31,6 @@ from fullshard.wrap.partition import UnitPlan, partition
 from fullshard.wrap.quantized import expose_scales, outline
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadPolicy:
-    """Where parameters, gradients and optimizer state live. This base class: on the device that computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """On the host. On a CPU they are there anyway; on an accelerator this is refused until it is supported.
-
-    Attributes:
-        pin_memory: pin the host memory; for accelerators.
-    """
-
-    pin_memory: bool = True
 
 
 def fully_shard(
@@ -86,7 +71,6 @@ def fully_shard(
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
     _check_reshard(reshard_after_forward)
-    _check_offload(offload_policy, resolved)
     for one in modules:
         if unit_of(one) is not None:
             raise WrapError(f"{type(one).__name__} is a unit already", hint="call fully_shard once per module")
@@ -98,6 +82,7 @@ def fully_shard(
         plan,
         mesh=resolved,
         policy=MixedPrecisionPolicy.of(mp_policy),
+        storage=Storage.of(offload_policy, resolved.device),
         reshard_after_forward=reshard_after_forward,
         inner=inner,
         model=None,
@@ -152,7 +137,6 @@ def shard_model(
     if mesh is None:
         world = init_mesh(device=device)
         mesh = init_mesh(shard_size=row.mesh_shape(world.world_size, shard_size)[1], device=device)
-    _check_offload(offload_policy, mesh)
     try:
         prefetch = BackwardPrefetch(str(backward_prefetch).upper())
     except ValueError:
@@ -161,6 +145,7 @@ def shard_model(
     if any(unit_of(m) is not None for m in model.modules()):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
     reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+    storage = Storage.of(offload_policy, mesh.device)
     weights = weight_source(model)
     if weights is not None:
         outline(model)
@@ -168,11 +153,13 @@ def shard_model(
     if weights is not None:
         weights.start(model)
     plans = partition([model], unit_modules, ignored=ignored_params or ())
+    _check_offload(offload_of(offload_policy), plans)
     for plan in plans:
         _make_unit(
             plan,
             mesh=mesh,
             policy=MixedPrecisionPolicy.of(mp_policy),
+            storage=storage,
             reshard_after_forward=None if reshard and plan.modules[0] is model else reshard,
             inner=[m for other in plans if other is not plan for m in other.modules if unit_of(m) is not None],
             model=model,
@@ -191,6 +178,7 @@ def _make_unit(
     *,
     mesh: Mesh,
     policy: MixedPrecisionPolicy,
+    storage: Storage,
     reshard_after_forward: bool | None,
     inner: Iterable[nn.Module],
     model: nn.Module | None,
@@ -210,7 +198,14 @@ def _make_unit(
         buffer_dtype=policy.buffer_dtype,
         weights=weights,
     )
-    unit = Unit(plan, mesh=mesh, policy=policy, reshard_after_forward=reshard_after_forward, weights=weights)
+    unit = Unit(
+        plan,
+        mesh=mesh,
+        policy=policy,
+        storage=storage,
+        reshard_after_forward=reshard_after_forward,
+        weights=weights,
+    )
     for module in plan.modules:
         make_fsdp_module(module, unit)
 
@@ -234,10 +229,14 @@ def _check_reshard(value: object) -> None:
         )
 
 
-def _check_offload(policy: Any, mesh: Mesh) -> None:
-    wants_host = hasattr(policy, "pin_memory")
-    if wants_host and mesh.device.type != "cpu":
-        raise ConfigError(f"CPU offload is not supported on {mesh.device.type} yet", hint="leave offload_policy out")
+def _check_offload(offload: Offload, plans: Sequence[UnitPlan]) -> None:
+    parameters = [slot.parameter for plan in plans for slot in plan.slots]
+    if offload.compute_shards and not offload.main_weights and all(p.requires_grad for p in parameters):
+        raise ConfigError(
+            "compute shards on the host and main weights on the device: trainable parameters are gathered from main "
+            "weights, and none is frozen",
+            hint="offload main weights too, or leave compute shards on the device",
+        )
 
 
 # -- contexts and queries ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
     autograd      parameter.grad -> copied (and cast) into `full`, then freed        per parameter, as it appears
     launch        reduce-scatter of `full` along the shard axis, and scale           once per backward
     advance       all-reduce of the shard along the replicate axis                   when the next bucket launches
+                  and its way to the host, if main weights are there
     finish        add to the main gradient, set the sharded parameters' `.grad`      at the end of backward
 
 `full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates.
@@ -16,6 +17,7 @@ import torch
 
 from fullshard.comm.base import Work
 from fullshard.core.errors import LifecycleError
+from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
 
 if TYPE_CHECKING:
@@ -133,6 +135,9 @@ class Gradient:
             self._held = None
         if self.requires_all_reduce:
             self._replicating = self.bucket.mesh.replicate.all_reduce(shard, tag=self.bucket.tag)
+            if self.bucket.main_is_on_host and self.bucket.storage.host is not None:
+                self._replicating = self.bucket.storage.host.send(self._replicating)
+                self.bucket.emit(EventKind.TO_HOST, shard.nbytes, "gradient")
         else:
             self._held = shard
 

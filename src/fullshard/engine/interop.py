@@ -29,6 +29,7 @@ from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.engine.module import units_of
 from fullshard.engine.optimizer import finish_step, use_segments
+from fullshard.engine.optimizer_state import bring_state, send_state
 from fullshard.engine.parameter import ShardedParameter, mesh_of_gradient, sharded_parameter_of
 from fullshard.engine.unit import Unit
 
@@ -111,7 +112,7 @@ def _group_norm(mesh: Mesh, gradients: Sequence[torch.Tensor], order: float, for
     """Norm over one shard group. Empty slices are left out: most are empty at large world sizes."""
     parts = [gradient for gradient in gradients if gradient.numel()]
     if parts:
-        local = _local_total_norm(parts, order, False, foreach).to(torch.float32)
+        local = _local_total_norm(parts, order, False, foreach).to(mesh.device, torch.float32)
     else:
         local = torch.zeros((), device=mesh.device)
     if mesh.shard_group is None:
@@ -282,18 +283,25 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
             if parameter.numel() == 0:
                 parameter.grad = None
     use_segments(optimizer)
-    for schedule in dict.fromkeys(bucket.unit.schedule for bucket in dict.fromkeys(p._bucket for p in sharded)):
+    buckets = dict.fromkeys(parameter._bucket for parameter in sharded)
+    for bucket in buckets:
+        bucket.touch()
+    schedules = dict.fromkeys(bucket.unit.schedule for bucket in buckets)
+    for schedule in schedules:
         schedule.before_optimizer_step()
-        if schedule.event_sink is not None:
-            schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
         pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
         if pinned is not None:
             raise _pinned(pinned)
+    bring_state(optimizer)
+    for schedule in schedules:
+        if schedule.event_sink is not None:
+            schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs after every optimizer's step."""
     finish_step(optimizer)
+    send_state(optimizer)
 
 
 def _pinned(unit: Unit) -> LifecycleError:

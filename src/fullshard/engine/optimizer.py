@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 import os
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,13 @@ def finish_step(optimizer: optim.Optimizer) -> None:
         init_group.take_states(optimizer.state)
 
 
+def segment_states(optimizer: optim.Optimizer) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
+    """The state of every segment, of which its parameters' is views, and the first of them."""
+    init_group = vars(optimizer).get("_init_group")
+    if isinstance(init_group, _InitGroup):
+        yield from init_group.states()
+
+
 class _InitGroup:
     """Stands in for `Optimizer._init_group`, which lists a parameter group's tensors, gradients and state."""
 
@@ -88,6 +95,13 @@ class _InitGroup:
                 return known
         self._groups.append(_Group(group, optimizer.state))
         return self._groups[-1]
+
+    def states(self) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
+        """See `segment_states`."""
+        for group in self._groups:
+            for item in group.items:
+                if isinstance(item, _Segment):
+                    yield from ((item.parameters[0], value) for value in item.values())
 
     def take_states(self, state: State) -> None:
         """Move the state of segments out of the optimizer's, and publish views of it."""
@@ -175,6 +189,10 @@ class _Segment:
             self.flat.grad = gradient[self._start : self._stop]
             state[self.flat] = self._state
         return gradient is not None or all(parameter.grad is None for parameter in self.parameters)
+
+    def values(self) -> list[torch.Tensor]:
+        """The segment's state."""
+        return list(self._state.values())
 
     def take_state(self, state: State) -> None:
         """Take the segment's state out of the optimizer's, and publish it if it is new."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 _PLAIN_GRAD: Any = torch.Tensor.grad
-_PLAIN_DATA: Any = torch.Tensor.data
 _REFERENCE = "_fullshard_sharded_parameter"
 
 
@@ -87,7 +86,7 @@ class ShardedParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The slice, without autograd."""
-        return _PLAIN_DATA.__get__(self)  # type: ignore[no-any-return]
+        return self.detach()  # which, unlike plain `.data`, counts changes: compute shards are made from this
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -141,7 +140,7 @@ def gather_interval(local: torch.Tensor, parameter: ShardedParameter) -> torch.T
     Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
     """
     layout, index, mesh = parameter._bucket.layout, parameter._index, parameter.mesh
-    full = local.new_empty(parameter.global_shape.numel())
+    full = torch.empty(parameter.global_shape.numel(), dtype=local.dtype, device=mesh.device)
     full[parameter.interval.start : parameter.interval.stop] = local
     for owner in range(mesh.shard_size):
         interval = layout.interval(index, owner)

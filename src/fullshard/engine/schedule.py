@@ -307,11 +307,13 @@ class Schedule:
         return list(dict.fromkeys([*reversed(self._order), *self.units]))
 
     def settle(self) -> None:
-        """Wait until no other rank reads what was unsharded: after that, main weights may change at any time.
+        """Wait until nobody reads main weights, no other rank and no copy: after that they may change at any time.
 
         Raises:
             CommunicationError: another rank has ended, or did not come so far.
         """
+        for host in {unit.storage.host for unit in self.units if unit.storage.host is not None}:
+            host.settle()
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             try:
                 mesh.gather.settle()

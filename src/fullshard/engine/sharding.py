@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fullshard.core.offload import Offload
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.engine.unit import Unit
 
@@ -22,6 +23,8 @@ class Sharding:
         padding: share of all buckets that is padding.
         world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
         reshards_after_forward: whether every unit but the root frees its parameters between forward and backward.
+        offload: what of it lives in host memory beside the device.
+        host_nbytes: bytes of shards there, optimizer state and gradients left out.
         packed: what is rounded before it is sent, or why it is not although it was asked for; empty if it was not.
     """
 
@@ -36,6 +39,8 @@ class Sharding:
     shard_size: int
     replicate_size: int
     reshards_after_forward: bool
+    offload: Offload
+    host_nbytes: int
     packed: str
 
     @classmethod
@@ -57,12 +62,16 @@ class Sharding:
             shard_size=mesh.shard_size,
             replicate_size=mesh.replicate_size,
             reshards_after_forward=all(unit.reshard_after_forward for unit in units[:-1]),
+            offload=next((unit.storage.offload for unit in units if unit.storage.offload), Offload()),
+            host_nbytes=sum(bucket.host_nbytes for bucket in buckets),
             packed=_packed(units),
         )
 
     def __str__(self) -> str:
         share = self.rank_numel / self.total_numel if self.total_numel else 0.0
         packed = f"; {self.packed}" if self.packed else ""
+        if self.offload:
+            packed += f"; {self.offload} on the host, {format_nbytes(self.host_nbytes)} of shards"
         return (
             f"sharded over {self.world_size} ranks ({self.replicate_size} x {self.shard_size}): "
             f"{format_count(self.total_numel)} parameters in {self.units} units, {self.buckets} buckets; "

@@ -27,6 +27,7 @@ from fullshard.core.errors import CommunicationError, FullshardError, LifecycleE
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.materialize import WeightSource
+from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
 from fullshard.wrap.partition import Slot, UnitPlan
@@ -79,6 +80,7 @@ class Unit:
         plan: its modules and parameters.
         mesh: the ranks that share it.
         policy: dtypes per role.
+        storage: where its shards are.
         reshard_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
             outermost unit.
         weights: gives the values of parameters that are still on the meta device.
@@ -95,10 +97,11 @@ class Unit:
         *,
         mesh: Mesh,
         policy: MixedPrecisionPolicy,
+        storage: Storage,
         reshard_after_forward: bool | None,
         weights: WeightSource | None = None,
     ) -> None:
-        self.modules, self.mesh, self.policy = plan.modules, mesh, policy
+        self.modules, self.mesh, self.policy, self.storage = plan.modules, mesh, policy, storage
         self.requested_reshard_after_forward = reshard_after_forward
         self.reshard_after_forward = reshard_after_forward is not False
         self.reshard_after_backward = True
@@ -111,7 +114,8 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.buckets = [
-            Bucket(slots, mesh=mesh, policy=policy, weights=weights) for slots in _by_bucket(plan.slots, policy)
+            Bucket(slots, mesh=mesh, policy=policy, storage=storage, weights=weights)
+            for slots in _by_bucket(plan.slots, policy)
         ]
         self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
         for bucket in self.buckets:
@@ -222,10 +226,10 @@ class Unit:
         """Whether it has not yet come back to one of them."""
         return any(not call.is_done for call in self._calls)
 
-    def emit(self, kind: EventKind, nbytes: int = 0) -> None:
+    def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
         """Tell the sink, if there is one."""
         if self.schedule.event_sink is not None:
-            self.schedule.event_sink(Event(kind, self.name, nbytes))
+            self.schedule.event_sink(Event(kind, self.name, nbytes, what, bucket))
 
     def communication_error(self, phase: str, error: Exception) -> CommunicationError:
         """The same error with rank, unit and phase."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fullshard.core.errors import ConfigError
-from fullshard.core.strategy import Strategy, parse_strategy
+from fullshard.core.offload import Offload
+from fullshard.core.strategy import Axis, Strategy, parse_strategy
 from fullshard.plan.layout import Dtypes
 from fullshard.plan.schedule import ScheduleOptions
 
@@ -49,7 +50,10 @@ class Job(BaseModel):
     lora_rank: int = Field(8, ge=1, description="Rank of the adapters")
     lora_targets: str = Field("all-linear", description="Linear layers that get one: all-linear, or q_proj,v_proj,...")
     base_dtype: BaseDtype = Field("bfloat16", description="In which the frozen base of lora and qlora is stored")
-    offload: bool = Field(False, description="Sharded parameters, gradients and optimizer state in host memory")
+    offload: bool = Field(False, description="The next three in host memory")
+    offload_compute_shards: bool | None = Field(None, description="What units are gathered from in host memory")
+    offload_main_weights: bool | None = Field(None, description="Main weights there, and updated there")
+    offload_optimizer_state: bool | None = Field(None, description="Optimizer state there; alone, it visits the device")
     checkpointing: Checkpointing = Field("none", description="Activation checkpointing: none, selective or full")
     reentrant: bool = Field(False, description="Its older implementation; the same memory and events")
     compile: bool = Field(False, description="Each unit's forward is compiled")
@@ -79,6 +83,10 @@ class Job(BaseModel):
             raise ConfigError(
                 f"reshard_after_forward = auto decides which units are kept, and {self.strategy} keeps all",
                 hint="use FULL_SHARD or HYBRID_SHARD",
+            )
+        if self.on_host and Axis.SHARD not in self.row.placements:
+            raise ConfigError(
+                f"{self.on_host} on the host: {self.strategy} shards nothing", hint="use FULL_SHARD or SHARD_GRAD_OP"
             )
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
@@ -120,6 +128,9 @@ class Job(BaseModel):
             "gather_as": precision.gather_as,
             "reduce_as": precision.reduce_as,
             "offload": sharding.cpu_offload,
+            "offload_compute_shards": sharding.offload_compute_shards,
+            "offload_main_weights": sharding.offload_main_weights,
+            "offload_optimizer_state": sharding.offload_optimizer_state,
             "checkpointing": sharding.activation_checkpointing_mode if sharding.activation_checkpointing else "none",
             "reentrant": sharding.activation_checkpointing_reentrant,
             "compile": sharding.compile,
@@ -133,6 +144,13 @@ class Job(BaseModel):
     def row(self) -> Strategy:
         """The strategy's row."""
         return parse_strategy(self.strategy)
+
+    @property
+    def on_host(self) -> Offload:
+        """What lives in host memory, on a device that is not the host itself."""
+        return Offload.of(
+            self.offload, self.offload_compute_shards, self.offload_main_weights, self.offload_optimizer_state
+        )
 
     @property
     def dtypes(self) -> Dtypes:

@@ -9,7 +9,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fullshard.core.errors import ConfigError
-from fullshard.core.strategy import parse_strategy
+from fullshard.core.offload import Offload
+from fullshard.core.strategy import Axis, parse_strategy
 
 
 class TrainArguments(BaseModel):
@@ -70,6 +71,18 @@ class TrainArguments(BaseModel):
         description="Class names, comma-separated, of the modules that are sharded units. Default: found by itself",
     )
     wrap_embeddings: bool = Field(False, description="The input embedding and the head are units of their own")
+    cpu_offload: bool = Field(
+        False, description="Compute shards, main weights and optimizer state in host memory: the next three at once"
+    )
+    offload_compute_shards: bool | None = Field(
+        None, description="What units are gathered from in host memory, before each gather copied to the device"
+    )
+    offload_main_weights: bool | None = Field(
+        None, description="Main weights in host memory, with gradients and optimizer state, and updated there"
+    )
+    offload_optimizer_state: bool | None = Field(
+        None, description="The optimizer's state in host memory; alone, it visits the device for each step"
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="What forward and backward compute in; main weights and reductions stay fp32"
     )
@@ -155,6 +168,11 @@ class TrainArguments(BaseModel):
                 f"--reshard-after-forward auto decides which units are kept, and {self.strategy} keeps all",
                 hint="use FULL_SHARD or HYBRID_SHARD",
             )
+        if self.offload and Axis.SHARD not in parse_strategy(self.strategy).placements:
+            raise ConfigError(
+                f"{self.offload} on the host, and {self.strategy} shards nothing that could be there",
+                hint="use FULL_SHARD or SHARD_GRAD_OP",
+            )
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
             raise ConfigError(
                 "--loss-chunk with --compile and --wrap none: the head would be within the compiled graph"
@@ -162,6 +180,13 @@ class TrainArguments(BaseModel):
         if self.resume not in ("auto", "never") and self.overwrite:
             raise ConfigError("--overwrite removes the checkpoints that --resume wants to continue from")
         return self
+
+    @property
+    def offload(self) -> Offload:
+        """What lives in host memory."""
+        return Offload.of(
+            self.cpu_offload, self.offload_compute_shards, self.offload_main_weights, self.offload_optimizer_state
+        )
 
     @property
     def warmup(self) -> int:

@@ -8,6 +8,7 @@ is what each process of a launched run executes; the file is written by the laun
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import sys
 import time
@@ -22,7 +23,7 @@ from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.core.errors import FullshardError
 from fullshard.core.sizes import GIB
-from fullshard.engine import MixedPrecisionPolicy, describe, keep_head, keep_unsharded, shard_model
+from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, keep_unsharded, shard_model
 from fullshard.launch import (
     RankEnvironment,
     init_process_group_from_environment,
@@ -190,6 +191,7 @@ def _make_trainer(
         strategy=arguments.strategy,
         shard_size=arguments.shard_size,
         mp_policy=MixedPrecisionPolicy(param_dtype=_DTYPES[arguments.precision], reduce_dtype=torch.float32),
+        offload_policy=OffloadPolicy(**dataclasses.asdict(arguments.offload)),
         device=device,
     )
     if apart:
@@ -227,6 +229,10 @@ def _checked_plan(
             "precision": arguments.precision,
             "checkpointing": arguments.activation_checkpointing_mode if arguments.activation_checkpointing else "none",
             "compile": arguments.compile,
+            "offload": arguments.cpu_offload,
+            "offload_compute_shards": arguments.offload_compute_shards,
+            "offload_main_weights": arguments.offload_main_weights,
+            "offload_optimizer_state": arguments.offload_optimizer_state,
             "loss": "eager" if arguments.loss_chunk is None else "fused",
             "accumulation": math.ceil(rows / min(arguments.micro_batch_size or rows, rows)),
             "seq_len": arguments.seq_len,

@@ -1,0 +1,69 @@
+"""What of a rank's share lives in host memory while another device computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from fullshard.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Three things that can be in host memory, each by a switch of its own.
+
+    | on the host | goes to the device | goes to the host |
+    |---|---|---|
+    | compute shards | before every gather | - |
+    | main weights | after every optimizer step, unless compute shards are on the host too | gradients, once reduced |
+    | optimizer state alone | before every optimizer step | after it |
+
+    Attributes:
+        compute_shards: what units are gathered from, in the dtype they compute in. A frozen parameter has nothing else.
+            A trainable one whose main weights stay on the device is gathered from those, so there is nothing to move.
+        main_weights: what the optimizer updates. It then updates them on the host, where gradients are sent.
+        optimizer_state: what the optimizer keeps. It lies beside main weights on the host; without them it visits the
+            device for each step.
+
+    Raises:
+        ConfigError: main weights without the state that is updated with them.
+    """
+
+    compute_shards: bool = False
+    main_weights: bool = False
+    optimizer_state: bool = False
+
+    def __post_init__(self) -> None:
+        if self.main_weights and not self.optimizer_state:
+            raise ConfigError(
+                "main weights on the host and optimizer state on the device: an update needs both in one place",
+                hint="offload the optimizer state too, or leave the main weights on the device",
+            )
+
+    @classmethod
+    def of(
+        cls,
+        everything: bool,
+        compute_shards: bool | None = None,
+        main_weights: bool | None = None,
+        optimizer_state: bool | None = None,
+    ) -> Offload:
+        """From switches of which None means: as `everything` has it, and the state where the main weights are."""
+        main = everything if main_weights is None else main_weights
+        return cls(
+            everything if compute_shards is None else compute_shards,
+            main,
+            (everything or main) if optimizer_state is None else optimizer_state,
+        )
+
+    def __bool__(self) -> bool:
+        """Whether anything is on the host."""
+        return self.compute_shards or self.main_weights or self.optimizer_state
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether all of it is."""
+        return self.compute_shards and self.main_weights
+
+    def __str__(self) -> str:
+        names = [field.name.replace("_", " ") for field in fields(self) if getattr(self, field.name)]
+        return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names) or "nothing"

@@ -1,0 +1,233 @@
+"""Shards in host memory: the buffers they are in, and the two ways between host and device.
+
+    to the device    what a unit is gathered from, on a stream of its own, as far ahead as its gather is issued
+    to the host      reduced gradients, on another, while backward goes on
+
+A copy is waited for where what it brings is used: a gather's `wait` has the computing stream wait, a gradient's blocks
+the host, because what follows there are ordinary tensors that anybody may read. `settle` waits for what still reads
+host memory. Without streams each copy is over when the call returns, and nothing else is different.
+
+On a CPU, device and host are one and nothing is moved, unless it is rehearsed: then "the host" is further memory, and
+copies and events are those of any other device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullshard.comm.base import Work
+from fullshard.core.errors import ConfigError
+from fullshard.core.offload import Offload
+
+SWITCH = "FULLSHARD_OFFLOAD"
+"""Environment variable. `in-turn`: copies do not overlap with anything. `rehearse`: on a CPU, too, shards are moved."""
+
+_MODES = ("in-turn", "rehearse")
+LEAVING = 1
+"""Gradients that may be on their way to the host before computing waits for the oldest; bounds what they keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """What lives in host memory. As it stands: nothing.
+
+    Attributes:
+        compute_shards, main_weights: see `core.offload.Offload`.
+        optimizer_state: the same; None: where the main weights are.
+        pin_memory: page-lock host memory, without which copies wait for one another.
+
+    Raises:
+        ConfigError: a combination that cannot be.
+    """
+
+    compute_shards: bool = False
+    main_weights: bool = False
+    optimizer_state: bool | None = None
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        _ = self.offload
+
+    @property
+    def offload(self) -> Offload:
+        """The three switches."""
+        return Offload.of(False, self.compute_shards, self.main_weights, self.optimizer_state)
+
+
+@dataclass(frozen=True, slots=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Everything. On a CPU it is there anyway, and nothing is moved."""
+
+    compute_shards: bool = True
+    main_weights: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where the shards of a unit are.
+
+    Attributes:
+        offload: what is on the host; nothing where device and host are one.
+        host: makes buffers there and moves what is in them; None if nothing is.
+    """
+
+    offload: Offload
+    host: Host | None
+
+    @classmethod
+    def of(cls, policy: Any, device: torch.device) -> Storage:
+        """From a policy, fullshard's or torch's (which has one switch), or None.
+
+        Raises:
+            ConfigError: `FULLSHARD_OFFLOAD` is something unknown.
+        """
+        mode = os.environ.get(SWITCH, "")
+        if mode and mode not in _MODES:
+            raise ConfigError(f"${SWITCH} = {mode!r}", hint=f"use {' or '.join(_MODES)}, or leave it out")
+        offload = offload_of(policy)
+        if not offload or (device.type == "cpu" and mode != "rehearse"):
+            return cls(Offload(), None)
+        return cls(offload, host_of(device, pins=policy.pin_memory, overlaps=mode != "in-turn"))
+
+
+def offload_of(policy: Any) -> Offload:
+    """What a policy asks for, fullshard's or torch's, or None."""
+    return policy.offload if isinstance(policy, OffloadPolicy) else Offload.of(hasattr(policy, "pin_memory"))
+
+
+class Host:
+    """Host memory beside one device, and the copies to and from it.
+
+    Args:
+        device: which computes. With a CPU, or the meta device, copies are plain ones.
+        pins: page-lock buffers.
+        overlaps: copy beside computing.
+    """
+
+    def __init__(self, device: torch.device, *, pins: bool, overlaps: bool) -> None:
+        self._device = device
+        self._place = torch.device("meta" if device.type == "meta" else "cpu")
+        has_streams = device.type not in ("cpu", "meta")
+        self._pins = pins and has_streams
+        self._to_device, self._to_host = (
+            torch.Stream(device) if overlaps and has_streams else None for _ in ("to device", "to host")
+        )
+        self._leaving: deque[_Leaving] = deque()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory, shape (numel,)."""
+        return torch.empty(numel, dtype=dtype, device=self._place, pin_memory=self._pins)
+
+    @contextlib.contextmanager
+    def copying_to_device(self) -> Iterator[None]:
+        """What is launched inside runs beside computing, after all that computing has launched so far.
+
+        Memory that is allocated inside belongs to the copying stream. Whoever frees it has had the computing stream use
+        it, so it may be used again only after that: the wait at the beginning sees to it.
+        """
+        with self._beside(self._to_device):
+            yield
+
+    def arriving(self, work: Work) -> Work:
+        """`work` that was launched inside `copying_to_device`; waiting for it waits for the copies, too."""
+        return work if self._to_device is None else _Arriving(work, self._to_device.record_event(), self._device)
+
+    def send(self, work: Work) -> Work:
+        """Copy the result of `work`, a tensor on the device, to the host as soon as it is there."""
+        with self._beside(self._to_host):
+            tensor = work.wait()
+            home = self.empty(tensor.numel(), tensor.dtype)
+            home.copy_(tensor, non_blocking=self._to_host is not None)
+        event = None if self._to_host is None else self._to_host.record_event()
+        leaving = _Leaving(home, None if event is None else tensor, event, self._device)
+        self._leaving.append(leaving)
+        while len(self._leaving) > LEAVING:
+            self._leaving.popleft().release()
+        return leaving
+
+    @property
+    def is_here(self) -> bool:
+        """Whether host and device are of one kind, so that nobody can tell where a tensor is."""
+        return self._place.type == self._device.type
+
+    def is_there(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the host."""
+        return tensor.device.type == self._place.type
+
+    def copy_of(self, flat: torch.Tensor, *, to_host: bool) -> torch.Tensor:
+        """A copy of a 1-D tensor on the other side, in the computing stream; on the host not before `finish`."""
+        if to_host:
+            copy = self.empty(flat.numel(), flat.dtype)
+        else:
+            copy = torch.empty(flat.numel(), dtype=flat.dtype, device=self._device)
+        return copy.copy_(flat, non_blocking=self._pins)
+
+    def finish(self) -> None:
+        """Wait until all copies made by `copy_of` are there."""
+        if self._pins:
+            torch.accelerator.current_stream(self._device).synchronize()
+
+    def settle(self) -> None:
+        """Wait until no copy to the device reads host memory: after that, it may change at any time."""
+        if self._to_device is not None:
+            self._to_device.synchronize()
+
+    @contextlib.contextmanager
+    def _beside(self, stream: torch.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            yield
+
+
+@functools.cache
+def host_of(device: torch.device, *, pins: bool, overlaps: bool) -> Host:
+    """The one of all models that compute on `device`."""
+    return Host(device, pins=pins, overlaps=overlaps)
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A gather whose own interval is still being copied to the device."""
+
+    work: Work
+    copied: torch.Event
+    device: torch.device
+
+    def wait(self) -> torch.Tensor:
+        """Have the current stream wait for the copy, and wait for the gather."""
+        torch.accelerator.current_stream(self.device).wait_event(self.copied)
+        return self.work.wait()
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """A tensor on its way to the host."""
+
+    home: torch.Tensor
+    tensor: torch.Tensor | None
+    copied: torch.Event | None
+    device: torch.device
+
+    def release(self) -> None:
+        """Let the device's memory be used again, by what computes after the copy."""
+        if self.tensor is not None and self.copied is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self.copied)
+        self.tensor = None
+
+    def wait(self) -> torch.Tensor:
+        """Block until it is there."""
+        self.release()
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.home

@@ -1,0 +1,72 @@
+"""Optimizer state on the host between steps, while main weights stay on the device.
+
+State is moved by the memory it is in, and the tensors stay the objects they are: a segment's state and its parameters'
+are views of one piece, and both the optimizer and a checkpoint hold on to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fullshard.core.events import EventKind
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.offload import Host
+from fullshard.engine.optimizer import segment_states
+from fullshard.engine.parameter import ShardedParameter
+
+
+def bring_state(optimizer: torch.optim.Optimizer) -> None:
+    """Before a step: copy the state that is on the host to the device that holds the main weights."""
+    _move(optimizer, EventKind.TO_DEVICE)
+
+
+def send_state(optimizer: torch.optim.Optimizer) -> None:
+    """After a step: copy the state to the host, whichever of it has been made or loaded on the device."""
+    _move(optimizer, EventKind.TO_HOST)
+
+
+def _move(optimizer: torch.optim.Optimizer, way: EventKind) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    moving = [(p, p._bucket) for p in parameters if p._bucket.state_visits_device]
+    if not moving:
+        return
+    owners = {id(parameter): bucket for parameter, bucket in moving}
+    memory: dict[int, tuple[Bucket, list[torch.Tensor]]] = {}
+    states = [(p, value) for p, _ in moving for value in optimizer.state.get(p, {}).values()]
+    for parameter, value in (*states, *segment_states(optimizer)):
+        if id(parameter) in owners:
+            for tensor in _plain_tensors(value):
+                memory.setdefault(tensor.untyped_storage()._cdata, (owners[id(parameter)], []))[1].append(tensor)
+    moved: dict[Bucket, int] = {}
+    for bucket, tensors in memory.values():
+        nbytes = tensors[0].untyped_storage().nbytes()
+        host = bucket.storage.host
+        assert host is not None  # noqa: S101 -- its state is on the host
+        if host.is_there(tensors[0]) is (way is EventKind.TO_DEVICE) or host.is_here:
+            _rebind(tensors, host, way)
+            moved[bucket] = moved.get(bucket, 0) + nbytes
+    for host in {bucket.storage.host for bucket in moved if bucket.storage.host is not None}:
+        host.finish()
+    for bucket in sorted(moved, key=lambda bucket: bucket.tag):
+        bucket.emit(way, moved[bucket], "optimizer state")
+
+
+def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors with memory in a state's value; a quantised one is made of several. Step counts stay."""
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor) and value.dim() and value.numel():
+        yield value
+
+
+def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
+    """Copy the memory that `tensors` are views of, and make them views of the copy."""
+    storage = tensors[0].untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    copy = host.copy_of(whole, to_host=way is EventKind.TO_HOST).untyped_storage()
+    for tensor in tensors:
+        view = torch.empty(0, dtype=tensor.dtype, device=copy.device)
+        tensor.data = view.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
