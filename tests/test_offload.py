@@ -9,21 +9,33 @@ on any other device. On an accelerator: `pytest tests/test_offload_gpu.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 
+from fullshard.api.plan_check import PlanCheck
+from fullshard.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.core.errors import ConfigError
+from fullshard.core.events import Event
+from fullshard.core.offload import Offload
 from fullshard.engine import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardedParameter,
     clip_grad_norm_,
+    describe,
     shard_model,
+    units_of,
     unsharded,
 )
 from fullshard.engine.offload import SWITCH
+from fullshard.plan.job import Job
 from tests.differential import compare, gradients, optimizer_state, parameters
 from tests.distributed import run_ranks
 
@@ -156,6 +168,9 @@ SLOW_CASES = {
 }
 
 
+SCHEDULED = [name for name in (*CASES, *SLOW_CASES) if name != "frozen"]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bitwise_the_same(name: str) -> None:
     for found in run_ranks(differences, 2, CASES[name], allowed(CASES[name])):
@@ -176,3 +191,255 @@ def test_training_is_bitwise_the_same_everywhere(
         monkeypatch.setenv("FULLSHARD_COMM", comm)
     for found in run_ranks(differences, world_size, case, allowed(case)):
         assert set(found.values()) == {0.0}, {key: value for key, value in found.items() if value}
+
+
+# -- what is moved, when, and how many bytes ----------------------------------------------------------------------
+
+PLANS: dict[str, dict[str, Any]] = {
+    "everything": {"offload": True},
+    "main weights": {"offload_main_weights": True},
+    "optimizer state": {"offload_optimizer_state": True},
+    "frozen": {"offload_compute_shards": True},
+    "frozen and optimizer state": {"offload_compute_shards": True, "offload_optimizer_state": True},
+}
+
+
+def planned_and_found(case: Case, name: str) -> list[str]:
+    """What differs between the engine's third step and the planner's."""
+    model = case.model(POLICIES[name])
+    optimizer = case.optimizer_of(model)
+    kind = {"AdamW": "adamw", "fused": "adamw-fused", "SGD": "sgd-momentum"}[case.optimizer]
+    settings = {"strategy": case.strategy, "shard_size": case.shard_size, "accumulation": case.micro_batches}
+    check = PlanCheck(model, optimizer, Job.of({**settings, "optimizer": kind, **PLANS[name]}))
+    for step in range(3):
+        case.backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = [d for d in check.report() if d.category.startswith("copied") and d.found]
+    assert moved, "nothing was moved"
+    return [str(difference) for difference in check.report() if not difference.is_as_planned]
+
+
+def all_planned_and_found(case: Case) -> dict[str, list[str]]:
+    return {name: planned_and_found(case, name) for name in allowed(case)}
+
+
+@pytest.mark.parametrize("name", ["frozen", *(pytest.param(n, marks=pytest.mark.full) for n in SCHEDULED)])
+def test_the_planner_knows_every_move(name: str) -> None:
+    """Events, one by one, and bytes either way, on every rank: the last owns padding instead of elements."""
+    case = {**CASES, **SLOW_CASES}[name]
+    for found in run_ranks(all_planned_and_found, 3 if case.shard_size is None else 4, case):
+        assert not any(found.values()), found
+
+
+def moves(case: Case, name: str) -> tuple[list[str], dict[str, int]]:
+    """The second step's moves in words, and the size of each layer's shards."""
+    events: list[Event] = []
+    model = case.model(POLICIES[name], event_sink=events.append)
+    optimizer = case.optimizer_of(model)
+    for step in range(2):
+        events.clear()
+        case.backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    said = [
+        f"{event.kind} {event.what} {event.unit.removeprefix('layers.') or 'root'}.{event.bucket}: {event.nbytes}"
+        if event.what
+        else f"{event.kind} {event.unit.removeprefix('layers.') or 'root'}"
+        for event in events
+    ]
+    shards = {b.unit.name or "root": b.layout.shard_numel for unit in units_of(model) for b in unit.buckets}
+    return said, shards
+
+
+def test_compute_shards_are_copied_with_the_gather_and_gradients_while_backward_goes_on() -> None:
+    """In half precision two bytes per element go to the device, twice, and four come back, once."""
+    said, shards = run_ranks(moves, 2, Case(BFLOAT16, optimizer="fused"), "everything")[0]
+    layer, root = 2 * shards["layers.0"], 2 * shards["root"]
+    copies = [line for line in said if line.startswith("to_")]
+    assert copies == [
+        f"to_device compute shard root.0: {root}",
+        *(f"to_device compute shard {index}.0: {layer}" for index in range(DEPTH)),
+        *(f"to_device compute shard {index}.0: {layer}" for index in reversed(range(1, DEPTH))),
+        f"to_device compute shard 0.0: {layer}",
+        # each gradient once the next one is on its way to be reduced
+        *(f"to_host gradient {index}.0: {2 * layer}" for index in reversed(range(DEPTH))),
+        f"to_host gradient root.0: {2 * root}",
+    ], copies
+    for index in range(DEPTH):
+        at = said.index(f"to_device compute shard {index}.0: {layer}")
+        assert said[at - 1] == f"unshard_issued {index}"
+    ahead = said.index(f"to_device compute shard 1.0: {layer}")
+    assert ahead < said.index("forward_begin 0"), "copied while the layer before it runs"
+    assert said.index(f"to_host gradient 2.0: {2 * layer}") < said.index("backward_begin 0"), "beside backward"
+
+
+def test_compute_shards_on_the_device_are_made_anew_once_per_step() -> None:
+    said, shards = run_ranks(moves, 2, Case(BFLOAT16, micro_batches=2), "main weights")[0]
+    copies = [line for line in said if line.startswith("to_device")]
+    assert sorted(copies) == sorted(
+        f"to_device compute shard {name.removeprefix('layers.')}.0: {2 * numel}" for name, numel in shards.items()
+    )
+    assert len([line for line in said if line.startswith("to_host gradient")]) == 2 * (DEPTH + 1)
+
+
+def test_state_visits_the_device_for_the_step() -> None:
+    said, _ = run_ranks(moves, 2, Case(), "optimizer state")[0]
+    step = said.index("optimizer_step root")
+    moved = [line for line in said if line.startswith("to_")]
+    assert [line.split()[0] for line in moved] == ["to_device"] * (DEPTH + 1) + ["to_host"] * (DEPTH + 1)
+    assert said[step - DEPTH - 1 : step] == moved[: DEPTH + 1]
+    assert all(line.startswith("to_host") for line in said[step + 1 :])
+
+
+# -- main weights may change in any way ---------------------------------------------------------------------------
+
+
+def changed_outputs(name: str | None) -> list[torch.Tensor]:
+    """What the model computes after each of several ways to change its weights."""
+    case = Case(BFLOAT16)
+    model = case.model(None if name is None else POLICIES[name])
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
+    outputs = []
+
+    def run() -> None:
+        with torch.no_grad():
+            outputs.append(model(x))
+
+    run()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    run()
+    for parameter in model.parameters():
+        parameter.data.add_(0.25)
+    run()
+    torch.manual_seed(11)
+    model.load_state_dict(Model().state_dict())
+    run()
+    with torch.no_grad(), unsharded(model, writeback=True):
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    run()
+    with unsharded(model), torch.no_grad():
+        outputs.append(model(x))
+    whole = [p.full_tensor() for p in model.parameters() if isinstance(p, ShardedParameter)]
+    return outputs + whole
+
+
+def changed_alike() -> list[str]:
+    plain = changed_outputs(None)
+    return [name for name in ("everything", "main weights") if not same(changed_outputs(name), plain)]
+
+
+def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+def test_compute_shards_follow_every_change_of_main_weights() -> None:
+    assert run_ranks(changed_alike, 2) == [[], []]
+
+
+# -- loss scaling and checkpoints ---------------------------------------------------------------------------------
+
+
+def overflowing(name: str | None) -> list[torch.Tensor]:
+    """Two steps with a scaled loss, which overflows on one rank in the first."""
+    case = Case(optimizer="fused")
+    model = case.model(None if name is None else POLICIES[name])
+    optimizer, scaler = case.optimizer_of(model), torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [p.full_tensor() for p in sharded(model)]
+    for step in range(2):
+        loss = model(torch.full((2, WIDTH), float(step + 1))).square().mean()
+        scaler.scale(loss * (float("inf") if step == 0 and dist.get_rank() == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step == 0:
+            assert same([p.full_tensor() for p in sharded(model)], before), "the step was not skipped"
+    return [p.full_tensor() for p in sharded(model)] + [torch.tensor(scaler.get_scale())]
+
+
+def sharded(model: nn.Module) -> list[ShardedParameter]:
+    return [p for p in model.parameters() if isinstance(p, ShardedParameter)]
+
+
+def scaled_alike() -> list[str]:
+    plain = overflowing(None)
+    return [name for name in POLICIES if "frozen" not in name and not same(overflowing(name), plain)]
+
+
+@pytest.mark.full
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    assert run_ranks(scaled_alike, 2) == [[], []]
+
+
+def resumed(directory: str, saved_with: str | None, loaded_with: str | None) -> bool:
+    """Four steps in one go, and two saved and resumed: the same losses and parameters."""
+    case = Case(BFLOAT16, is_frozen=True)
+
+    def make(name: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = case.model(None if name is None else POLICIES[name])
+        return model, case.optimizer_of(model)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            case.backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole = make(saved_with)
+    run(*whole, range(2))
+    save_checkpoint(directory, model=whole[0], optimizer=whole[1])
+    run(*whole, range(2, 4))
+    again = make(loaded_with)
+    load_checkpoint(directory, model=again[0], optimizer=again[1])
+    run(*again, range(2, 4))
+    return all(d == 0 for d in compare({"p": parameters(again[0])}, {"p": parameters(whole[0])}).values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saved_with", [None, *POLICIES])
+def test_checkpoints_do_not_care_where_shards_are(saved_with: str | None, tmp_path: Path) -> None:
+    for number, loaded_with in enumerate((None, "everything", "optimizer state")):
+        assert all(run_ranks(resumed, 2, str(tmp_path / str(number)), saved_with, loaded_with))
+
+
+# -- what is refused, and what is said ----------------------------------------------------------------------------
+
+
+def test_a_state_apart_from_its_main_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match="an update needs both in one place"):
+        OffloadPolicy(main_weights=True, optimizer_state=False)
+
+
+def test_compute_shards_alone_need_something_frozen() -> None:
+    with pytest.raises(ConfigError, match="gathered from main weights, and none is frozen"):
+        Case().model(OffloadPolicy(compute_shards=True))
+
+
+def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "sometimes")
+    with pytest.raises(ConfigError, match="FULLSHARD_OFFLOAD = 'sometimes'"):
+        Case().model(CPUOffloadPolicy())
+
+
+@pytest.mark.parametrize(
+    ("policy", "offload"),
+    [
+        (None, Offload()),
+        (fsdp.OffloadPolicy(), Offload()),
+        (fsdp.CPUOffloadPolicy(), Offload(True, True, True)),
+        (OffloadPolicy(main_weights=True), Offload(False, True, True)),
+    ],
+)
+def test_policies(policy: Any, offload: Offload, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Case().model(policy)
+    sharding = describe(model)
+    assert sharding.offload == offload
+    assert ("on the host, " in str(sharding)) == bool(offload)
+    assert sharding.host_nbytes == (sharding.rank_nbytes if offload.main_weights else 0)
+    monkeypatch.delenv(SWITCH)  # a CPU is the host itself
+    assert not describe(Case().model(policy)).offload

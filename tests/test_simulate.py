@@ -37,8 +37,11 @@ SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 64, "intermediate_size": 160, "n
             "checkpointing": "selective",
         },
         {"gather_as": "int8", "reduce_as": "bfloat16"},
+        {"offload": True, "accumulation": 2},
+        {"offload_main_weights": True, "strategy": "HYBRID_SHARD", "shard_size": 2, "accumulation": 2},
+        {"offload": True, "gather_as": "int8"},
     ],
-    ids=lambda settings: settings.get("strategy", "FULL_SHARD" + "-packed" * ("gather_as" in settings)),
+    ids=lambda settings: "-".join(map(str, settings.values())) or "FULL_SHARD",
 )
 def test_events_and_bytes_are_the_planners(settings: dict[str, object], rank: int) -> None:
     result = simulate(transformers_model(SMALL), Job.of({"seq_len": 16, **settings}), world_size=8, rank=rank)

@@ -24,11 +24,10 @@ from fullshard.core.sizes import format_nbytes
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import units_of
 from fullshard.engine.unit import Unit
-from fullshard.plan.job import Job
+from fullshard.plan.job import STATE_NBYTES, Job
 from fullshard.plan.layout import BucketPlan, ModelLayout, UnitLayout
-from fullshard.plan.memory import STATE_NBYTES
 from fullshard.plan.schedule import predict_step
-from fullshard.plan.traffic import traffic_of
+from fullshard.plan.traffic import Traffic, traffic_of
 
 AT_STEP = 3
 """The optimizer step that is compared. The first has another schedule, and no optimizer state yet."""
@@ -136,13 +135,14 @@ class PlanCheck:
 
     def _compare(self) -> list[Difference]:
         layout = _layout_of(self.model, self._units, self._events)
-        predicted = predict_step(layout, dataclasses.replace(self._job.schedule, is_first_step=False))
+        predicted = self._predict(layout)
         planned, found = traffic_of(predicted, layout), traffic_of(self._events, layout)
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
         trained = [bucket for bucket in buckets if bucket.gradient is not None]
         state, state_nbytes = self._optimizer_state(trained)
         return [
             _compare_events(predicted, self._events),
+            *_copies(planned, found),
             Difference("sent to unshard", planned.gather_nbytes, found.gather_nbytes),
             Difference("sent to reduce", planned.reduce_nbytes, found.reduce_nbytes),
             Difference("sent between replicas", planned.replicate_nbytes, found.replicate_nbytes),
@@ -159,6 +159,13 @@ class PlanCheck:
             ),
             Difference("optimizer state", state, state_nbytes),
         ]
+
+    def _predict(self, layout: ModelLayout) -> list[Event]:
+        """The step as it is seen from one optimizer step to the next: state that leaves after a step comes first."""
+        options = dataclasses.replace(self._job.schedule, shard_rank=self._units[-1].mesh.shard_rank)
+        events = predict_step(layout, options)
+        end = 1 + next(i for i, event in enumerate(events) if event.kind is EventKind.OPTIMIZER_STEP)
+        return events[end:] + events[:end]
 
     def _optimizer_state(self, trained: list[Bucket]) -> tuple[int | None, int]:
         """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
@@ -235,6 +242,15 @@ def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and not any(group["amsgrad"] for group in groups):
         return "adamw-fused" if any(group["fused"] for group in groups) else "adamw"
     return "adamw-8bit" if name in ("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit") else None
+
+
+def _copies(planned: Traffic, found: Traffic) -> list[Difference]:
+    """Between host and device, if anything is."""
+    both = [
+        Difference("copied to the device", planned.to_device_nbytes, found.to_device_nbytes),
+        Difference("copied to the host", planned.to_host_nbytes, found.to_host_nbytes),
+    ]
+    return [difference for difference in both if difference.planned or difference.found]
 
 
 def _compare_events(planned: list[Event], found: list[Event]) -> Difference:
@@ -323,4 +339,5 @@ def _bucket_plan(bucket: Bucket) -> BucketPlan:
         for dtype, packing in ((policy.gather_as, bucket.gather_packing), (policy.reduce_as, bucket.reduce_packing))
     )
     trainable = bucket.gradient is not None
-    return BucketPlan(bucket.layout, stored, compute, reduce, trainable, largest, gather_as, reduce_as)
+    offload = bucket.storage.offload
+    return BucketPlan(bucket.layout, stored, compute, reduce, trainable, largest, gather_as, reduce_as, offload)

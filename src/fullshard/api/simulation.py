@@ -5,6 +5,7 @@ Layout, hooks, schedule and bytes are the engine's own. What is not there is ari
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from fullshard.comm.simulated import SimulatedCollectives, simulated_mesh
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.events import Event
 from fullshard.core.layout import Interval
-from fullshard.engine import MixedPrecisionPolicy, describe, meta_parameters, shard_model
+from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, describe, meta_parameters, shard_model
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.engine.module import units_of
 from fullshard.engine.sharding import Sharding
@@ -142,6 +143,7 @@ def simulate(
             gather_as=_dtype(dtypes.gather_as),
             reduce_as=_dtype(dtypes.reduce_as),
         ),
+        offload_policy=OffloadPolicy(**dataclasses.asdict(job.on_host)),
         forward_prefetch=job.forward_prefetch,
         backward_prefetch=job.backward_prefetch,
         event_sink=events.append,
@@ -160,8 +162,15 @@ def simulate(
         seconds = time.perf_counter() - begin
         optimizer.zero_grad()
     after = [_sent(c) for c in collectives]
-    layout = lay_out(shape, strategy=job.row, world_size=world_size, shard_size=job.shard_size, dtypes=dtypes)
-    predicted = predict_step(layout, job.schedule)
+    layout = lay_out(
+        shape,
+        strategy=job.row,
+        world_size=world_size,
+        shard_size=job.shard_size,
+        dtypes=dtypes,
+        offload=job.on_host,
+    )
+    predicted = predict_step(layout, dataclasses.replace(job.schedule, state_nbytes=0.0))  # SGD keeps none
     return Simulation(
         sharding=describe(model),
         events=list(events),

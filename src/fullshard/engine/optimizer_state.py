@@ -50,15 +50,19 @@ def _move(optimizer: torch.optim.Optimizer, way: EventKind) -> None:
     for host in {bucket.storage.host for bucket in moved if bucket.storage.host is not None}:
         host.finish()
     for bucket in sorted(moved, key=lambda bucket: bucket.tag):
-        bucket.emit(way, moved[bucket], "optimizer state")
+        if moved[bucket]:
+            bucket.emit(way, moved[bucket], "optimizer state")
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors with memory in a state's value; a quantised one is made of several. Step counts stay."""
+    """The tensors in a state's value; a quantised one is made of several. Step counts stay.
+
+    Empty ones go along: they may be views of a segment's memory, and would keep it from being freed.
+    """
     if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         for name in value.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(value, name))
-    elif isinstance(value, torch.Tensor) and value.dim() and value.numel():
+    elif isinstance(value, torch.Tensor) and value.dim():
         yield value
 
 

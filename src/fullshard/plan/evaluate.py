@@ -9,6 +9,7 @@ from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
+from fullshard.core.offload import Offload
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.core.strategy import Axis
 from fullshard.plan.hardware import Cluster
@@ -92,14 +93,16 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
+    is_cpu = cluster.device.is_cpu
+    on_host = Offload() if is_cpu else job.on_host  # there, host and device are one
     layout = lay_out(
         trained,
         strategy=job.row,
         world_size=cluster.count,
         shard_size=resolved_shard_size(job, cluster),
         dtypes=job.dtypes,
+        offload=on_host,
     )
-    is_cpu = cluster.device.is_cpu
     shares_memory = is_cpu and 1 < layout.shard_size <= cluster.per_host
     kept = 0
     if budget is not None:
@@ -111,12 +114,13 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         trained,
         layout,
         job,
+        on_host=on_host,
         framework=cluster.device.framework,
         peers_at_once=is_cpu and cluster.hosts > 1,
         on_cpu=is_cpu,
         shares_memory=shares_memory,
     )
-    traffic = traffic_of(events, layout).times(repeats)
+    traffic = dataclasses.replace(traffic_of(events, layout).times(repeats), **_copied(layout, job))
     full_numel = sum(bucket.layout.full_numel for bucket in layout.buckets)
     return Plan(
         model,
@@ -161,6 +165,16 @@ def _few(layout: ModelLayout, job: Job) -> list[Event]:
     return predict_step(layout, dataclasses.replace(job.schedule, accumulation=min(2, job.accumulation)))
 
 
+def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
+    """Bytes between host and device: some of them are copied once per step, and some for each micro-batch."""
+    if not any(bucket.offload for bucket in layout.buckets):
+        return {}
+    options = [dataclasses.replace(job.schedule, accumulation=number) for number in (1, 2)]
+    one, two = (traffic_of(predict_step(layout, option), layout) for option in options)
+    names = ("to_device_nbytes", "to_host_nbytes")
+    return {n: getattr(one, n) + (job.accumulation - 1) * (getattr(two, n) - getattr(one, n)) for n in names}
+
+
 def resolved_shard_size(job: Job, cluster: Cluster) -> int | None:
     """Ranks per shard group; for a hybrid strategy without a size those of one host, as the launcher has it."""
     is_hybrid = len(job.row.placements) == len(Axis)
@@ -170,8 +184,8 @@ def resolved_shard_size(job: Job, cluster: Cluster) -> int | None:
 def notes_of(plan: Plan) -> list[str]:
     """What the reader has to know besides the numbers."""
     notes = []
-    if plan.job.offload and plan.cluster.device.name != "CPU":
-        notes.append("this engine refuses offload on accelerators for now; the plan says what it would need")
+    if plan.job.on_host and plan.cluster.device.is_cpu:
+        notes.append("offload saves nothing here: a CPU computes in host memory")
     if plan.job.reshard_after_forward == "auto":
         others = plan.units - (2 if plan.job.wrap_embeddings else 1)
         notes.append(f"{plan.kept} of {others} units stay unsharded between forward and backward")
@@ -225,6 +239,14 @@ def changes_that_fit(plan: Plan, *, most: int = 5) -> list[Change]:
     return sorted(found, key=lambda change: change.cost)[:most]
 
 
+_EVERYTHING = {
+    "offload": True,
+    "offload_compute_shards": None,
+    "offload_main_weights": None,
+    "offload_optimizer_state": None,
+}
+
+
 def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
     size = job.micro_batch // 2
     while size >= 1:
@@ -246,6 +268,12 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "the input embedding and the head as units of their own", {"wrap_embeddings": True}
     if job.optimizer in ("adamw", "adamw-fused"):
         yield "8-bit AdamW", {"optimizer": "adamw-8bit"}
+    if job.method != "full" and not job.on_host:
+        yield "the frozen base on the host", {"offload_compute_shards": True}
+    if job.method == "full" and not job.on_host:
+        yield "main weights and optimizer state on the host", {"offload_main_weights": True}
+    if not job.on_host.is_everything:
+        yield "everything on the host", dict(_EVERYTHING)
     if job.attention == "eager":
         yield "attention that keeps no scores (sdpa)", {"attention": "sdpa"}
 
@@ -293,15 +321,17 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def search(model: ModelShape, job: Job, cluster: Cluster, *, strategies: Sequence[str] = ()) -> list[Plan]:
-    """Every combination of strategy, shard size, micro-batch, checkpointing and offload that fits, fastest first.
+    """Every combination of strategy, shard size, micro-batch and checkpointing that fits, fastest first.
 
-    Only what this engine runs: selective checkpointing uncompiled only, and no offload on accelerators (`notes_of` says
-    so too). The sequences of an optimizer step stay those of `job`, as far as micro-batches divide them.
+    Only what this engine runs: selective checkpointing uncompiled only. If nothing fits, everything is put on the host.
+    The sequences of an optimizer step stay those of `job`, as far as micro-batches divide them.
 
     Raises:
         ConfigError: nothing fits.
     """
-    plans = list(_candidates(model, job, cluster, strategies, offload=job.offload and cluster.device.name == "CPU"))
+    plans = list(_candidates(model, job, cluster, strategies))
+    if not plans and not cluster.device.is_cpu and not job.on_host:
+        plans = list(_candidates(model, job.model_copy(update={"offload": True}), cluster, strategies))
     if not plans:
         closest = evaluate(
             model,
@@ -317,9 +347,7 @@ def search(model: ModelShape, job: Job, cluster: Cluster, *, strategies: Sequenc
     return sorted(plans, key=lambda plan: (-plan.time.tokens_per_second, plan.memory.needed))
 
 
-def _candidates(
-    model: ModelShape, job: Job, cluster: Cluster, strategies: Sequence[str], *, offload: bool
-) -> Iterator[Plan]:
+def _candidates(model: ModelShape, job: Job, cluster: Cluster, strategies: Sequence[str]) -> Iterator[Plan]:
     sequences = job.micro_batch * job.accumulation
     for strategy, shard_size in _meshes(cluster, strategies):
         for checkpointing in ("none", "full") if job.compile else ("none", "selective", "full"):
@@ -332,7 +360,6 @@ def _candidates(
                     "checkpointing": checkpointing,
                     "micro_batch": micro_batch,
                     "accumulation": max(1, sequences // micro_batch),
-                    "offload": offload,
                     "reentrant": job.reentrant and checkpointing == "full",
                 }
                 try:

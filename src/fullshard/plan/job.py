@@ -29,6 +29,18 @@ COMPUTE = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Compute dtype of each precision."""
 
 
+STATE_NBYTES = {
+    "adamw": 8.0,
+    "adamw-fused": 8.0,
+    # One byte per state and element, and a float32 scale per block of 256 (bitsandbytes' blockwise 8-bit optimizers).
+    "adamw-8bit": 2.0 + 2 * 4 / 256,
+    "sgd": 0.0,
+    "sgd-momentum": 4.0,
+    "none": 0.0,
+}
+"""Bytes of optimizer state per trained parameter, in float32 main weights."""
+
+
 class Job(BaseModel):
     """A training run to plan. Build it with `Job.of`, which turns what pydantic finds into a `ConfigError`."""
 
@@ -167,7 +179,11 @@ class Job(BaseModel):
     def schedule(self) -> ScheduleOptions:
         """What decides the order of work."""
         return ScheduleOptions(
-            self.accumulation, self.forward_prefetch, self.backward_prefetch, self.sync_each_micro_batch
+            self.accumulation,
+            self.forward_prefetch,
+            self.backward_prefetch,
+            self.sync_each_micro_batch,
+            state_nbytes=STATE_NBYTES[self.optimizer],
         )
 
     @property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from fullshard.core.layout import BucketLayout, ParameterSpec
+from fullshard.core.offload import Offload
 from fullshard.core.sizes import packed_nbytes
 from fullshard.core.strategy import Strategy
 from fullshard.plan.shapes import FLOATING, Block, ModelShape, ParameterShape, itemsize
@@ -46,6 +47,7 @@ class BucketPlan:
         trainable: whether it has gradients.
         largest_numel: elements of its largest parameter.
         gather_as, reduce_as: what an interval is sent as, in either direction, if that is another dtype.
+        offload: what lives in host memory.
     """
 
     layout: BucketLayout
@@ -56,6 +58,47 @@ class BucketPlan:
     largest_numel: int
     gather_as: str | None = None
     reduce_as: str | None = None
+    offload: Offload = field(default_factory=Offload)
+
+    @property
+    def main_is_on_host(self) -> bool:
+        """Whether this rank's interval as it is stored lives there; of a frozen bucket there is nothing else."""
+        return self.offload.main_weights if self.trainable else self.offload.compute_shards
+
+    @property
+    def is_gathered_from_host(self) -> bool:
+        """Whether what is gathered is copied from there before every gather."""
+        return self.main_is_on_host and self.offload.compute_shards
+
+    @property
+    def state_visits_device(self) -> bool:
+        """Whether its optimizer state lives on the host and is updated on the device."""
+        return self.trainable and self.offload.optimizer_state and not self.main_is_on_host
+
+    @property
+    def compute_shard_nbytes(self) -> int:
+        """Bytes of what is gathered from, where that is not the stored interval itself on the device."""
+        return self.layout.shard_numel * itemsize(self._sent_dtype)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of this rank's interval that stay on the device."""
+        if not self.main_is_on_host:
+            return self.main_nbytes
+        return 0 if self.is_gathered_from_host else self.compute_shard_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of it in host memory; of another dtype than the stored one, what is gathered from is a second copy."""
+        if not self.main_is_on_host:
+            return 0
+        has_copy = self.is_gathered_from_host and self._sent_dtype != self.dtype
+        return self.main_nbytes + (self.compute_shard_nbytes if has_copy else 0)
+
+    @property
+    def _sent_dtype(self) -> str:
+        # Packing is done on the device, from exact values.
+        return self.compute_dtype if self.gather_as is None else self.dtype
 
     @property
     def gather_message_nbytes(self) -> int:
@@ -70,7 +113,7 @@ class BucketPlan:
     @property
     def shares_main(self) -> bool:
         """Whether unsharding is nothing: one rank owns everything, in the dtype it computes in."""
-        return self.layout.world_size == 1 and self.dtype == self.compute_dtype
+        return self.layout.world_size == 1 and self.dtype == self.compute_dtype and not self.main_is_on_host
 
     @property
     def main_nbytes(self) -> int:
@@ -190,7 +233,13 @@ class ModelLayout:
 
 
 def lay_out(
-    model: ModelShape, *, strategy: Strategy, world_size: int, shard_size: int | None = None, dtypes: Dtypes
+    model: ModelShape,
+    *,
+    strategy: Strategy,
+    world_size: int,
+    shard_size: int | None = None,
+    dtypes: Dtypes,
+    offload: Offload | None = None,
 ) -> ModelLayout:
     """Lay a model out.
 
@@ -200,6 +249,7 @@ def lay_out(
         world_size: ranks.
         shard_size: ranks per shard group, for the hybrid strategies.
         dtypes: per role.
+        offload: what lives in host memory. Default: nothing.
 
     Raises:
         ConfigError: a shard size that is missing or does not divide the world size.
@@ -213,7 +263,7 @@ def lay_out(
         units.append(
             UnitLayout(
                 unit.name,
-                _buckets(unit.parameters, dtypes, shard_size),
+                _buckets(unit.parameters, dtypes, shard_size, offload or Offload()),
                 # The root and a head are needed again at once, when backward begins.
                 strategy.reshard_after_forward and not is_root and not is_head,
                 feeds_units=is_root and embeds,
@@ -227,15 +277,21 @@ def lay_out(
     return ModelLayout(tuple(units), calls, shard_size, replicate_size)
 
 
-def _buckets(parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int) -> tuple[BucketPlan, ...]:
+def _buckets(
+    parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int, offload: Offload
+) -> tuple[BucketPlan, ...]:
     """Grouped by (stored dtype, trainable, exact), in order of appearance."""
     groups: dict[tuple[str, bool, bool], list[ParameterShape]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.trainable, parameter.exact), []).append(parameter)
-    return tuple(_bucket(tuple(p.shape for p in group), group[0], dtypes, shard_size) for group in groups.values())
+    return tuple(
+        _bucket(tuple(p.shape for p in group), group[0], dtypes, shard_size, offload) for group in groups.values()
+    )
 
 
-def _bucket(shapes: tuple[tuple[int, ...], ...], first: ParameterShape, dtypes: Dtypes, shard_size: int) -> BucketPlan:
+def _bucket(
+    shapes: tuple[tuple[int, ...], ...], first: ParameterShape, dtypes: Dtypes, shard_size: int, offload: Offload
+) -> BucketPlan:
     compute, reduce = dtypes.compute(first), dtypes.reduce(first.dtype)
     itemsizes = [itemsize(first.dtype), itemsize(compute)]
     if first.dtype in FLOATING:
@@ -244,7 +300,7 @@ def _bucket(shapes: tuple[tuple[int, ...], ...], first: ParameterShape, dtypes: 
     largest = max(spec.numel for spec in layout.specs)
     gather_as = None if first.exact else _packed(dtypes.gather_as, compute)
     reduce_as = _packed(dtypes.reduce_as, reduce)
-    return BucketPlan(layout, first.dtype, compute, reduce, first.trainable, largest, gather_as, reduce_as)
+    return BucketPlan(layout, first.dtype, compute, reduce, first.trainable, largest, gather_as, reduce_as, offload)
 
 
 def _packed(sent_as: str | None, dtype: str) -> str | None:

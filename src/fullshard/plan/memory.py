@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fullshard.core.events import Event, EventKind
+from fullshard.core.offload import Offload
 from fullshard.plan.activations import LayerActivations, layer_activations, logits_nbytes
-from fullshard.plan.job import Job
+from fullshard.plan.job import STATE_NBYTES, Job
 from fullshard.plan.layout import BucketPlan, ModelLayout, UnitLayout
 from fullshard.plan.shapes import ModelShape, itemsize
 
@@ -39,18 +40,6 @@ CATEGORIES = (
 """In the order of tables and pictures: what stays first."""
 
 PERSISTENT = CATEGORIES[:4]
-
-STATE_NBYTES = {
-    "adamw": 8.0,
-    "adamw-fused": 8.0,
-    # One byte per state and element, and a float32 scale per block of 256 (bitsandbytes' blockwise 8-bit optimizers).
-    "adamw-8bit": 2.0 + 2 * 4 / 256,
-    "sgd": 0.0,
-    "sgd-momentum": 4.0,
-    "none": 0.0,
-}
-"""Bytes of optimizer state per trained parameter, in float32 main weights."""
-
 
 FRAGMENTATION, FRAGMENTS = 0.1, 3 * 2**29
 """What PyTorch's caching allocator holds besides, in blocks that nothing else fits into: a tenth of what comes and
@@ -142,6 +131,7 @@ class Setting:
         model: the shapes, as they are trained.
         layout: the same, laid out.
         job: the run.
+        on_host: what lives in host memory beside the device's, as the layout has it.
         framework: bytes the framework holds on the device from the start.
         peers_at_once: whether the interval of every other rank is received into a buffer of its own before they are
             summed, which the engine does over Gloo (between hosts without accelerators).
@@ -155,6 +145,7 @@ class Setting:
     model: ModelShape
     layout: ModelLayout
     job: Job
+    on_host: Offload = field(default_factory=Offload)
     framework: int = 0
     peers_at_once: bool = False
     on_cpu: bool = False
@@ -205,15 +196,22 @@ def state_numel(setting: Setting) -> float:
 
 
 def persistent_of(setting: Setting) -> dict[str, int]:
-    """Bytes of one rank between steps: on the device, or on the host with offload."""
+    """Bytes of one rank on the device between steps."""
+    buckets, on_host = setting.layout.buckets, setting.on_host
     scales = sum(p.nbytes for p in setting.model.parameters if p.role == "scale") // setting.layout.shard_size
-    frozen = sum(bucket.main_nbytes for bucket in setting.layout.buckets if not bucket.trainable)
+    scales = 0 if on_host.compute_shards else scales
+    main = sum(bucket.main_nbytes for bucket in buckets if bucket.trainable and not bucket.main_is_on_host)
+    copies = sum(map(setting.copies_nbytes, buckets))
     return {
-        "sharded parameters": frozen - scales + sum(map(setting.copies_nbytes, setting.layout.buckets)),
-        "main weights": sum(bucket.main_nbytes for bucket in setting.layout.buckets if bucket.trainable),
+        "sharded parameters": sum(bucket.device_nbytes for bucket in buckets) - main - scales + copies,
+        "main weights": main,
         "quantisation scales": scales,
-        "optimizer state": round(STATE_NBYTES[setting.job.optimizer] * state_numel(setting)),
+        "optimizer state": 0 if on_host.optimizer_state else _state_nbytes(setting),
     }
+
+
+def _state_nbytes(setting: Setting) -> int:
+    return round(STATE_NBYTES[setting.job.optimizer] * state_numel(setting))
 
 
 @dataclass(slots=True)
@@ -234,14 +232,14 @@ class _Ledger:
     backward_of: str | None = None
     collecting: set[str] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
+    leaving: int = 0
     has_main_gradient: bool = False
     micro_batch: int = 0
 
     def __post_init__(self) -> None:
         persistent = persistent_of(self.setting)
         self.now["framework"] = self.setting.framework
-        if not self.setting.job.offload:
-            self.now.update(persistent)
+        self.now.update(persistent)
         self.rest = self.nbytes
         self.units = {unit.name: unit for unit in self.setting.layout.units}
         self.root = self.setting.layout.root
@@ -375,6 +373,9 @@ class _Ledger:
         # With one rank the buffer is the result, so nothing is ever there twice.
         moments = [self.nbytes] if self.setting.layout.shard_size > 1 else []
         self.now["reduce buffers"] -= bucket.reduce_nbytes
+        if bucket.main_is_on_host:  # the one before it has left for the host
+            self.now["gradients"] -= self.leaving
+            self.leaving = bucket.reduced_nbytes
         gradient.is_shrunk = True
         return moments
 
@@ -385,6 +386,8 @@ class _Ledger:
             if not gradient.is_shrunk:
                 self._shrink(gradient)
             bucket = gradient.bucket
+            if bucket.main_is_on_host:
+                continue
             if self.has_main_gradient:
                 self.now["gradients"] -= bucket.reduced_nbytes
             else:
@@ -392,6 +395,8 @@ class _Ledger:
                 self.now["gradients"] += bucket.layout.shard_numel * (width - itemsize(bucket.reduce_dtype))
                 if bucket.main_gradient_dtype != bucket.dtype:  # `.grad` is a copy in the stored dtype
                     self.now["gradients"] += bucket.main_nbytes
+        self.now["gradients"] -= self.leaving
+        self.leaving = 0
         if self.launched:
             self.launched = []
             self.collecting.clear()
@@ -405,7 +410,8 @@ class _Ledger:
     def _optimizer_step(self) -> list[dict[str, int]]:
         self.micro_batch = 0
         optimizer = self.setting.job.optimizer
-        if optimizer not in ("adamw", "sgd-momentum", "sgd") or self.setting.job.offload:
+        on_host = self.setting.on_host
+        if optimizer not in ("adamw", "sgd-momentum", "sgd") or on_host.main_weights:
             temporaries = 0
         elif not self.setting.on_cpu:
             # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
@@ -414,7 +420,8 @@ class _Ledger:
             # One parameter at a time: the square root of its second moment, and that with the step's scale.
             slices = [_largest_slice(b) * itemsize(b.dtype) for b in self.setting.layout.buckets if b.trainable]
             temporaries = 2 * max(slices, default=0) if optimizer == "adamw" else 0
-        return self._for_a_moment({"optimizer temporaries": temporaries})
+        visiting = _state_nbytes(self.setting) if on_host.optimizer_state and not on_host.main_weights else 0
+        return self._for_a_moment({"optimizer temporaries": temporaries, "optimizer state": visiting})
 
     def _for_a_moment(self, extra: dict[str, int]) -> list[dict[str, int]]:
         self.now.update(extra)
@@ -459,11 +466,11 @@ def _host(setting: Setting, ranks_per_host: int) -> tuple[int, int, int]:
         else b.largest_numel * itemsize(b.dtype) // setting.layout.shard_size
         for b in buckets
     )
-    shards = steady = 0
-    if setting.job.offload:
-        gradients = sum(b.layout.shard_numel * 4 for b in buckets if b.trainable)
-        shards = sum(bucket.main_nbytes for bucket in buckets)
-        steady = sum(persistent_of(setting).values()) + gradients
+    shards = sum(bucket.host_nbytes for bucket in buckets)
+    steady = shards + (_state_nbytes(setting) if setting.on_host.optimizer_state else 0)
+    # Those of a later micro-batch arrive beside those they are added to.
+    times = 2 if setting.job.accumulation > 1 else 1
+    steady += sum(times * b.reduced_nbytes for b in buckets if b.trainable and b.main_is_on_host)
     return (largest + shards) * ranks_per_host, (whole + shards) * ranks_per_host, steady * ranks_per_host
 
 

@@ -79,6 +79,12 @@ def _rest_table(plan: Plan) -> Table:
         f"(Transformers' own: {format_nbytes(memory.host_load_peers)}), "
         f"{format_nbytes(memory.host_steady)} in steady state",
     )
+    if plan.job.on_host and not plan.cluster.device.is_cpu:
+        table.add_row(
+            "between host and device",
+            f"{format_nbytes(traffic.to_device_nbytes)} to the device, {format_nbytes(traffic.to_host_nbytes)} back "
+            f"({plan.job.on_host} on the host)",
+        )
     table.add_row("disk, each checkpoint", format_nbytes(memory.checkpoint))
     return table
 
@@ -91,7 +97,7 @@ def front_table(plans: Sequence[Plan], title: str) -> Table:
         "micro-batch",
         "accumulation",
         "checkpointing",
-        "offload",
+        "on the host",
         "GiB",
         "tokens/s",
         "MFU",
@@ -105,7 +111,7 @@ def front_table(plans: Sequence[Plan], title: str) -> Table:
             str(job.micro_batch),
             str(job.accumulation),
             job.checkpointing,
-            "yes" if job.offload else "no",
+            str(job.on_host),
             f"{plan.memory.needed / GIB:.1f}",
             f"{plan.time.tokens_per_second:,.0f}",
             f"{plan.time.mfu:.1%}",
@@ -139,6 +145,8 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "replicate": traffic.replicate_nbytes,
             "gathers": traffic.gathers,
             "reductions": traffic.reductions,
+            "to_device": traffic.to_device_nbytes,
+            "to_host": traffic.to_host_nbytes,
             "host_link": plan.links.host,
             "network_link": plan.links.network,
         },
@@ -184,6 +192,9 @@ def as_run_config(plan: Plan) -> RunConfig:
             activation_checkpointing_mode="selective" if job.checkpointing == "selective" else "full",
             activation_checkpointing_reentrant=job.reentrant,
             cpu_offload=job.offload,
+            offload_compute_shards=job.offload_compute_shards,
+            offload_main_weights=job.offload_main_weights,
+            offload_optimizer_state=job.offload_optimizer_state,
             compile=job.compile,
             forward_prefetch=job.forward_prefetch,
             backward_prefetch=job.backward_prefetch,

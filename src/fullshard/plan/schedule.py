@@ -27,6 +27,8 @@ class ScheduleOptions:
         backward_prefetch: `BACKWARD_PRE`, `BACKWARD_POST` or `NO_PREFETCH`.
         sync_each_micro_batch: reduce after every micro-batch; False is `no_sync` for all but the last.
         is_first_step: the order of forwards has not been agreed on yet, so nothing is gathered ahead in the first one.
+        state_nbytes: bytes of optimizer state per trained element, where that visits the device for each step.
+        shard_rank: whose: the last ranks own padding instead of elements.
     """
 
     accumulation: int = 1
@@ -34,6 +36,8 @@ class ScheduleOptions:
     backward_prefetch: str = "BACKWARD_PRE"
     sync_each_micro_batch: bool = True
     is_first_step: bool = False
+    state_nbytes: float = 0.0
+    shard_rank: int = 0
 
 
 def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
@@ -43,7 +47,9 @@ def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
         ahead = options.forward_prefetch and not (options.is_first_step and number == 0)
         run.forward(ahead=ahead)
         run.backward(reduces=options.sync_each_micro_batch or number == options.accumulation - 1)
+    run.move_state(EventKind.TO_DEVICE)
     run.emit(EventKind.OPTIMIZER_STEP, model.root)
+    run.move_state(EventKind.TO_HOST)
     return run.events
 
 
@@ -59,7 +65,8 @@ class _Run:
     awaiting: set[str] = field(default_factory=set)
     queue: deque[tuple[UnitLayout, BucketPlan]] = field(default_factory=deque)
     ready: set[str] = field(default_factory=set)
-    launched: list[UnitLayout] = field(default_factory=list)
+    launched: list[tuple[UnitLayout, BucketPlan]] = field(default_factory=list)
+    updated: set[str] = field(default_factory=set)
 
     def emit(self, kind: EventKind, unit: UnitLayout, nbytes: int = 0) -> None:
         self.events.append(Event(kind, unit.name, nbytes))
@@ -68,6 +75,25 @@ class _Run:
         if unit.name not in self.gathering and unit.name not in self.unsharded:
             self.gathering.add(unit.name)
             self.emit(EventKind.UNSHARD_ISSUED, unit, unit.full_nbytes)
+            for bucket in unit.buckets:
+                # One on the device is made anew once main weights have changed.
+                if bucket.is_gathered_from_host or (bucket.main_is_on_host and unit.name not in self.updated):
+                    self.move(EventKind.TO_DEVICE, unit, bucket, bucket.compute_shard_nbytes, "compute shard")
+            self.updated.add(unit.name)
+
+    def move(self, way: EventKind, unit: UnitLayout, bucket: BucketPlan, nbytes: int, what: str) -> None:
+        number = next(i for i, other in enumerate(unit.buckets) if other is bucket)
+        self.events.append(Event(way, unit.name, nbytes, what, number))
+
+    def move_state(self, way: EventKind) -> None:
+        for unit in self.model.units:
+            for bucket in unit.buckets:
+                if not bucket.state_visits_device:
+                    continue
+                owned = (bucket.layout.interval(i, self.options.shard_rank) for i in range(len(bucket.layout.specs)))
+                nbytes = round(self.options.state_nbytes * sum(interval.numel for interval in owned))
+                if nbytes:
+                    self.move(way, unit, bucket, nbytes, "optimizer state")
 
     def unshard(self, unit: UnitLayout) -> None:
         if unit.name in self.unsharded:
@@ -161,12 +187,21 @@ class _Run:
     def launch(self, unit: UnitLayout, bucket: BucketPlan, *, reduces: bool) -> None:
         if reduces:
             self.emit(EventKind.REDUCE_ISSUED, unit, bucket.reduce_nbytes)
-            self.launched.append(unit)
+            if self.launched:
+                self.send_gradient(*self.launched[-1])
+            self.launched.append((unit, bucket))
+
+    def send_gradient(self, unit: UnitLayout, bucket: BucketPlan) -> None:
+        """Its reduction is over."""
+        if bucket.main_is_on_host:
+            self.move(EventKind.TO_HOST, unit, bucket, bucket.reduced_nbytes, "gradient")
 
     def finish(self, *, reduces: bool) -> None:
         while self.queue:
             self.launch(*self.queue.popleft(), reduces=reduces)
-        for unit in self.launched:
+        if self.launched:
+            self.send_gradient(*self.launched[-1])
+        for unit, _ in self.launched:
             self.emit(EventKind.REDUCE_DONE, unit)
         for unit in reversed(self.model.calls):  # inner units before those around them, as the engine keeps them
             self.reshard(unit)

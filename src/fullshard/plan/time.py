@@ -10,6 +10,7 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
     all-gather, reduce-scatter of n bytes over S ranks of one host         n (S - 1)/S / link
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
+    what is on the host   bytes / 25 GB/s, either way beside computing; the optimizer reads the host's memory
     latency of a ring     (S - 1) steps of 3 microseconds
     loss                  the float32 logits, read or written six times
     optimizer             bytes read and written / memory bandwidth
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.activations import layer_activations
 from fullshard.plan.hardware import Cluster
-from fullshard.plan.job import Job
+from fullshard.plan.job import STATE_NBYTES, Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.memory import Setting, state_numel
 from fullshard.plan.shapes import Block, ModelShape, UnitShape, itemsize
@@ -78,7 +79,8 @@ class StepTime:
     Attributes:
         compute: forward and backward.
         exposed: waiting for communication.
-        copies: casting and copying parameters and gradients in device memory, and to and from the host.
+        copies: casting and copying parameters and gradients in device memory, and what goes to and from the host
+            once per step.
         optimizer: the update.
         communication: all communication, hidden or not.
         tokens: of all ranks.
@@ -198,10 +200,11 @@ def _copies(setting: Setting, cluster: Cluster) -> float:
     seconds = moved * job.accumulation / (device.memory_bandwidth * device.link_efficiency)
     if device.fresh_bandwidth:
         seconds += fresh * job.accumulation / device.fresh_bandwidth
-    if job.offload and not device.is_cpu:
-        own = sum(b.layout.shard_numel * itemsize(b.compute_dtype) for b in layout.buckets)
-        gradients = sum(b.reduced_nbytes for b in layout.buckets if b.trainable)
-        seconds += (2 * own * job.accumulation + gradients) / PCIE
+    for bucket in layout.buckets:  # what is copied once per step; the rest is beside computing, by the clock
+        if bucket.main_is_on_host and not bucket.is_gathered_from_host:
+            seconds += bucket.compute_shard_nbytes / PCIE
+    if setting.on_host.optimizer_state and not setting.on_host.main_weights:
+        seconds += 2 * state_numel(setting) * STATE_NBYTES[job.optimizer] / PCIE
     return seconds
 
 
@@ -213,7 +216,7 @@ def _optimizer(setting: Setting, cluster: Cluster) -> float:
     """What it reads and writes; on the host's memory with offload."""
     device, optimizer = cluster.device, setting.job.optimizer
     bandwidth = device.memory_bandwidth * device.link_efficiency
-    if setting.job.offload and not device.is_cpu:
+    if setting.on_host.main_weights:
         bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
     parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
     calls = parameters * OPTIMIZER_OPS.get(optimizer, 0) * device.op_seconds
@@ -229,6 +232,7 @@ class _Clock:
     exposed: float = 0.0
     communication: float = 0.0
     wires: dict[str, float] = field(default_factory=dict)
+    copied: dict[str, float] = field(default_factory=dict)
     gathered: dict[str, float] = field(default_factory=dict)
     reduced: list[float] = field(default_factory=list)
     layouts: dict[str, UnitLayout] = field(init=False)
@@ -267,7 +271,9 @@ class _Clock:
             case EventKind.UNSHARD_ISSUED:
                 sent = gather_message_nbytes(unit) * self.setting.layout.shard_size
                 nbytes = 0 if self.setting.shares_memory else sent
-                self.gathered[unit.name] = self._collective(self.setting.layout, nbytes)
+                copied = sum(b.compute_shard_nbytes for b in unit.buckets if b.is_gathered_from_host)
+                there = self._copy("to device", copied)
+                self.gathered[unit.name] = max(self._collective(self.setting.layout, nbytes, after=there), there)
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
             case EventKind.FORWARD_END:
@@ -290,9 +296,12 @@ class _Clock:
                 sent = reduce_message_nbytes(event, unit, shard_size) * shard_size
                 done = self._collective(self.setting.layout, event.nbytes if self.setting.shares_memory else sent)
                 self.reduced.append(max(done, self._all_reduce(self.setting.layout, event.nbytes)))
+            case EventKind.TO_HOST if event.what == "gradient":
+                self._copy("to host", event.nbytes)
             case EventKind.REDUCE_DONE:
                 if self.reduced:
                     self._wait(self.reduced.pop())
+                self._wait(self.copied.get("to host", 0.0))
 
     def _forward(self, name: str) -> float:
         products = self.forwards[name] + self.weights[name]
@@ -310,15 +319,23 @@ class _Clock:
         self.now += waited
         self.exposed += waited
 
-    def _collective(self, layout: ModelLayout, nbytes: int) -> float:
-        """When an all-gather or reduce-scatter of `nbytes`, issued now, is done."""
-        return self._send(nbytes, layout.shard_size, stride=1, times=1)
+    def _copy(self, way: str, nbytes: int) -> float:
+        """When a copy between host and device, issued now, is done."""
+        if not nbytes:
+            return self.now
+        self.copied[way] = max(self.now, self.copied.get(way, 0.0)) + nbytes / PCIE
+        self.communication += nbytes / PCIE
+        return self.copied[way]
+
+    def _collective(self, layout: ModelLayout, nbytes: int, *, after: float = 0.0) -> float:
+        """When an all-gather or reduce-scatter of `nbytes`, issued now and begun after `after`, is done."""
+        return self._send(nbytes, layout.shard_size, stride=1, times=1, after=after)
 
     def _all_reduce(self, layout: ModelLayout, nbytes: int) -> float:
         """The same for this rank's interval along the replicate axis."""
         return self._send(nbytes // layout.shard_size, layout.replicate_size, stride=layout.shard_size, times=2)
 
-    def _send(self, nbytes: int, ranks: int, *, stride: int, times: int) -> float:
+    def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
         """Over `ranks` ranks that are `stride` apart, so that some of them share a host or none does."""
         if ranks == 1 or nbytes == 0:
             return self.now
@@ -334,7 +351,7 @@ class _Clock:
             self._wait(self.now + inside + latency)
             return self.now
         wire = "network" if across > inside else "link"
-        start = max(self.now, self.wires.get(wire, 0.0))
+        start = max(self.now, after, self.wires.get(wire, 0.0))
         seconds = max(inside, across) + latency
         self.communication += seconds
         self.wires[wire] = start + seconds

@@ -31,6 +31,7 @@ class Traffic:
         reduce_nbytes: gradients, on the shard axis.
         replicate_nbytes: gradients, on the replicate axis.
         gathers, reductions: collectives.
+        to_device_nbytes, to_host_nbytes: not sent, but copied between the host's memory and the device's.
     """
 
     gather_nbytes: int
@@ -38,6 +39,8 @@ class Traffic:
     replicate_nbytes: int
     gathers: int
     reductions: int
+    to_device_nbytes: int = 0
+    to_host_nbytes: int = 0
 
     def times(self, repeats: int) -> Traffic:
         """That of `repeats` such steps."""
@@ -45,7 +48,7 @@ class Traffic:
 
     @property
     def total_nbytes(self) -> int:
-        """All of them."""
+        """All that is sent."""
         return self.gather_nbytes + self.reduce_nbytes + self.replicate_nbytes
 
 
@@ -53,7 +56,7 @@ def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
     """Add up the bytes of a predicted or a recorded step."""
     units = {unit.name: unit for unit in model.units}
     shard, replicas = model.shard_size, model.replicate_size
-    gather = reduce = replicate = gathers = reductions = 0
+    gather = reduce = replicate = gathers = reductions = to_device = to_host = 0
     for event in events:
         if event.kind is EventKind.UNSHARD_ISSUED and shard > 1:
             gather += gather_message_nbytes(units[event.unit]) * (shard - 1)
@@ -63,7 +66,11 @@ def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
             reduce += reduce_message_nbytes(event, units[event.unit], shard) * (shard - 1)
             replicate += all_reduce_nbytes(own, replicas)
             reductions += 1
-    return Traffic(gather, reduce, replicate, gathers, reductions)
+        elif event.kind is EventKind.TO_DEVICE:
+            to_device += event.nbytes
+        elif event.kind is EventKind.TO_HOST:
+            to_host += event.nbytes
+    return Traffic(gather, reduce, replicate, gathers, reductions, to_device, to_host)
 
 
 def gather_message_nbytes(unit: UnitLayout) -> int:
