@@ -8,9 +8,12 @@ on any other device. On an accelerator: `pytest tests/test_offload_gpu.py`.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from torch.distributed import fsdp
 
 from fullshard.api.plan_check import PlanCheck
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.comm.torch_dist import Done
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.core.offload import Offload
@@ -34,8 +38,11 @@ from fullshard.engine import (
     units_of,
     unsharded,
 )
-from fullshard.engine.offload import SWITCH
+from fullshard.engine.offload import SWITCH, Host
+from fullshard.plan.evaluate import evaluate
+from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
+from fullshard.plan.library import load_model
 from tests.differential import compare, gradients, optimizer_state, parameters
 from tests.distributed import run_ranks
 
@@ -405,6 +412,201 @@ def resumed(directory: str, saved_with: str | None, loaded_with: str | None) -> 
 def test_checkpoints_do_not_care_where_shards_are(saved_with: str | None, tmp_path: Path) -> None:
     for number, loaded_with in enumerate((None, "everything", "optimizer state")):
         assert all(run_ranks(resumed, 2, str(tmp_path / str(number)), saved_with, loaded_with))
+
+
+# -- a quantised base ---------------------------------------------------------------------------------------------
+
+
+def quantised(name: str | None) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Three steps on a 4-bit base: losses and adapters; of each copy of a frozen bucket, its bytes and elements."""
+    from tests import test_quantized as four_bits
+
+    model = four_bits.build(four_bits.FourBits())
+    policy = None if name is None else POLICIES[name]
+    events: list[Event] = []
+    shard_model(
+        model,
+        unit_modules=list(model),
+        offload_policy=policy,
+        device=torch.device("cpu"),
+        event_sink=events.append,
+    )
+    optimizer = torch.optim.AdamW(four_bits.trainable(model), lr=1e-2)
+    found = []
+    for step in range(3):
+        loss = model(four_bits.batch(dist.get_rank(), step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    buckets = {(unit.name, number): b for unit in units_of(model) for number, b in enumerate(unit.buckets)}
+    copied = [
+        (event.nbytes, bucket.layout.shard_numel)
+        for event in events
+        if event.what == "compute shard" and (bucket := buckets[event.unit, event.bucket]).dtype is torch.uint8
+    ]
+    return found + [p.full_tensor() for p in sharded(model)], copied
+
+
+def quantised_alike() -> dict[str, tuple[bool, bool, int]]:
+    plain, _ = quantised(None)
+    found = {}
+    for name in POLICIES:
+        values, copied = quantised(name)
+        found[name] = same(values, plain), all(nbytes == numel for nbytes, numel in copied), len(copied)
+    return found
+
+
+@pytest.mark.full
+def test_a_quantised_base_is_gathered_from_the_host_as_the_bytes_it_is() -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    for found in run_ranks(quantised_alike, 2):
+        assert all(alike and as_bytes for alike, as_bytes, _ in found.values()), found
+        moved = {name: copies > 0 for name, (_, _, copies) in found.items()}
+        assert moved == {name: policy.compute_shards for name, policy in POLICIES.items()}
+
+
+# -- the plan, and the order of streams ---------------------------------------------------------------------------
+
+
+def test_the_plan_has_host_and_device_apart() -> None:
+    """Llama-3.1-8B in bf16 with AdamW over 8 devices: S elements each; the layers are gathered twice, the root once."""
+    model, _ = load_model("Llama-3.1-8B")
+    cluster = parse_cluster("8xA100")
+
+    def planned(**settings: Any) -> Any:
+        return evaluate(model, Job.of({"optimizer": "adamw-fused", "accumulation": 3, **settings}), cluster)
+
+    numel, root = model.numel / 8, model.root.numel / 8
+    expected = {
+        # settings: (bytes that stay on the device, on a host of 8, copied to the device, and back), in elements
+        "": (12 * numel, 0, 0, 0),
+        "offload": (0, 8 * (14 + 8) * numel, 3 * 2 * (2 * numel - root), 3 * 4 * numel),
+        "offload_main_weights": (2 * numel, 8 * (12 + 8) * numel, 2 * numel, 3 * 4 * numel),
+        "offload_optimizer_state": (4 * numel, 8 * 8 * numel, 8 * numel, 8 * numel),
+    }
+    for switch, (device, host, there, back) in expected.items():
+        plan = planned(**({switch: True} if switch else {}))
+        found = (plan.memory.persistent, plan.memory.host_steady, *copied_nbytes(plan))
+        assert found == pytest.approx((device, host, there, back), rel=2e-3, abs=1), switch
+    peaks = {switch: planned(**({switch: True} if switch else {})).memory for switch in expected}
+    step, visited = (planned(accumulation=1, offload_optimizer_state=wanted).memory for wanted in (False, True))
+    assert sum(visited.phases["optimizer"].values()) == sum(step.phases["optimizer"].values()), "it visits the device"
+    # What is left of gradients is the two on their way.
+    assert peaks[""].peak_of_step - peaks["offload"].peak_of_step > 15 * numel
+
+
+def copied_nbytes(plan: Any) -> tuple[int, int]:
+    return plan.traffic.to_device_nbytes, plan.traffic.to_host_nbytes
+
+
+def test_a_frozen_base_on_the_host_leaves_the_adapters_on_the_device() -> None:
+    model, _ = load_model("Llama-3.1-8B")
+    plain, frozen = (
+        evaluate(model, Job.of({"method": "qlora", **more}), parse_cluster("2xA100"))
+        for more in ({}, {"offload_compute_shards": True})
+    )
+    kept = ("main weights", "optimizer state")
+    on_device = [{name: plan.memory.phases["load"][name] for name in kept} for plan in (plain, frozen)]
+    assert on_device[0] == on_device[1]
+    assert frozen.memory.persistent == sum(on_device[1].values())
+    base = plain.memory.persistent - frozen.memory.persistent
+    assert base > 0.5 * 0.5 * model.numel, "half a byte per element, over two ranks"
+    assert frozen.traffic.to_host_nbytes == 0 < base < frozen.traffic.to_device_nbytes <= 2 * base
+
+
+STREAM = torch.Stream
+
+
+class Log:
+    """Stands in for an accelerator's streams, of which it keeps what they are told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.computing = self.stream("computing")
+        self.names = iter(("to device", "to host"))
+
+    def stream(self, name: str) -> Any:
+        stream = create_autospec(STREAM, instance=True)
+        stream.label = name
+        stream.wait_stream.side_effect = lambda other: self.said.append(f"{name} waits for {other.label}")
+        stream.wait_event.side_effect = lambda event: self.said.append(f"{name} waits for {event.label}")
+        stream.synchronize.side_effect = lambda: self.said.append(f"the host waits for {name}")
+        stream.__enter__ = lambda _: self.said.append(f"onto {name}")
+        stream.__exit__ = lambda *_: self.said.append(f"off {name}")
+
+        def record() -> Any:
+            self.said.append(f"{name} records")
+            event = create_autospec(torch.Event, instance=True)
+            event.label = f"the event of {name}"
+            event.synchronize.side_effect = lambda: self.said.append(f"the host waits for the event of {name}")
+            return event
+
+        stream.record_event.side_effect = record
+        return stream
+
+
+def test_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an accelerator is told, in which order; what it makes of it is in tests/test_offload_gpu.py."""
+    log = Log()
+    monkeypatch.setattr(torch, "Stream", lambda _: log.stream(next(log.names)))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: log.computing)
+    host = Host(torch.device("cuda"), pins=False, overlaps=True)
+    full, main = torch.empty(4), torch.arange(4.0)
+    with host.copying_to_device():
+        work = host.arriving(Done(full.copy_(main)))
+    work.wait()
+    assert log.said == [
+        "to device waits for computing",  # what used the memory before
+        "onto to device",
+        "to device records",
+        "off to device",
+        "computing waits for the event of to device",
+    ]
+    log.said.clear()
+    leaving = [host.send(Done(torch.full((4,), float(i)))) for i in range(2)]
+    sent = ["to host waits for computing", "onto to host", "off to host", "to host records"]
+    assert log.said == [*sent, *sent, "computing waits for the event of to host"]  # before the first is freed
+    log.said.clear()
+    assert [work.wait()[0].item() for work in leaving] == [0.0, 1.0]
+    waits = "the host waits for the event of to host"
+    assert log.said == [waits, "computing waits for the event of to host", waits]
+    log.said.clear()
+    host.settle()
+    assert log.said == ["the host waits for to device"]
+
+
+# -- as a user asks for it ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flag", ["--cpu-offload", "--offload-main-weights", "--offload-optimizer-state"])
+def test_the_recipe_keeps_to_its_plan(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("one and two and three and " * 2000, encoding="utf-8")
+    settings = {
+        **{
+            "nproc": 2,
+            "device": "cpu",
+            "data": tmp_path / "data.txt",
+            "output-dir": tmp_path / "out",
+            "vocab-size": 320,
+        },
+        **{"steps": 4, "batch-size": 2, "seq-len": 32, "precision": "bf16", "save-every": 0, "sample-tokens": 0},
+    }
+    options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    code = "from fullshard.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", flag, "--check-plan", "--no-plot", "--no-export", *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "step 3: as planned" in said, said
+    assert "copied to the device: planned" in said, said
+    assert "on the host, " in said, said
 
 
 # -- what is refused, and what is said ----------------------------------------------------------------------------

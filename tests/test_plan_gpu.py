@@ -5,14 +5,14 @@ make test-gpu ARGS=tests/test_plan_gpu.py            # needs a CUDA device with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fullshard.engine import MixedPrecisionPolicy, shard_model
+from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
@@ -41,11 +41,13 @@ class Case:
     accumulation: int = 1
     strategy: str = "FULL_SHARD"
     seq_len: int = 1024
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
 
     @property
     def job(self) -> Job:
         names = ("precision", "optimizer", "checkpointing", "micro_batch", "accumulation", "strategy", "seq_len")
-        return Job.of({**{name: getattr(self, name) for name in names}, "attention": "sdpa"})
+        offload = {f"offload_{name}": value for name, value in asdict(self.offload.offload).items()}
+        return Job.of({**{name: getattr(self, name) for name in names}, **offload, "attention": "sdpa"})
 
 
 CASES = {
@@ -54,6 +56,10 @@ CASES = {
     "checkpointing": Case(checkpointing="full", micro_batch=8),
     "fused": Case(optimizer="adamw-fused", micro_batch=1),
     "accumulation": Case(accumulation=3),
+    "offload": Case(offload=CPUOffloadPolicy(), optimizer="adamw-fused"),
+    "offload, fp32": Case(offload=CPUOffloadPolicy(), precision="fp32", optimizer="adamw-fused", accumulation=2),
+    "main weights": Case(offload=OffloadPolicy(main_weights=True), optimizer="adamw-fused"),
+    "optimizer state": Case(offload=OffloadPolicy(optimizer_state=True), optimizer="adamw-fused"),
     "grad op, sgd, long": Case(strategy="SHARD_GRAD_OP", optimizer="sgd", micro_batch=1, seq_len=4096),
 }
 
@@ -76,7 +82,14 @@ def measured(case: Case) -> tuple[int, int]:
         checkpoint_modules(model, units)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype)
-    shard_model(model, unit_modules=units, strategy=case.strategy, mp_policy=policy, device=device)
+    shard_model(
+        model,
+        unit_modules=units,
+        strategy=case.strategy,
+        mp_policy=policy,
+        offload_policy=case.offload,
+        device=device,
+    )
     optimizer = optimizer_of(case.optimizer, model)
     tokens = torch.randint(MODEL["vocab_size"], (case.micro_batch, case.seq_len), device=device)
     rest = 0

@@ -1,0 +1,94 @@
+"""Shards on the host beside an accelerator: page-locked, copied on streams, and the same training.
+
+make test-gpu ARGS=tests/test_offload_gpu.py         # needs an accelerator; memory is in tests/test_plan_gpu.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.engine import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    clip_grad_norm_,
+    shard_model,
+    units_of,
+)
+from fullshard.engine.offload import SWITCH
+
+WIDTH = 1024
+
+POLICIES = {
+    "everything": CPUOffloadPolicy(),
+    "not pinned": CPUOffloadPolicy(pin_memory=False),
+    "main weights": OffloadPolicy(main_weights=True),
+    "optimizer state": OffloadPolicy(optimizer_state=True),
+    "frozen": OffloadPolicy(compute_shards=True),
+}
+
+
+def device() -> torch.device:
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        pytest.fail("no accelerator: these tests are for machines that have one")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def made(policy: OffloadPolicy | None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+    model[2].requires_grad_(False)
+    return shard_model(
+        model,
+        unit_modules=list(model),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        offload_policy=policy,
+        device=device(),
+    )
+
+
+def trained(policy: OffloadPolicy | None) -> list[torch.Tensor]:
+    """Losses, norms and weights of six steps of two micro-batches."""
+    model = made(policy)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=2**-4, momentum=0.5)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(6):
+        for _ in range(2):
+            x = torch.randn(64, WIDTH, generator=generator).to(device())
+            loss = model(x).float().square().mean()
+            loss.backward()
+        found += [loss.detach().cpu(), clip_grad_norm_(model, 0.5).cpu()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POLICIES)
+def test_training_is_the_same_with_and_without_streams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without streams bit for bit; against no offload as far as the host's kernels add up in another order."""
+    plain, streams = trained(None), trained(POLICIES[name])
+    monkeypatch.setenv(SWITCH, "in-turn")
+    in_turn = trained(POLICIES[name])
+    assert all(map(torch.equal, streams, in_turn))
+    for value, expected in zip(streams, plain, strict=True):
+        if name in ("optimizer state", "frozen"):
+            assert torch.equal(value, expected)
+        else:
+            torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_what_is_on_the_host_is_page_locked_and_takes_nothing_of_the_device() -> None:
+    model = made(CPUOffloadPolicy())
+    for unit in units_of(model):
+        for bucket in unit.buckets:
+            assert bucket.main.is_pinned() and bucket.buffer.nbytes == 0
+    before = torch.accelerator.memory_allocated()
+    model(torch.randn(8, WIDTH, device=device())).float().mean().backward()
+    assert all(p.grad is None or p.grad.is_pinned() for p in model.parameters())
+    assert torch.accelerator.memory_allocated() - before < WIDTH * WIDTH  # no shard of a layer has stayed
