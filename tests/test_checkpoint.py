@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard import Accelerator
 from fullshard.checkpoint import (
     full_state_dict,
     latest_checkpoint,
@@ -23,6 +24,7 @@ from fullshard.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from fullshard.checkpoint.format import read_manifest
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.engine import fully_shard, shard_model, unsharded
 
@@ -144,6 +146,20 @@ def test_optimizers_of_other_kinds(tmp_path: Path) -> None:
             for key, value in optimizer.state[mine].items():
                 torch.testing.assert_close(other_optimizer.state[theirs][key], value, rtol=0, atol=0)
         assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_prepared_optimizer_is_the_one_inside(tmp_path: Path) -> None:
+    """What `Accelerator.prepare` returned may be passed, and loaded without it."""
+    model = nn.Linear(4, 4)
+    model, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "c", model=model, optimizer=optimizer)
+    manifest = read_manifest(tmp_path / "c")
+    assert manifest.optimizer is not None and manifest.optimizer.kind == "AdamW"
+    for loads in (optimizer, torch.optim.AdamW(model.parameters())):
+        load_checkpoint(tmp_path / "c", model=model, optimizer=loads)
+        assert {key for state in loads.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_plain_models_are_saved_too(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.save import prepare_parts
 from fullshard.cli.ckpt import app
+from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, ConfigError
 from tests.distributed import run_ranks
 from tests.interchange import reference, save_native
@@ -67,6 +68,15 @@ def test_inspect_as_json(saved: Path) -> None:
     assert by_name["embed.weight"]["shape"] == [13, 6]
     assert sum(stop - start for _, start, stop in by_name["embed.weight"]["pieces"]) == 78
     assert "embed.weight/exp_avg" in by_name
+
+
+def test_inspect_names_the_settings_that_were_changed(tmp_path: Path) -> None:
+    config = RunConfig(checkpoint=CheckpointConfig(async_save=True)).model_dump(mode="json")
+    save_checkpoint(tmp_path / "c", model=nn.Linear(2, 2), extra={"step": 1, "config": config})
+    text = _run("inspect", tmp_path / "c").stdout
+    assert "1 settings that are not the default" in text and "checkpoint.async_save = true" in text
+    assert "reshard" not in text
+    assert json.loads(_run("inspect", tmp_path / "c", "--json").stdout)["config"] == config
 
 
 def test_verify(saved: Path, tmp_path: Path) -> None:

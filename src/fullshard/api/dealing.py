@@ -51,13 +51,11 @@ class Deal:
             skip: items at the start that were used already.
         """
         start = slice(self.rank * self.per_rank, (self.rank + 1) * self.per_rank)
-        first: list[T] = []
+        rest = iter(items)
+        first = list(itertools.islice(rest, self.round_size))
+        rest = itertools.islice(itertools.chain(first, rest), skip, None)  # skips without a step of Python for each
         current: list[T] = []
-        for index, item in enumerate(items):
-            if len(first) < self.round_size:
-                first.append(item)
-            if index < skip:
-                continue
+        for item in rest:
             current.append(item)
             if len(current) == self.round_size:
                 yield current[start], self.round_size

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.collect import SaveArguments, staged_blocks
+from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_save
 from fullshard.checkpoint.staging import HostMemory
@@ -89,7 +90,7 @@ class AsyncSaver:
             rest(model)
             rank = Ranks.of(model).rank
             tensors = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
-            self._announced.append((tensors, optimizer))
+            self._announced.append((tensors, unwrapped(optimizer)))
 
     def save(self, path: str | Path, **arguments: Unpack[SaveArguments]) -> Path:
         """Copy the state and return; it is written meanwhile. Takes the arguments of `save_checkpoint`. A collective.

@@ -32,7 +32,7 @@ from fullshard.checkpoint.format import (
     read_manifest_bytes,
     stored_as,
 )
-from fullshard.checkpoint.optimizer_state import group_parameters
+from fullshard.checkpoint.optimizer_state import group_parameters, unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.resharding import plan_reads
 from fullshard.checkpoint.rng import restore_rng
@@ -115,7 +115,7 @@ def load_checkpoint(
         CheckpointError: on every rank, if any rank found the checkpoint damaged or not to match. What differs is
             listed in full before anything changed; damaged bytes may be found when part of the model is loaded.
     """
-    directory = Path(path).absolute()
+    directory, optimizer = Path(path).absolute(), unwrapped(optimizer)
     ranks = Ranks.of(model)
     opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory))
     data = ranks.broadcast_bytes(opened or b"")
@@ -504,8 +504,9 @@ def _open(directory: Path) -> bytes:
 
 
 def _mismatch(problems: Sequence[str]) -> CheckpointError:
+    places = "1 place" if len(problems) == 1 else f"{len(problems)} places"
     return CheckpointError(
-        f"the checkpoint does not match in {len(problems)} places:\n" + "\n".join(problems),
+        f"the checkpoint does not match in {places}:\n" + "\n".join(problems),
         hint="build the model and the optimizer as they were when it was saved",
     )
 

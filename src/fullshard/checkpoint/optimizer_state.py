@@ -43,6 +43,12 @@ class StateEntry:
         return self.layout == "interval" or (self.layout == "replicated" and self.parameter.interval.start == 0)
 
 
+def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer inside what `Accelerator.prepare` returned: its class and its state are what is saved."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
 def group_parameters(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]
 ) -> list[list[tuple[nn.Parameter, LocalTensor]]]:

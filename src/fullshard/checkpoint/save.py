@@ -24,6 +24,7 @@ from torch import nn
 from fullshard.checkpoint.catalog import LATEST_NAME, remove_oldest
 from fullshard.checkpoint.collect import RankReport, RankWriter, SaveArguments
 from fullshard.checkpoint.format import MANIFEST_NAME, encode_manifest
+from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.storage import (
@@ -119,6 +120,7 @@ def prepare_save(
         ConfigError: `total_limit` below 1.
     """
     total_limit, model = arguments.get("total_limit"), arguments["model"]
+    arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
     if total_limit is not None and total_limit < 1:
         raise ConfigError(
             f"total_limit = {total_limit} would keep no checkpoint", hint="use 1 or more, or None for all"

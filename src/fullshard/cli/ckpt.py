@@ -412,11 +412,27 @@ def _print_facts(facts: dict[str, Any], contents: Contents) -> None:
     if facts["states"]:
         line("also", ", ".join(facts["states"]))
     if facts.get("config") is not None:
-        line("config", json.dumps(facts["config"], indent=2))
+        changed = _changed_settings(facts["config"])
+        line("config", f"{len(changed)} settings that are not the default (--json has all)")
+        for name, value in changed.items():
+            line("", f"{name} = {json.dumps(value)}")
     for note in facts["notes"]:
         line("note", note)
     if contents.manifest is not None:
         _print_picture(contents)
+
+
+def _changed_settings(config: Any) -> dict[str, Any]:
+    """The settings of a run by their dotted names, without those that have the default."""
+    from fullshard.config.schema import RunConfig
+
+    def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {prefix.rstrip("."): value}
+        return {name: inner for key, part in value.items() for name, inner in flat(part, f"{prefix}{key}.").items()}
+
+    usual = flat(RunConfig().model_dump(mode="json"))
+    return {name: value for name, value in flat(config).items() if name not in usual or usual[name] != value}
 
 
 def _print_picture(contents: Contents) -> None:
