@@ -292,6 +292,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
         pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
         if pinned is not None:
             raise _pinned(pinned)
+    if any(bucket.main_is_on_host for bucket in buckets):
+        for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers, which would not wait for a copy
+            if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
+                setattr(optimizer, name, value.cpu())
     bring_state(optimizer)
     for schedule in schedules:
         if schedule.event_sink is not None:

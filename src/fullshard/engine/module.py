@@ -72,9 +72,10 @@ class FSDPModule:
         return units_of(self) if recurse else [_unit(self)]  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        for unit in units_of(self):  # type: ignore[arg-type]
+        units = units_of(self)  # type: ignore[arg-type]
+        for unit in units:
             _check_apply(unit, fn)
-        return super()._apply(fn, recurse)  # type: ignore[misc, no-any-return]
+        return super()._apply(_except_on_host(units, fn), recurse)  # type: ignore[misc, no-any-return]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise LifecycleError(
@@ -191,7 +192,8 @@ def join(path: str, attribute: str) -> str:
 def _check_apply(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """`model.to(...)` and friends may not move or cast sharded parameters; where they change nothing they may run."""
     for bucket in unit.buckets:
-        probe = bucket.main[:0]
+        # What is on the host computes elsewhere: a model that is moved there stays as it is.
+        probe = torch.empty(0, dtype=bucket.dtype, device=bucket.mesh.device)
         result = fn(probe)
         if result.device != probe.device or result.dtype != probe.dtype:
             raise LifecycleError(
@@ -199,6 +201,15 @@ def _check_apply(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None
                 f"{result.dtype} on {result.device}",
                 hint="move or cast the model before sharding it; for mixed precision use mp_policy",
             )
+
+
+def _except_on_host(
+    units: Iterable[Unit], fn: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`fn` for all but shards and gradients that are offloaded."""
+    on_host = [p for unit in units for b in unit.buckets if b.main_is_on_host for p in b.sharded_parameters]
+    held = {t.untyped_storage()._cdata for p in on_host for t in (p, p.grad) if t is not None}
+    return (lambda tensor: tensor if tensor.untyped_storage()._cdata in held else fn(tensor)) if held else fn
 
 
 def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedParameter]]:

@@ -14,6 +14,7 @@ from fullshard.api.accelerator import Accelerator
 from fullshard.api.collectives import broadcast_object
 from fullshard.api.plugin import say_once
 from fullshard.api.sharding import is_sharded
+from fullshard.checkpoint.tensors import device_of
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.torchacc import check_sizes
 from fullshard.core.errors import ConfigError
@@ -35,7 +36,7 @@ class AcceleratedModel:
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return next(self.parameters()).device  # type: ignore[attr-defined, no-any-return]
+        return device_of(self)  # type: ignore[arg-type]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients to a norm of at most `max_norm` over all ranks. Returns the norm before."""
