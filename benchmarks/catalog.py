@@ -53,6 +53,7 @@ class Shape:
 SHAPES = {
     "30m": Shape(hidden=384, layers=6, heads=6),  # 30.3 M parameters, two thirds of them in the embedding
     "124m": Shape(hidden=768, layers=12, heads=12),  # GPT-2 small
+    "350m": Shape(hidden=1024, layers=24, heads=16),  # GPT-2 medium
     "tiny": Shape(hidden=64, layers=2, heads=4, intermediate=128, key_value_heads=2),
     "1b": Shape(hidden=2048, layers=16, heads=32, intermediate=8192, key_value_heads=8),
     "3b": Shape(hidden=3072, layers=28, heads=24, intermediate=8192, key_value_heads=8),
@@ -86,12 +87,14 @@ _CPU_ROWS = [
     *(Row(model, dtype, n, 128) for model in ("30m", "124m") for dtype in ("fp32", "bf16") for n in (4, 1)),
     Row("124m", "fp32", 4, 512),
 ]
+# Not by default: they take minutes, and are there for their memory.
+_LARGE_ROWS = [Row("350m", "fp32", 1, 128)]
 # For accelerators, of which one takes a 3B model with AdamW in bf16.
 _GPU_ROWS = [
     *(Row("tiny", dtype, 2, 64) for dtype in ("bf16", "bf16only")),
     *(Row("1b", dtype, 4, 2048) for dtype in ("bf16", "bf16only")),
     Row("3b", "bf16only", 2, 2048),
 ]
-ROWS = {row.name: row for row in (*_CPU_ROWS, *_GPU_ROWS)}
+ROWS = {row.name: row for row in (*_CPU_ROWS, *_LARGE_ROWS, *_GPU_ROWS)}
 DEFAULT_ROWS = {"cpu": [row.name for row in _CPU_ROWS], "cuda": [row.name for row in _GPU_ROWS]}
 QUICK_ROWS = {"cpu": "30m-fp32-1x128", "cuda": "tiny-bf16-2x64"}

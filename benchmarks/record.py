@@ -39,6 +39,7 @@ class Job:
         lr: learning rate of AdamW.
         device: a device type from `benchmarks.catalog.BACKENDS`.
         compile: `torch.compile` on each transformer block.
+        watch_memory: sample the proportional size all the time, which makes steps slower.
     """
 
     row: Row
@@ -51,6 +52,7 @@ class Job:
     lr: float
     device: str
     compile: bool = False
+    watch_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Memory:
         shared_nbytes: shared memory resident at the end. Pages that several ranks map count in full on each of them.
         pss_nbytes: resident at the end with shared pages divided by the number of their users.
         device_peak_nbytes: peak of what torch allocated on the accelerator, set-up and steps; 0 without one.
+        setup_pss_peak_nbytes, steps_pss_peak_nbytes: the peaks with shared pages divided by the number of their users,
+            from many samples; 0 where they were not taken.
     """
 
     imports_nbytes: int
@@ -72,6 +76,8 @@ class Memory:
     shared_nbytes: int
     pss_nbytes: int
     device_peak_nbytes: int = 0
+    setup_pss_peak_nbytes: int = 0
+    steps_pss_peak_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Run:
         wall_seconds: from starting the processes to the end of the last one.
         other_cpu_seconds: CPU time the rest of the machine used meanwhile: if large, distrust the times.
         sent_nbytes: what each host put on its link to the others meanwhile; empty with one host.
+        planned_nbytes: of fullshard, the least that a rank of this row takes, as `fullshard plan` says; else 0.
     """
 
     job: Job
@@ -102,6 +109,7 @@ class Run:
     ranks: list[RankResult]
     error: str | None
     sent_nbytes: list[int] = field(default_factory=list)
+    planned_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import torch
 from pydantic import ValidationError
 from torch.distributed import TCPStore
 
-from benchmarks.catalog import BACKENDS, BARE, DEFAULT_ROWS, ENGINES, GPU_ENGINES, QUICK_ROWS, ROWS, Row
+from benchmarks.catalog import BACKENDS, BARE, DEFAULT_ROWS, ENGINES, GPU_ENGINES, QUICK_ROWS, ROWS, SHAPES, Row
 from benchmarks.record import (
     FORMAT,
     JOB,
@@ -41,6 +41,10 @@ from benchmarks.record import (
     save,
 )
 from benchmarks.table import render
+from fullshard.plan.evaluate import evaluate
+from fullshard.plan.families import from_config
+from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.job import Job as PlannedJob
 
 # How long the other ranks may take to end by themselves once one has failed; they usually wait for it in a collective.
 GRACE_SECONDS = 5.0
@@ -61,6 +65,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=_at_least_one, default=2, help="processes of the distributed engines")
     parser.add_argument("--device", default="cpu", choices=list(BACKENDS))
     parser.add_argument("--compile", action="store_true", help="torch.compile each transformer block")
+    parser.add_argument("--watch-memory", action="store_true",
+                        help="sample proportional memory too, which makes steps slower")  # fmt: skip
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which one run is an error")
@@ -109,6 +115,7 @@ def plan_jobs(options: argparse.Namespace) -> Iterator[tuple[int, Job]]:
                     lr=options.lr,
                     device=options.device,
                     compile=options.compile,
+                    watch_memory=options.watch_memory,
                 )
                 yield position, job
 
@@ -140,7 +147,20 @@ def run_job(job: Job, position: int, timeout: float, run_ranks: RunRanks | None 
         other_cpu_seconds=(_busy_cpu_seconds() - busy) - (_own_cpu_seconds() - own),
         ranks=ranks,
         error=error,
+        planned_nbytes=planned_nbytes(job) if job.watch_memory and job.engine == "fullshard" else 0,
     )
+
+
+def planned_nbytes(job: Job) -> int:
+    """The least that a rank takes, as the planner says: its own memory, and its part of what ranks share."""
+    shape, row = SHAPES[job.row.model], job.row
+    if shape.family != "GPT-2" or row.dtype == "bf16only":
+        return 0
+    sizes = {"n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.heads, "n_positions": 1024}
+    model, _ = from_config({"model_type": "gpt2", "vocab_size": 50257, **sizes}, where=job.row.name)
+    values = {"precision": row.dtype, "micro_batch": row.sequences, "seq_len": row.tokens, "optimizer": "adamw-fused"}
+    planned = PlannedJob.of({**values, "attention": "sdpa"})
+    return evaluate(model, planned, parse_cluster(f"{job.ranks}xCPU")).memory.peak_of_step
 
 
 def _run_ranks(job: Job, folder: Path, timeout: float) -> str | None:

@@ -23,6 +23,7 @@ MIB = 2**20
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-3, "bf16only": 5e-3}
 HEADINGS = ("engine", "step s (range)", "/ FSDP2", "peak MiB", "/ FSDP2", "last loss", "losses = FSDP2")
 SUMMARY_HEADINGS = ("row", "step s", "/ FSDP2", "peak MiB", "/ FSDP2", "losses = FSDP2", "repeats")
+MEMORY_HEADINGS = ("engine", "building", "training", "/ FSDP2", "PSS building", "PSS training", "/ FSDP2", "/ plan")
 OURS = "fullshard"
 NONE = "-"
 # Share of the machine's CPU time that others may use during an engine's runs before the table says so.
@@ -124,6 +125,13 @@ def _row_block(by_engine: Mapping[str, Sequence[Run]], num_cpus: int) -> str:
         "",
         *align([HEADINGS, *(_cells(engine, summaries, job.row.dtype) for engine in summaries)]),
     ]
+    if any(run.job.watch_memory for runs in by_engine.values() for run in runs):
+        lines += [
+            "Peak MiB above imports, of the largest rank; PSS: a page that ranks share counts in parts that make one.",
+            "",
+            *align([MEMORY_HEADINGS, *(_memory_cells(engine, by_engine) for engine in summaries)]),
+            "",
+        ]
     for engine, summary in summaries.items():
         if summary.error:
             lines += ["", f"{ENGINES[engine]}: {summary.error}"]
@@ -155,6 +163,34 @@ def _cells(engine: str, summaries: Mapping[str, Summary], dtype: str) -> tuple[s
         f"{summary.losses[-1]:.6f}",
         same,
     )
+
+
+def _memory_cells(engine: str, by_engine: Mapping[str, Sequence[Run]]) -> tuple[str, ...]:
+    """Peaks of resident memory, medians over the repeats; building and training together against FSDP2 and the plan."""
+    runs = {run.job.repeat: run for run in by_engine[engine] if run.error is None}
+    if not runs:
+        return (ENGINES[engine], "failed", *[NONE] * (len(MEMORY_HEADINGS) - 2))
+    theirs = {run.job.repeat: run for run in by_engine.get(REFERENCE, ()) if run.error is None}
+    cells = [ENGINES[engine]]
+    for building, training in (
+        ("setup_peak_nbytes", "steps_peak_nbytes"),
+        ("setup_pss_peak_nbytes", "steps_pss_peak_nbytes"),
+    ):
+        both = [_largest(runs, name) for name in (building, training)]
+        cells += [f"{statistics.median(peaks.values()) / MIB:.0f}" for peaks in both]
+        mine, reference = (
+            {repeat: max(_largest(of, name)[repeat] for name in (building, training)) for repeat in of}
+            for of in (runs, theirs)
+        )
+        cells.append(f"{paired_ratio(mine, reference):.2f}" if mine.keys() & reference.keys() else NONE)
+    planned = next(iter(runs.values())).planned_nbytes
+    cells.append(f"{statistics.median(mine.values()) / planned:.2f}" if planned else NONE)
+    return tuple(cells)
+
+
+def _largest(runs: Mapping[int, Run], name: str) -> dict[int, int]:
+    """Per repeat the largest of what the ranks measured."""
+    return {repeat: max(getattr(rank.memory, name) for rank in run.ranks) for repeat, run in runs.items()}
 
 
 def paired_ratio(mine: Mapping[int, float], reference: Mapping[int, float]) -> float:

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def measure(job: Job) -> RankResult:
     engine = _import_engine(job)
     gc.collect()
     imports_nbytes = _nbytes(_STATUS, "VmRSS")
+    watch = PssPeak() if job.watch_memory else None
     _reset_peak()
     rank = 0
     if job.device != "cpu":
@@ -39,6 +41,7 @@ def measure(job: Job) -> RankResult:
     batches = build_batches(job, rank)
     train_step = engine.build(build_model(job), job)
     setup_peak_nbytes = _nbytes(_STATUS, "VmHWM")
+    setup_pss_peak_nbytes = watch.take() if watch is not None else 0
     _reset_peak()
 
     warmup_seconds, warmup_losses = _run_steps(train_step, batches, range(job.warmup))
@@ -52,6 +55,8 @@ def measure(job: Job) -> RankResult:
         shared_nbytes=_nbytes(_STATUS, "RssShmem"),
         pss_nbytes=_nbytes(_SMAPS, "Pss"),
         device_peak_nbytes=torch.cuda.max_memory_allocated() if job.device == "cuda" else 0,
+        setup_pss_peak_nbytes=setup_pss_peak_nbytes,
+        steps_pss_peak_nbytes=watch.take() if watch is not None else 0,
     )
     if job.engine != BARE:
         dist.barrier()
@@ -59,6 +64,26 @@ def measure(job: Job) -> RankResult:
     return RankResult(
         warmup_seconds=warmup_seconds, step_seconds=step_seconds, losses=warmup_losses + losses, memory=memory
     )
+
+
+class PssPeak:
+    """Samples the proportional size of this process in a thread, because the kernel keeps no peak of it."""
+
+    SECONDS = 0.01
+
+    def __init__(self) -> None:
+        self._before = self._peak = _nbytes(_SMAPS, "Pss")
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        while True:
+            self._peak = max(self._peak, _nbytes(_SMAPS, "Pss"))
+            time.sleep(self.SECONDS)
+
+    def take(self) -> int:
+        """The peak since the last call over what was there at the beginning; it starts anew."""
+        peak, self._peak = self._peak, 0
+        return max(peak, _nbytes(_SMAPS, "Pss")) - self._before
 
 
 def _run_steps(train_step: TrainStep, batches: list[Tensor], steps: range) -> tuple[list[float], list[float]]:

@@ -135,6 +135,29 @@ def test_changes_to_unsharded_parameters_stay_on_their_rank() -> None:
     run_ranks(check_own_pages, 2)
 
 
+def check_unmapped() -> tuple[int, int]:
+    """Bytes of shared memory mapped besides this rank's main weights: while a bucket is whole, and freed."""
+    shared, _ = connected()
+    buffer = shared.full_buffer(2 * 5_000_000, torch.float32, CPU, holds_main=True)
+    assert buffer.main is not None
+    buffer.main.fill_(1.0)
+    before = shared_nbytes()
+    assert buffer.gather(buffer.main, tag=0).wait().sum() == 10_000_000
+    whole = shared_nbytes()
+    buffer.free()
+    return whole - before, shared_nbytes() - before
+
+
+def shared_nbytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    return int(line.split()[1]) * 1024
+
+
+def test_what_is_freed_is_not_resident() -> None:
+    for whole, freed in run_ranks(check_unmapped, 2):
+        assert whole > 39_000_000 and freed < 1_000_000
+
+
 def check_settled(holds_main: bool) -> float:
     """Rank 0 wants to change what rank 1 still reads."""
     shared, _ = connected()

@@ -40,6 +40,8 @@ _LETTERS = 2048
 """Gradients that may be under way; a rank waits for its peers before it posts more."""
 _MAX_BUFFERS = 2**16
 """Buckets of all models that ever use these collectives."""
+_HEAP_NBYTES = 2**25
+"""Longer tensors glibc maps anew each time, which costs more than it saves."""
 _BLOCK_NBYTES = 256 * 1024
 """Of a sum that is made in one go: short enough that it is still in the cache when it is divided."""
 
@@ -152,8 +154,9 @@ class Buffers:
 class MappedBuffer:
     """An unsharded bucket in memory that all ranks map. See `FullBuffer`.
 
-    `full` is a private mapping of it: of a page that this rank writes it gets a copy, which is thrown away when the
-    bucket is freed. So in-place changes to unsharded parameters stay this rank's own, as in any other memory.
+    `full` is a private mapping of it: of a page that this rank writes it gets a copy. Freeing throws those away, so
+    that in-place changes to unsharded parameters stay this rank's own, as in any other memory. It unmaps the other
+    pages too: they are there once for all ranks, but the kernel counts what is mapped as resident, on each rank.
     """
 
     is_zeroed = False
@@ -193,10 +196,9 @@ class MappedBuffer:
         return gathering
 
     def free(self) -> None:
-        """Drop this rank's own copies of pages, and say that it reads no more."""
+        """Drop this rank's view of the pages, and say that it reads no more."""
         if self._is_gathered:
-            if _has_own_pages(self.full):
-                self._buffers.own.madvise(mmap.MADV_DONTNEED, self._start, self.full.nbytes)
+            self._buffers.own.madvise(mmap.MADV_DONTNEED, self._start, self.full.nbytes)
             self._buffers.freed[self._buffers.peers.rank, self._number] = self._offers
 
     def offer(self, main: torch.Tensor | None, number: int) -> bool:
@@ -239,23 +241,6 @@ class _Gathering:
     def wait(self) -> torch.Tensor:
         """Wait for the peers' intervals."""
         return self.buffer.wait(self.number)
-
-
-def _has_own_pages(tensor: torch.Tensor) -> bool:
-    """Whether this process has written to the tensor, a private mapping of a file: such a page is no file's."""
-    first, last = tensor.data_ptr() // _PAGE_NBYTES, -(-(tensor.data_ptr() + tensor.nbytes) // _PAGE_NBYTES)
-    flags = np.empty(last - first, dtype=np.uint64)
-    try:
-        pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if os.preadv(pages, [flags.data], 8 * first) < flags.nbytes:
-                return True
-        finally:
-            os.close(pages)
-    except OSError:
-        return True  # dropping what is not there costs only time
-    is_there, is_file = flags >> np.uint64(62) != 0, flags >> np.uint64(61) & np.uint64(1) != 0
-    return bool((is_there & ~is_file).any())
 
 
 def _give_back(buffers: Buffers, number: int, start: int, nbytes: int, pid: int) -> None:
@@ -358,7 +343,9 @@ class Post:
             start = mailbox.letter(number)[1] + position * own.nbytes
             there = source != self._peers.rank
             terms.append(torch.frombuffer(memory, dtype=own.dtype, count=own.numel(), offset=start) if there else own)
-        return average(terms, self.arena.empty(own.numel(), own.dtype), divisor)
+        # Nobody else reads the sum. The allocator has room for it, which activations left; see `_HEAP_NBYTES`.
+        into = torch.empty_like(own) if own.nbytes < _HEAP_NBYTES else self.arena.empty(own.numel(), own.dtype)
+        return average(terms, into, divisor)
 
     def mark_read(self, number: int, *, patiently: bool = False) -> None:
         """Say that this rank has read the letter of that number, and wait until the others have."""

@@ -19,6 +19,7 @@ from fullshard.comm.base import Work
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
+from fullshard.engine.uses import add_rows
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
@@ -46,6 +47,7 @@ class Gradient:
         self._full: torch.Tensor | None = None
         self._pieces: tuple[torch.Tensor, ...] = ()
         self._filled: set[int] = set()
+        self._begun: set[int] = set()
         self._reducing: Work | None = None
         self._replicating: Work | None = None
         self._earlier: torch.Tensor | None = None
@@ -79,6 +81,32 @@ class Gradient:
         if grad is None:
             return
         parameter.grad = None
+        self._add(index, grad)
+        self.fired.add(index)
+
+    def takes_uses(self, index: int) -> bool:
+        """Whether the sum over a parameter's uses is the same, bit for bit, if they are collected one by one.
+
+        It is not where autograd's sum is rounded, or where a backward before, under `no_sync`, has left something.
+        """
+        is_rounded = self.bucket.compute_dtype != self.dtype
+        return not is_rounded and (index not in self._filled or index in self._begun)
+
+    def take(self, index: int, grad: torch.Tensor) -> bool:
+        """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
+        if not self.takes_uses(index):
+            return False
+        self._begun.add(index)
+        self._add(index, grad)
+        return True
+
+    def end_backward(self) -> None:
+        """Forget what appeared in it."""
+        self.fired.clear()
+        self._begun.clear()
+
+    def _add(self, index: int, grad: torch.Tensor) -> None:
+        parameter = self.bucket.slots[index].parameter
         if parameter.untyped_storage()._cdata != self.bucket.storage_id:
             raise LifecycleError(
                 f"rank {self.bucket.mesh.rank}, parameter {'='.join(self.bucket.sharded_parameters[index].names)}: "
@@ -86,17 +114,16 @@ class Gradient:
                 hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
             )
         grad = grad.detach()  # under create_graph it would bring its graph with it
-        if grad.is_sparse:
-            grad = grad.to_dense()
         if self._full is None:
             self._begin()
         piece = self._pieces[index]
-        if index in self._filled:
+        if grad.is_sparse:
+            add_rows(piece, grad, is_first=index not in self._filled)
+        elif index in self._filled:
             piece.add_(grad.reshape(-1))
         else:
             piece.copy_(grad.reshape(-1))
         self._filled.add(index)
-        self.fired.add(index)
         self.used.add(index)
 
     def _begin(self) -> torch.Tensor:
@@ -213,7 +240,7 @@ class Gradient:
                 work.wait()
         self._reducing = self._replicating = self._full = self._earlier = None
         self._pieces = ()
-        self._filled, self.fired, self.used = set(), set(), set()
+        self._filled, self._begun, self.fired, self.used = set(), set(), set(), set()
 
 
 class _Cut:

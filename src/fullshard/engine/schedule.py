@@ -233,7 +233,7 @@ class Schedule:
         for unit in self.units:
             for bucket in unit.buckets:
                 if bucket.gradient is not None:
-                    bucket.gradient.fired.clear()
+                    bucket.gradient.end_backward()
         self._in_backward = False
         self._participants.clear()
         self._last_called = None

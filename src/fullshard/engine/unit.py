@@ -30,6 +30,7 @@ from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
+from fullshard.engine.uses import watch_uses
 from fullshard.wrap.partition import Slot, UnitPlan
 from fullshard.wrap.quantized import is_exact
 
@@ -258,6 +259,7 @@ class Unit:
                 slot.parameter.requires_grad_(True)
                 slot.parameter.register_post_accumulate_grad_hook(_uncompiled(_gradient_hook(bucket, index)))
                 slot.parameter.requires_grad_(requires_grad)
+        watch_uses(bucket, _take_use, _uncompiled)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         in_backward = _in_backward()
@@ -445,6 +447,15 @@ def _gradient_hook(bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]
                 bucket.unit.gradient_appeared(bucket, index)
 
     return hook
+
+
+def _take_use(bucket: Bucket, index: int, gradient: torch.Tensor) -> bool:
+    """One use of a tied parameter has its gradient; others follow."""
+    with _located(bucket.unit, "gradient"):
+        bucket.unit.schedule.begin_backward(bucket.unit)
+        assert bucket.gradient is not None  # noqa: S101 -- only trainable buckets have the hook
+        return bucket.gradient.take(index, gradient)
+    return False
 
 
 class _OutputHook:

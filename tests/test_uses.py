@@ -1,0 +1,177 @@
+"""Gradients of tied weights and embeddings, taken use by use, against those that autograd adds up.
+
+pytest tests/test_uses.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.engine import MixedPrecisionPolicy, fully_shard, no_sync
+from fullshard.engine.uses import SWITCH
+from tests.distributed import run_ranks
+from tests.memory import PeakGrowth
+
+VOCABULARY, WIDTH = 50, 6
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, and one with a padding row that is nothing else."""
+
+    def __init__(self, vocabulary: int = VOCABULARY, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(16, width, padding_idx=0)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, *, with_embedding: bool = True, with_head: bool = True) -> torch.Tensor:
+        if not with_embedding:
+            return self.head(torch.ones(3, WIDTH))  # type: ignore[no-any-return]
+        places = torch.arange(tokens.shape[-1])
+        hidden: torch.Tensor = torch.tanh(self.embedding(tokens) + self.positions(places))
+        return self.head(hidden) if with_head else hidden
+
+
+Step = Callable[[Tied, torch.Tensor], None]
+
+
+def plain(model: Tied, tokens: torch.Tensor) -> None:
+    model(tokens).square().mean().backward()
+
+
+def without_head(model: Tied, tokens: torch.Tensor) -> None:
+    model(tokens, with_head=False).square().mean().backward()
+
+
+def without_embedding(model: Tied, tokens: torch.Tensor) -> None:
+    """Its first place is not used, so nothing but the end of backward tells that the gradient is there."""
+    model(tokens, with_embedding=False).square().mean().backward()
+
+
+def twice(model: Tied, tokens: torch.Tensor) -> None:
+    """Two forwards, then the backward of both."""
+    (model(tokens).square().mean() + model(tokens.flip(0)).square().mean()).backward()
+
+
+def micro_batches(model: Tied, tokens: torch.Tensor) -> None:
+    for part in tokens.split(2):
+        model(part).square().mean().backward()
+
+
+def unreduced(model: Tied, tokens: torch.Tensor) -> None:
+    """The second backward adds to what the first has left."""
+    with no_sync(model):
+        model(tokens[:2]).square().mean().backward()
+    model(tokens[2:]).square().mean().backward()
+
+
+def checkpointed(model: Tied, tokens: torch.Tensor) -> None:
+    inner = model.head.forward
+    setattr(model.head, "forward", lambda x: checkpoint(inner, x, use_reentrant=False))  # noqa: B010 -- mypy
+    model(tokens).square().mean().backward()
+
+
+def looked_at(model: Tied, tokens: torch.Tensor) -> None:
+    """A hook of the user's sees the whole sum."""
+    seen: list[torch.Tensor] = []
+    handles = []
+
+    def watch(module: nn.Module, _args: object) -> None:
+        assert isinstance(module, Tied)
+        handles.append(module.embedding.weight.register_hook(lambda gradient: seen.append(gradient.clone())))
+
+    model.register_forward_pre_hook(watch)
+    model(tokens).square().mean().backward()
+    assert len(seen) == 1 and not seen[0].is_sparse
+    assert int((seen[0].abs().sum(1) > 0).sum()) == VOCABULARY  # the head's part is in it
+
+
+def for_its_caller(model: Tied, tokens: torch.Tensor) -> None:
+    """`torch.autograd.grad` gives its caller the gradient; the backward after it is as ever."""
+    loss = model(tokens).square().mean()
+    weight = model.embedding.weight  # the sharded one at rest; the graph has the original
+    assert weight.grad is None
+    original = next(node for node in _leaves(loss.grad_fn) if node.shape == (VOCABULARY, WIDTH))
+    [gradient] = torch.autograd.grad(loss, [original], retain_graph=True)
+    assert gradient.shape == (VOCABULARY, WIDTH)
+    assert int((gradient.to_dense().abs().sum(1) > 0).sum()) == VOCABULARY
+    loss.backward()
+
+
+def _leaves(node: torch.autograd.graph.Node | None) -> list[torch.Tensor]:
+    if node is None:
+        return []
+    if hasattr(node, "variable"):
+        return [node.variable]
+    return [leaf for following, _ in node.next_functions for leaf in _leaves(following)]
+
+
+STEPS: list[Step] = [
+    plain, without_head, without_embedding, twice, micro_batches, unreduced, checkpointed, looked_at, for_its_caller,
+]  # fmt: skip
+
+
+def gradients(step: Step, switch: str, policy: MixedPrecisionPolicy | None = None) -> list[torch.Tensor | None]:
+    os.environ[SWITCH] = switch
+    torch.manual_seed(3)
+    model = Tied()
+    fully_shard(model, mp_policy=policy)
+    step(model, torch.tensor([[1, 2, 2, 49], [7, 1, 1, 1], [0, 48, 3, 3], [5, 6, 5, 6]]))
+    assert not model.embedding.sparse
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def check_bf16() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for mine, theirs in zip(gradients(plain, "uses", policy), gradients(plain, "whole", policy), strict=True):
+        assert mine is not None and theirs is not None and torch.equal(mine, theirs)
+
+
+def check() -> None:
+    for step in STEPS:
+        for mine, theirs in zip(gradients(step, "uses"), gradients(step, "whole"), strict=True):
+            assert (mine is None) == (theirs is None), step.__name__
+            if mine is None or theirs is None:
+                continue
+            if step is twice:  # another order of sums
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8, msg=step.__name__)
+            else:
+                assert torch.equal(mine, theirs), step.__name__
+
+
+def check_all() -> None:
+    check()
+    check_bf16()
+
+
+def test_gradients_are_those_of_autograds_sum() -> None:
+    run_ranks(check_all, 2)
+
+
+def peak(switch: str) -> int:
+    """Most that a second step takes over what is there before it, in weights of the model's size."""
+    os.environ[SWITCH] = switch
+    model = Tied(40_000, 256)
+    fully_shard(model)
+    weight = 40_000 * 256 * 4
+    tokens = torch.arange(4)[None]
+    for _ in range(2):
+        model.zero_grad()
+        with PeakGrowth() as growth:
+            model(tokens).square().mean().backward()
+    return growth.nbytes * 10 // weight
+
+
+@pytest.mark.full
+def test_peak_of_a_tied_weight() -> None:
+    """The weight is mapped, with the head's product beside it; the embedding's and their sum are what autograd adds."""
+    whole, uses = run_ranks(peak, 2, "whole")[0], run_ranks(peak, 2, "uses")[0]
+    print(f"tenths of the weight: {whole} with autograd's sum, {uses} use by use")
+    assert uses <= 22 and whole >= uses + 12
