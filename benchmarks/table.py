@@ -127,10 +127,10 @@ def _row_block(by_engine: Mapping[str, Sequence[Run]], num_cpus: int) -> str:
     ]
     if any(run.job.watch_memory for runs in by_engine.values() for run in runs):
         lines += [
+            "",
             "Peak MiB above imports, of the largest rank; PSS: a page that ranks share counts in parts that make one.",
             "",
             *align([MEMORY_HEADINGS, *(_memory_cells(engine, by_engine) for engine in summaries)]),
-            "",
         ]
     for engine, summary in summaries.items():
         if summary.error:
