@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from fullshard import accelerate
@@ -141,6 +142,52 @@ def test_gradients_are_clipped_before_the_step(launch: Launch, mode: str) -> Non
     assert change.norm().item() == pytest.approx(0.5, rel=1e-2)
     with pytest.raises(ConfigError, match="with a closure"):
         optimizer.step(lambda: 0.0)
+
+
+def test_optimizers_step_in_backward(launch: Launch) -> None:
+    """The weights are those of ordinary steps, in either order of preparing, and what cannot be is refused."""
+    trained = []
+    for wanted in (False, True):
+        for together in (True, False):
+            launch(training={"step_in_backward": wanted, "gradient_accumulation_steps": 2}, launch={"device": "cpu"})
+            accelerator = Accelerator()
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+            if together:
+                model, optimizer = accelerator.prepare(model, optimizer)
+            else:
+                optimizer = accelerator.prepare(optimizer)
+                model = accelerator.prepare(model)
+            for number in range(4):
+                before = model[1].bias.detach().clone()
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.full((1, 4), 1.0 + number)).square().sum())
+                    has_stepped = not torch.equal(before, model[1].bias)
+                    assert has_stepped == (wanted and number % 2 == 1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            trained.append(accelerator.get_state_dict(model))
+            if wanted:
+                with pytest.raises(ConfigError, match=r"training\.step_in_backward uses each of them up"):
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                with pytest.raises(ConfigError, match=r"training\.step_in_backward uses each of them up"):
+                    accelerator.clip_grad_value_(model.parameters(), 1.0)
+    for other in trained[1:]:
+        assert all(torch.equal(other[name], value) for name, value in trained[0].items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"training": {"step_in_backward": True, "gradient_clipping": 1.0}},
+        {"training": {"step_in_backward": True}, "precision": {"mode": "fp16"}},
+        {"training": {"step_in_backward": True}, "precision": {"param_dtype": "float16"}},
+    ],
+)
+def test_what_does_not_go_with_stepping_in_backward(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="step_in_backward uses each gradient up"):
+        RunConfig.model_validate(settings)
 
 
 def test_efficient_loading_is_what_transformers_reads(launch: Launch) -> None:

@@ -120,6 +120,7 @@ CONFIGS = groups(
         TrainingConfig,
         gradient_accumulation_steps=st.integers(1, 10**6),
         gradient_clipping=st.none() | st.floats(1e-3, 1e3),
+        step_in_backward=BOOL,
         check_plan=BOOL,
     ),
     checkpoint=groups(

@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fullshard.api.planning import model_shape
 from fullshard.comm.arena import Arena
 from fullshard.comm.shared_memory import MappedBuffer
-from fullshard.engine import MixedPrecisionPolicy, shard_model
+from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.memory import Memory, Setting, memory_of
@@ -80,11 +80,12 @@ class Case:
     forward_prefetch: bool = True
     reduce_dtype: str | None = None
     gloo: bool = False
+    step_in_backward: bool = False
 
     @property
     def job(self) -> Job:
         names = ("strategy", "shard_size", "precision", "optimizer", "accumulation", "reduce_dtype")
-        prefetch = ("backward_prefetch", "forward_prefetch")
+        prefetch = ("backward_prefetch", "forward_prefetch", "step_in_backward")
         return Job.of({name: getattr(self, name) for name in (*names, *prefetch)} | {"seq_len": 1})
 
 
@@ -107,6 +108,11 @@ CASES = {
     "frozen base": Case(frozen=True),
     "over gloo": Case(gloo=True),
     "over gloo, 4 ranks, bf16": Case(world_size=4, precision="bf16", gloo=True),
+    "step in backward": Case(step_in_backward=True),
+    "step in backward, one rank": Case(world_size=1, step_in_backward=True),
+    "step in backward, over gloo": Case(gloo=True, step_in_backward=True, optimizer="sgd-momentum"),
+    "step in backward, hybrid": Case("HYBRID_SHARD", 4, 2, step_in_backward=True),
+    "step in backward, accumulation, bf16": Case(accumulation=2, precision="bf16", step_in_backward=True),
     "frozen base, grad op": Case("SHARD_GRAD_OP", frozen=True, precision="bf16"),
 }
 QUICK = ("full shard", "grad op", "bf16", "accumulation", "frozen base", "one rank")
@@ -216,10 +222,13 @@ def _train(case: Case) -> Any:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     else:
         optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if case.optimizer == "sgd-momentum" else 0)
+    if case.step_in_backward:
+        step_in_backward(optimizer)
     tokens = torch.tensor([[1]])
 
     def step() -> None:
-        for _ in range(case.accumulation):
+        for number in range(case.accumulation):
+            cast(FSDPModule, model).set_is_last_backward(number == case.accumulation - 1)
             model(tokens).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from fullshard.api.planning import model_shape
 from fullshard.core.events import Event
 from fullshard.core.strategy import STRATEGIES
-from fullshard.engine import MixedPrecisionPolicy, no_sync, shard_model
+from fullshard.engine import FSDPModule, MixedPrecisionPolicy, no_sync, shard_model, step_in_backward
 from fullshard.plan.layout import Dtypes, ModelLayout, lay_out
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.traffic import all_reduce_nbytes, traffic_of
@@ -74,6 +74,7 @@ class Variant:
     frozen: str = "none"
     mixed: bool = False
     first_step: bool = False
+    in_backward: bool = False
 
 
 VARIANTS = {
@@ -97,6 +98,11 @@ VARIANTS = {
         frozen="lora", checkpointing="non-reentrant", forward_prefetch=False, backward_prefetch="BACKWARD_POST"
     ),
     "lora, accumulation": Variant(frozen="lora", accumulation=2),
+    "step in backward": Variant(in_backward=True),
+    "step in backward, accumulation": Variant(in_backward=True, accumulation=2, backward_prefetch="BACKWARD_POST"),
+    "step in backward, no sync": Variant(in_backward=True, accumulation=2, no_sync=True, mixed=True),
+    "step in backward, lora": Variant(in_backward=True, frozen="lora", checkpointing="non-reentrant"),
+    "step in backward, frozen block": Variant(in_backward=True, frozen="one block", first_step=True),
 }
 
 
@@ -136,6 +142,7 @@ def predicted(
         forward_prefetch=variant.forward_prefetch,
         backward_prefetch=variant.backward_prefetch,
         sync_each_micro_batch=not variant.no_sync,
+        step_in_backward=variant.in_backward,
         is_first_step=variant.first_step,
     )
     return predict_step(layout, options), layout
@@ -183,12 +190,15 @@ def record(variant: Variant, strategy: str, shard_size: int | None) -> tuple[lis
         event_sink=events.append,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if variant.in_backward:
+        step_in_backward(optimizer)
     steps = 1 if variant.first_step else 2
     totals: dict[str, int] = {}
     for step in range(steps):
         events.clear()
         with counted() as sent:
             for number in range(variant.accumulation):
+                cast(FSDPModule, model).set_is_last_backward(number == variant.accumulation - 1)
                 silent = variant.no_sync and number < variant.accumulation - 1
                 with no_sync(model) if silent else nullcontext():
                     model(batch(step, dist.get_rank()).float()).square().mean().backward()

@@ -160,8 +160,8 @@ def test_killed_rank_then_resume_equals_the_whole_run(whole: tuple[Path, str], i
     assert (tmp_path / "sample.txt").read_text() == (output / "sample.txt").read_text()
 
 
-def _trajectory(output: Path) -> list[tuple[int, float, float, float, int]]:
-    def numbers(record: StepMetrics) -> tuple[int, float, float, float, int]:
+def _trajectory(output: Path) -> list[tuple[int, float, float | None, float, int]]:
+    def numbers(record: StepMetrics) -> tuple[int, float, float | None, float, int]:
         return record.step, record.loss, record.grad_norm, record.learning_rate, record.tokens_seen
 
     return [numbers(record) for record in read_metrics(output / "metrics.jsonl")]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         no_sync,
         repoint,
         shard_model,
+        step_in_backward,
         unsharded,
     )
     from fullshard.wrap.chunked_loss import use_chunked_loss
@@ -52,6 +53,7 @@ __all__ = [
     "plan_model",
     "repoint",
     "shard_model",
+    "step_in_backward",
     "unsharded",
     "use_chunked_loss",
 ]

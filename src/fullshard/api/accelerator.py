@@ -50,7 +50,14 @@ from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.config.schema import ShardingConfig
 from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
-from fullshard.engine import clip_grad_norm_, clip_grad_value_, no_sync, repoint
+from fullshard.engine import (
+    ShardedParameter,
+    clip_grad_norm_,
+    clip_grad_value_,
+    no_sync,
+    repoint,
+    step_in_backward,
+)
 from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS, run_on_main
 
 if TYPE_CHECKING:
@@ -70,7 +77,7 @@ _ABSENT = {
     **dict.fromkeys(("init_trackers", "log", "get_tracker", "log_images"), _REFUSED["log_with"]),
     "join_uneven_inputs": "not needed: every rank has the same number of steps",
     "profile": "use torch.profiler",
-    "lomo_backward": "optimizers that step within backward are not supported",
+    "lomo_backward": "set training.step_in_backward in the launcher's configuration, for torch's own optimizers",
     "register_save_state_pre_hook": "use register_for_checkpointing",
     "register_load_state_pre_hook": "use register_for_checkpointing",
 }
@@ -279,6 +286,7 @@ class Accelerator(Gathering):
             model = shard(model, self.setup, self.process, self._say)
             for optimizer in self._optimizers:
                 repoint(optimizer.optimizer)
+                self._step_in_backward(optimizer.optimizer)
         if is_sharded(model) and not any(model is other for other in self._models):
             self._models.append(model)
         self._check_plans()
@@ -288,7 +296,8 @@ class Accelerator(Gathering):
         """Re-point an optimizer to the sharded parameters, and make it step at the end of an accumulation.
 
         Raises:
-            OptimizerError: it needs whole matrices, so it would be wrong on slices.
+            OptimizerError: it needs whole matrices, so it would be wrong on slices; or it is to step in backward and
+                cannot.
             ConfigError: a second optimizer in fp16.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
@@ -299,6 +308,7 @@ class Accelerator(Gathering):
                 hint="use bf16, which needs no loss scale",
             )
         repoint(optimizer)
+        self._step_in_backward(optimizer)
         prepared = AcceleratedOptimizer(
             optimizer,
             gradient_state=self.gradient_state,
@@ -383,6 +393,8 @@ class Accelerator(Gathering):
         """
         if self.sync_gradients:
             self._saver.check()
+        for model in self._models:
+            model.set_is_last_backward(self.sync_gradients)  # type: ignore[operator]
         loss = loss / self.gradient_accumulation_steps
         (loss if self.scaler is None else self.scaler.scale(loss)).backward(**options)
 
@@ -401,7 +413,11 @@ class Accelerator(Gathering):
 
         Returns:
             The norm before, the same on every rank.
+
+        Raises:
+            ConfigError: `training.step_in_backward` is set.
         """
+        self._check_clipping()
         if not self.sync_gradients:
             # Cutting a part of the sum would change the result, and in fp16 it is still scaled.
             return clip_grad_norm_(parameters, float("inf"), norm_type)
@@ -410,6 +426,7 @@ class Accelerator(Gathering):
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value], at the end of a step."""
+        self._check_clipping()
         if self.sync_gradients:
             self.unscale_gradients()
             clip_grad_value_(parameters, clip_value)
@@ -556,6 +573,19 @@ class Accelerator(Gathering):
             torch.distributed.destroy_process_group()
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have it step there if that is wanted and it holds something sharded by now."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if self._config.training.step_in_backward and any(isinstance(p, ShardedParameter) for p in parameters):
+            step_in_backward(optimizer)
+
+    def _check_clipping(self) -> None:
+        if self._config.training.step_in_backward:
+            raise ConfigError(
+                "gradients cannot be clipped: training.step_in_backward uses each of them up within backward",
+                hint="leave clipping out of the script, or step_in_backward out of the configuration",
+            )
 
     def _say(self, message: str) -> None:
         if self.is_main_process:

@@ -96,7 +96,7 @@ class PlanCheck:
         self._before = self._schedule.event_sink
         self.steps = 0
         self._events: list[Event] = []
-        self._most_gathered = 0
+        self._most_gathered = self._most_gradients = 0
         self._found: list[Difference] | None = None
         self._schedule.event_sink = self._receive
 
@@ -123,6 +123,7 @@ class PlanCheck:
         self._events.append(event)
         if self.steps == self._at_step - 1:
             self._most_gathered = max(self._most_gathered, _gathered_nbytes(self._units))
+            self._most_gradients = max(self._most_gradients, _main_gradients_nbytes(self._units))
         if event.kind is EventKind.OPTIMIZER_STEP:
             self.steps += 1
             if self.steps == self._at_step:
@@ -152,11 +153,7 @@ class PlanCheck:
                 sum(bucket.main.nbytes for bucket in buckets),
             ),
             Difference("unsharded at once", _most_gathered(predicted, layout), self._most_gathered),
-            Difference(
-                "gradients",
-                sum(b.layout.shard_numel for b in layout.buckets if b.trainable) * 4,
-                _storage_nbytes(p.grad for bucket in trained for p in bucket.sharded_parameters),
-            ),
+            self._compare_gradients(predicted, layout),
             Difference("optimizer state", state, state_nbytes),
         ]
 
@@ -166,6 +163,16 @@ class PlanCheck:
         events = predict_step(layout, options)
         end = 1 + next(i for i, event in enumerate(events) if event.kind is EventKind.OPTIMIZER_STEP)
         return events[end:] + events[:end]
+
+    def _compare_gradients(self, predicted: list[Event], layout: ModelLayout) -> Difference:
+        """What the optimizer finds, or the most at any moment if it steps in backward."""
+        planned = sum(b.layout.shard_numel for b in layout.buckets if b.trainable) * 4
+        if not self._job.step_in_backward:
+            parameters = [p for unit in self._units for bucket in unit.buckets for p in bucket.sharded_parameters]
+            return Difference("gradients", planned, _storage_nbytes(p.grad for p in parameters))
+        if self._job.accumulation == 1 or not self._job.sync_each_micro_batch:
+            planned = max(event.nbytes for event in predicted if event.kind is EventKind.BUCKET_STEP)
+        return Difference("gradients at once", planned, self._most_gradients)
 
     def _optimizer_state(self, trained: list[Bucket]) -> tuple[int | None, int]:
         """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
@@ -269,6 +276,12 @@ def _compare_events(planned: list[Event], found: list[Event]) -> Difference:
 def _gathered_nbytes(units: list[Unit]) -> int:
     """Bytes of unsharded parameters that exist right now."""
     return sum(bucket.buffer.nbytes for unit in units for bucket in unit.buckets)
+
+
+def _main_gradients_nbytes(units: list[Unit]) -> int:
+    """Bytes of main gradients that exist right now."""
+    gradients = [bucket.gradient for unit in units for bucket in unit.buckets]
+    return sum(gradient.held_nbytes for gradient in gradients if gradient is not None)
 
 
 def _most_gathered(events: list[Event], layout: ModelLayout) -> int:

@@ -117,7 +117,7 @@ def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
 
 
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
-    from fullshard.launch.bootstrap import CHECK_PLAN, TRAINER_HOOK
+    from fullshard.launch.bootstrap import CHECK_PLAN, STEP_IN_BACKWARD, TRAINER_HOOK
     from fullshard.launch.local import Hosts, Job, run_job
 
     gc.freeze()
@@ -136,6 +136,8 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
         variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
         if plan.resolved.config.training.check_plan:
             variables[CHECK_PLAN] = "1"
+        if plan.resolved.config.training.step_in_backward:
+            variables[STEP_IN_BACKWARD] = "1"
         job = Job(
             command=plan.command,
             nproc=plan.per_host,

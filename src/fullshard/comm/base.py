@@ -56,6 +56,10 @@ class FullBuffer(Protocol):
         """End it. What was changed in `full` is lost, unless `main` and `full` are one."""
         ...
 
+    def settle(self) -> None:
+        """Wait until no other rank reads what this rank has freed of it: its main weights may change after that."""
+        return
+
 
 class Collectives(Protocol):
     """Collectives over one group of ranks. `tag` identifies the caller's buffer, the same on every rank.
@@ -173,6 +177,9 @@ class ResizedBuffer:
     def free(self) -> None:
         """Resize to nothing."""
         self.full.untyped_storage().resize_(0)
+
+    def settle(self) -> None:
+        """Nothing: what the others read is a copy of the main weights, made when the gather was launched."""
 
 
 @dataclass(slots=True)

@@ -201,6 +201,11 @@ class MappedBuffer:
             self._buffers.own.madvise(mmap.MADV_DONTNEED, self._start, self.full.nbytes)
             self._buffers.freed[self._buffers.peers.rank, self._number] = self._offers
 
+    def settle(self) -> None:
+        """See `FullBuffer.settle`. Copies of main weights are not written before the next gather, which waits."""
+        if self.main is not None:
+            self._buffers.peers.wait_until(lambda: self._buffers.is_settled(self._number))
+
     def offer(self, main: torch.Tensor | None, number: int) -> bool:
         """Offer this rank's interval for the gather of that number, unless a peer may read what would be overwritten.
 

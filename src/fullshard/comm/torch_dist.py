@@ -103,6 +103,9 @@ class LastingBuffer:
     def free(self) -> None:
         """Nothing to do."""
 
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
 
 class Alone(Collectives):
     """A group of one rank: nothing to communicate."""

@@ -135,6 +135,7 @@ class LinkedBuffer(MappedBuffer):
     ) -> None:
         super().__init__(buffers, place, numel, dtype, holds_main=holds_main)
         self._streams, self._packing = streams, packing
+        self._bringing: Future[None] | None = None
         memory, nbytes = memoryview(buffers.shared), self._interval.nbytes
         self._starts = [self._start + streams.counterpart(host) * nbytes for host in streams.others]
         self._received = [
@@ -146,7 +147,7 @@ class LinkedBuffer(MappedBuffer):
         self._offers += 1
         own_main = None if self.main is not None else main
         packing = None if exactly else self._packing
-        self._streams.courier.submit(partial(self._bring, own_main, self._offers, tag, packing))
+        self._bringing = self._streams.courier.submit(partial(self._bring, own_main, self._offers, tag, packing))
         return _Arriving(self, self._offers)
 
     def free(self) -> None:
@@ -154,6 +155,13 @@ class LinkedBuffer(MappedBuffer):
         if self._is_gathered:
             super().free()
             self._streams.courier.submit(self._note_freed)
+
+    def settle(self) -> None:
+        """See `FullBuffer.settle`. Until the thread has done with the last gather, main weights are being sent."""
+        if self.main is not None and self._bringing is not None:
+            self._bringing.result()
+            self._bringing = None
+        super().settle()
 
     def wait(self, number: int) -> torch.Tensor:
         """Wait until all ranks of this host have what they bring to the gather of that number."""

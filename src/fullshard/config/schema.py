@@ -592,6 +592,10 @@ class TrainingConfig(_Settings):
     gradient_clipping: float | None = Field(default=None, gt=0)
     """Norm that the gradients of an optimizer are clipped to before its step. None: as the script does."""
 
+    step_in_backward: bool = False
+    """Whether the optimizer updates every bucket within backward, as soon as its gradient is final, and frees that: the
+    gradients of the whole model never exist at once. For torch's element-wise optimizers, without clipping or fp16."""
+
     check_plan: bool = False
     """Whether the third step is compared with what `fullshard plan` says: events, bytes sent and held, by category."""
 
@@ -631,6 +635,26 @@ class RunConfig(_Settings):
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """What is written."""
+
+    @model_validator(mode="after")
+    def _steps_in_backward(self) -> Self:
+        if not self.training.step_in_backward:
+            return self
+        if self.training.gradient_clipping is not None:
+            raise CombinationError(
+                "step_in_backward uses each gradient up before the norm of all of them is known",
+                "training.step_in_backward",
+                "training.gradient_clipping",
+                hint="leave one of them out",
+            )
+        if self.precision.compute_dtype == "float16":
+            raise CombinationError(
+                "step_in_backward uses each gradient up before it is known whether one overflows in float16",
+                "training.step_in_backward",
+                "precision.mode" if self.precision.mode == "fp16" else "precision.param_dtype",
+                hint="use bf16, or leave step_in_backward out",
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -71,6 +71,7 @@ _IN_THE_SCRIPT = {
     "sharding.offload_optimizer_state": "Accelerate has one switch for everything, fsdp_offload_params",
     "launch.rdzv_id": "Accelerate has no such setting",
     "checkpoint.async_save": "Accelerate has no such setting",
+    "training.step_in_backward": "Accelerate has no such setting",
     "training.check_plan": "Accelerate has no such setting",
     "checkpoint.format": "Accelerate writes torch's distributed format with SHARDED_STATE_DICT, and no other",
 }

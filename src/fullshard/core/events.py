@@ -28,6 +28,8 @@ class EventKind(StrEnum):
     """its gradient reduction was launched"""
     REDUCE_DONE = "reduce_done"
     """its sharded gradients are set"""
+    BUCKET_STEP = "bucket_step"
+    """the optimizer has updated one of its buckets within backward, and the gradient was freed"""
     OPTIMIZER_STEP = "optimizer_step"
     TO_DEVICE = "to_device"
     """something of one bucket is copied from the host"""

@@ -18,6 +18,7 @@ from fullshard.engine.parameter import ShardedParameter, gather_interval
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import BackwardPrefetch
 from fullshard.engine.sharding import Sharding
+from fullshard.engine.stepping import step_in_backward
 
 __all__ = [
     "BackwardPrefetch",
@@ -41,6 +42,7 @@ __all__ = [
     "no_sync",
     "repoint",
     "shard_model",
+    "step_in_backward",
     "units_of",
     "unsharded",
 ]

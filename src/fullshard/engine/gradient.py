@@ -35,6 +35,7 @@ class Gradient:
         used: the same since the last `finish`; more than `fired` after backwards under `no_sync`.
         divisor: what the sum over all ranks is divided by.
         requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
+        has_stepped: an optimizer has used it up within this backward (`engine.stepping`).
     """
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
@@ -44,6 +45,7 @@ class Gradient:
         self.used: set[int] = set()
         self.divisor = float(bucket.mesh.world_size)
         self.requires_all_reduce = True
+        self.has_stepped = False
         self._full: torch.Tensor | None = None
         self._pieces: tuple[torch.Tensor, ...] = ()
         self._filled: set[int] = set()
@@ -63,6 +65,11 @@ class Gradient:
     def nbytes(self) -> int:
         """Bytes of the unsharded gradient."""
         return self.bucket.layout.full_numel * self.dtype.itemsize
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the main gradient; 0 if there is none."""
+        return 0 if self._main is None else self._main.nbytes
 
     @property
     def is_collecting(self) -> bool:
@@ -107,6 +114,12 @@ class Gradient:
 
     def _add(self, index: int, grad: torch.Tensor) -> None:
         parameter = self.bucket.slots[index].parameter
+        if self.has_stepped:
+            raise LifecycleError(
+                f"rank {self.bucket.mesh.rank}, parameter {'='.join(self.bucket.sharded_parameters[index].names)}: "
+                "another part of its gradient appeared after the optimizer had stepped in backward",
+                hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
+            )
         if parameter.untyped_storage()._cdata != self.bucket.storage_id:
             raise LifecycleError(
                 f"rank {self.bucket.mesh.rank}, parameter {'='.join(self.bucket.sharded_parameters[index].names)}: "
@@ -170,7 +183,7 @@ class Gradient:
 
     @torch.no_grad()
     def finish(self, used: set[int]) -> bool:
-        """Wait for the reduction and publish it; False if there is none.
+        """Wait for the reduction and publish it; False if there is none. The caller clears the attribute `used` then.
 
         Args:
             used: indices of the parameters that got a gradient on any rank. The others keep `.grad` as it is.
@@ -183,7 +196,6 @@ class Gradient:
             shard.add_(self._earlier)
             self._earlier = None
         self._accumulate(shard.to(self.main_dtype), used)
-        self.used = set()
         return True
 
     def _accumulate(self, shard: torch.Tensor, used: set[int]) -> None:
@@ -229,7 +241,7 @@ class Gradient:
 
     def release_if_cleared(self) -> None:
         """Give the memory of the main gradient back once the user has set every `.grad` to None."""
-        if self._main is not None and all(p.grad is None for p in self.bucket.sharded_parameters):
+        if self._main is not None and all(p.has_stepped or p.grad is None for p in self.bucket.sharded_parameters):
             self._main = self._rounded = None
             self._published = []
 

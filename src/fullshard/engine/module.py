@@ -54,6 +54,13 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward ends an accumulation: in no other does an optimizer step (`step_in_backward`).
+
+        For the whole model. No effect without an optimizer that steps in backward.
+        """
+        _unit(self).schedule.is_last_backward = is_last_backward
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""
         for bucket in _unit(self).buckets:
@@ -151,10 +158,13 @@ def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
 def assemble(modules: list[nn.Module], mesh: Mesh) -> Schedule:
     """Give the units in and below `modules` one schedule and their names, `modules` being the outermost unit."""
     units = list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
-    for unit in units:
-        for handle in getattr(getattr(unit, "schedule", None), "part_handles", ()):
-            handle.remove()  # of a schedule whose outermost unit was not the outermost after all
+    earlier = {unit.schedule for unit in units if hasattr(unit, "schedule")}
+    for inner_schedule in earlier:
+        for handle in inner_schedule.part_handles:
+            handle.remove()  # its outermost unit was not the outermost after all
     schedule = Schedule(units, mesh)
+    for inner_schedule in earlier:
+        schedule.steppers |= inner_schedule.steppers
     paths: dict[int, list[str]] = {}
     for module in modules:
         for path, inner in module.named_modules(remove_duplicate=False):

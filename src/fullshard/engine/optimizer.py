@@ -67,6 +67,13 @@ def segment_states(optimizer: optim.Optimizer) -> Iterator[tuple[ShardedParamete
         yield from init_group.states()
 
 
+def dissolve_segments(optimizer: optim.Optimizer) -> None:
+    """Give every parameter a state of its own, because another optimizer may update it now."""
+    init_group = vars(optimizer).get("_init_group")
+    if isinstance(init_group, _InitGroup):
+        init_group.dissolve(optimizer.state)
+
+
 class _InitGroup:
     """Stands in for `Optimizer._init_group`, which lists a parameter group's tensors, gradients and state."""
 
@@ -102,6 +109,12 @@ class _InitGroup:
             for item in group.items:
                 if isinstance(item, _Segment):
                     yield from ((item.parameters[0], value) for value in item.values())
+
+    def dissolve(self, state: State) -> None:
+        """Forget all segments."""
+        for group in self._groups:
+            group.dissolve(state)
+        self._groups = []
 
     def take_states(self, state: State) -> None:
         """Move the state of segments out of the optimizer's, and publish views of it."""

@@ -34,7 +34,11 @@ class ShardedParameter(nn.Parameter):
         names: qualified names in the model, several if the parameter is tied.
         global_shape: shape of the whole parameter.
         interval: elements of the flattened parameter that this rank owns.
+        has_stepped: the optimizer has used up the gradient within backward (`engine.stepping`), and the script has not
+            come to `optimizer.step()` yet.
     """
+
+    has_stepped = False
 
     names: tuple[str, ...]
     global_shape: torch.Size
@@ -73,7 +77,17 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's slice of the gradient, averaged over all ranks; None before the first backward."""
+        """This rank's slice of the gradient, averaged over all ranks; None before the first backward.
+
+        Raises:
+            LifecycleError: the optimizer has stepped with it within backward. Whoever clips, unscales or logs gradients
+                then must learn that there are none.
+        """
+        if self.has_stepped:
+            raise LifecycleError(
+                f"sharded parameter {self.names}: the optimizer has stepped in backward and used its gradient up",
+                hint="leave step_in_backward out to clip, unscale or read gradients; call zero_grad() after step()",
+            )
         return _PLAIN_GRAD.__get__(self)  # type: ignore[no-any-return]
 
     @grad.setter

@@ -9,20 +9,25 @@ Ranks must communicate in the same order, whatever happens to be ready first on 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.mesh import Mesh
-from fullshard.core.errors import CommunicationError
+from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink
 from fullshard.engine.agree import check_agreement, describe_structure
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.unit import Call, Unit, UnitState
+
+if TYPE_CHECKING:
+    from fullshard.engine.stepping import Stepper
 
 REDUCTIONS_IN_FLIGHT = 1
 """Reductions that may be under way before the oldest is waited for; bounds the memory of unsharded gradients."""
@@ -49,6 +54,8 @@ class Schedule:
     Attributes:
         steps: optimizer steps so far.
         after_step: called with their number before the first forward after one.
+        steppers: step their optimizers in backward.
+        is_last_backward: whether the next backward ends an accumulation, so that they may.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
@@ -59,6 +66,8 @@ class Schedule:
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
         self.steps = 0
         self.after_step: Callable[[int], None] | None = None
+        self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
+        self.is_last_backward = True
         self._has_stepped = False
         self._depth = 0
         self._order: list[Unit] = []
@@ -72,6 +81,9 @@ class Schedule:
         self._queue: deque[tuple[Unit, Bucket]] = deque()
         self._ready: set[Bucket] = set()
         self._launched: list[tuple[Unit, Bucket]] = []
+        self._waiting: dict[Bucket, tuple[Unit, int]] = {}
+        self._finished: set[Bucket] = set()
+        self._stepping: list[Stepper] = []
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -159,6 +171,7 @@ class Schedule:
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
         if not self._in_backward:
+            self._stepping = self._steppers_at_work()
             self._in_backward = True
             # By an order all ranks were seen to share, not by what happened to run or to be alive on this one; without
             # one (a part of the model was called on its own) last forward first.
@@ -168,6 +181,16 @@ class Schedule:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         if unit not in self._queued:
             self._enqueue(unit)
+
+    def _steppers_at_work(self) -> list[Stepper]:
+        stepping = [stepper for stepper in self.steppers if stepper.begin(self, is_last=self.is_last_backward)]
+        pinned = next((unit for unit in self.units if unit.is_pinned), None)
+        if stepping and pinned is not None:
+            raise LifecycleError(
+                f"backward steps the optimizer while unit {pinned.name!r} is kept unsharded",
+                hint="train outside `with unsharded(model)`",
+            )
+        return stepping
 
     def _enqueue(self, unit: Unit) -> None:
         self._queued.add(unit)
@@ -205,8 +228,41 @@ class Schedule:
         unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
         gradient.launch()
         self._launched.append((unit, bucket))
+        self._waiting[bucket] = unit, len(self._launched)
         if len(self._launched) > REDUCTIONS_IN_FLIGHT:
             self._advance(*self._launched[-REDUCTIONS_IN_FLIGHT - 1])
+        self.step_when_final()
+
+    def step_when_final(self) -> None:
+        """Where optimizers step in backward: have them step the buckets whose gradients are final.
+
+        Those that backward has left for good, and of which this rank has used every parameter: what else the other
+        ranks have used is not known before the end.
+        """
+        if not self._stepping:
+            return
+        for bucket, (unit, number) in list(self._waiting.items()):
+            is_over = len(self._launched) - number >= _younger_reductions(unit.mesh)
+            if is_over and _gradient(bucket).is_complete and unit.is_left:
+                self._finish(unit, bucket, _gradient(bucket).used)
+
+    def _finish(self, unit: Unit, bucket: Bucket, used: set[int]) -> None:
+        """Publish a bucket's gradient, and step it if this is the time."""
+        del self._waiting[bucket]
+        if not _gradient(bucket).finish(used):
+            return
+        self._finished.add(bucket)
+        unit.emit(EventKind.REDUCE_DONE)
+        if not self._stepping:
+            return
+        try:
+            bucket.buffer.settle()
+        except RuntimeError as error:
+            raise unit.communication_error("step in backward", error) from error
+        nbytes = _gradient(bucket).held_nbytes
+        has_stepped = [stepper.step(bucket) for stepper in self._stepping]
+        if any(has_stepped):
+            unit.emit(EventKind.BUCKET_STEP, nbytes)
 
     def _advance(self, unit: Unit, bucket: Bucket) -> None:
         try:
@@ -216,14 +272,19 @@ class Schedule:
 
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
+        if self._stepping:  # others wait for it before they step, and then are here, too
+            for unit in self.units:
+                unit.finish_backward()
+                unit.reshard()
         while self._queue:
             self._launch(*self._queue.popleft())
         used = self._agree_on_used()
         for unit, bucket in self._launched:
             self._advance(unit, bucket)
-        for unit, bucket in self._launched:
-            if _gradient(bucket).finish(used[bucket]):
-                unit.emit(EventKind.REDUCE_DONE)
+        for bucket, (unit, _) in list(self._waiting.items()):
+            self._finish(unit, bucket, used[bucket])
+        for bucket in self._finished:
+            _gradient(bucket).used = set()
         for unit in self.units:
             unit.finish_backward()
         self._end_backward()
@@ -241,6 +302,9 @@ class Schedule:
         self._queue.clear()
         self._ready.clear()
         self._launched = []
+        self._waiting.clear()
+        self._finished.clear()
+        self._stepping = []
 
     def _agree_on_used(self) -> dict[Bucket, set[int]]:
         """Which parameters of the reduced buckets got a gradient on any rank.
@@ -319,6 +383,11 @@ class Schedule:
                 mesh.gather.settle()
             except RuntimeError as error:
                 raise self.units[-1].communication_error("after the last reshard", error) from error
+
+
+def _younger_reductions(mesh: Mesh) -> int:
+    """How many have been launched after one before it is waited for, along both axes."""
+    return 0 if mesh.world_size == 1 else REDUCTIONS_IN_FLIGHT + (mesh.replicate_size > 1)
 
 
 def _gradient(bucket: Bucket) -> Gradient:

@@ -227,6 +227,11 @@ class Unit:
         """Whether it has not yet come back to one of them."""
         return any(not call.is_done for call in self._calls)
 
+    @property
+    def is_left(self) -> bool:
+        """Whether backward has left it for good and nothing unsharded is there any more."""
+        return self.state is UnitState.SHARDED and not self.awaits_backward
+
     def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
         """Tell the sink, if there is one."""
         if self.schedule.event_sink is not None:
@@ -395,6 +400,7 @@ class Unit:
         if not pending:
             for bucket in self.buckets:
                 self.schedule.reduce_when_due(self, bucket)
+        self.schedule.step_when_final()
 
     def gradient_appeared(self, bucket: Bucket, index: int) -> None:
         """Autograd has accumulated the gradient of one parameter of `bucket`."""
@@ -405,6 +411,7 @@ class Unit:
         if gradient.is_complete:
             self.schedule.reduce_when_due(self, bucket)
             self._reshard_if_complete()
+            self.schedule.step_when_final()
 
     def _reshard_if_complete(self) -> None:
         """Reshard once all gradients are there, where nothing else tells that backward has left the unit.

@@ -28,6 +28,7 @@ TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 """Set by the command line: the module whose `install()` is called when a script imports Transformers."""
 
 CHECK_PLAN = "FULLSHARD_CHECK_PLAN"
+STEP_IN_BACKWARD = "FULLSHARD_STEP_IN_BACKWARD"
 """Set by the command line if a step is to be compared with its plan."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -197,6 +198,12 @@ def _say_if_nothing_was_sharded() -> None:
             sys.stderr.write(
                 "fullshard: check_plan had no effect: the script shards by itself, and its optimizer is not known\n"
                 "hint: use fullshard's Accelerator, accelerate() or PlanCheck in the script, or Transformers' Trainer\n"
+            )
+        stepping = sys.modules.get("fullshard.engine.stepping")
+        if STEP_IN_BACKWARD in os.environ and not (stepping and stepping.anything_steps_in_backward()):
+            sys.stderr.write(
+                "fullshard: step_in_backward had no effect: no optimizer was prepared for it\n"
+                "hint: call fullshard.step_in_backward(optimizer) in the script, or use fullshard's Accelerator\n"
             )
         return
     count = os.environ.get("WORLD_SIZE", "1")

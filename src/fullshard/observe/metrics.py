@@ -26,7 +26,8 @@ class StepMetrics:
         step: the optimizer step, counted from 1.
         loss: mean over all target tokens of the global batch, nats per token.
         learning_rate: what the step was made with.
-        grad_norm: global 2-norm of the gradient before clipping; not finite where the step was skipped.
+        grad_norm: global 2-norm of the gradient before clipping; not finite where the step was skipped; None
+            where the optimizer steps in backward, which never has all of it.
         tokens: target tokens of the global batch.
         tokens_seen: target tokens since the first step of the run, resumed parts included.
         step_seconds: wall time of the step on rank 0, the wait for data included.
@@ -38,7 +39,7 @@ class StepMetrics:
     step: int
     loss: float
     learning_rate: float
-    grad_norm: float
+    grad_norm: float | None
     tokens: int
     tokens_seen: int
     step_seconds: float
@@ -65,11 +66,11 @@ class StepMetrics:
 
     def line(self, total_steps: int) -> str:
         """The record as one line of text."""
+        norm = "" if self.grad_norm is None else f" | grad norm {self.grad_norm:.3f}"
         return (
             f"step {self.step:>{len(str(total_steps))}}/{total_steps}"
             f" | loss {self.loss:.4f}"
-            f" | lr {self.learning_rate:.2e}"
-            f" | grad norm {self.grad_norm:.3f}"
+            f" | lr {self.learning_rate:.2e}{norm}"
             f" | {self.tokens_per_second:,.0f} tokens/s"
             f" | memory {max(self.memory_nbytes) / GIB:.2f} GiB/rank"
             f" | data wait {self.data_wait_seconds * 1e3:.1f} ms"

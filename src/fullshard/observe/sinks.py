@@ -140,7 +140,8 @@ class TensorboardSink:
             ("tokens per second", metrics.tokens_per_second),
             ("memory (bytes per rank)", max(metrics.memory_nbytes)),
         ):
-            self._writer.add_scalar(name, value, metrics.step)
+            if value is not None:
+                self._writer.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
         """Flush the events."""

@@ -73,6 +73,7 @@ class Job(BaseModel):
     seq_len: int = Field(2048, ge=1, description="Tokens per sequence")
     accumulation: int = Field(1, ge=1, description="Micro-batches per optimizer step")
     sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch (else: no_sync)")
+    step_in_backward: bool = Field(False, description="Each bucket is stepped in backward, its gradient freed at once")
     attention: Attention = Field("flash", description="flash or sdpa, which keep no scores, or eager, which does")
     loss: Loss = Field("eager", description="eager keeps whole logits; fused computes the loss in chunks")
     forward_prefetch: bool = Field(True, description="Gather the next unit while one runs forward")
@@ -100,9 +101,20 @@ class Job(BaseModel):
             raise ConfigError(
                 f"{self.on_host} on the host: {self.strategy} shards nothing", hint="use FULL_SHARD or SHARD_GRAD_OP"
             )
+        self._check_step_in_backward()
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
         return self
+
+    def _check_step_in_backward(self) -> None:
+        if not self.step_in_backward:
+            return
+        if self.optimizer == "adamw-8bit":
+            raise ConfigError("step_in_backward is for torch's own optimizers, and adamw-8bit is none")
+        if self.precision == "fp16":
+            raise ConfigError("step_in_backward with fp16: all gradients together tell whether a step is left out")
+        if self.on_host.optimizer_state:
+            raise ConfigError("step_in_backward with main weights or optimizer state on the host is not supported")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -147,6 +159,7 @@ class Job(BaseModel):
             "reentrant": sharding.activation_checkpointing_reentrant,
             "compile": sharding.compile,
             "accumulation": config.training.gradient_accumulation_steps,
+            "step_in_backward": config.training.step_in_backward,
             "forward_prefetch": sharding.forward_prefetch,
             "backward_prefetch": sharding.backward_prefetch,
         }
@@ -183,6 +196,7 @@ class Job(BaseModel):
             self.forward_prefetch,
             self.backward_prefetch,
             self.sync_each_micro_batch,
+            self.step_in_backward,
             state_nbytes=STATE_NBYTES[self.optimizer],
         )
 

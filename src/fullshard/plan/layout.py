@@ -140,6 +140,11 @@ class BucketPlan:
         """The wider of the stored dtype and that of the sum: gradients are accumulated in it."""
         return max(self.dtype, self.reduce_dtype, key=itemsize)
 
+    @property
+    def main_gradient_nbytes(self) -> int:
+        """Bytes of the accumulated gradient."""
+        return self.layout.shard_numel * itemsize(self.main_gradient_dtype)
+
 
 def _message_nbytes(numel: int, dtype: str, sent_as: str | None) -> int:
     return numel * itemsize(dtype) if sent_as is None else packed_nbytes(numel, itemsize(sent_as))

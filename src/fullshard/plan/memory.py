@@ -9,6 +9,7 @@ What each event changes is what the engine does (`engine/bucket`, `engine/gradie
     reduce issued       under way; the one before it has shrunk to this rank's interval   + gradients, - reduce buffers
     reduce done         intervals are added to the main gradient                          gradients
     optimizer step      its temporaries                                                   + optimizer temporaries
+    bucket step         the same within backward, and the bucket's gradient is freed      - gradients
 """
 
 from __future__ import annotations
@@ -172,13 +173,15 @@ def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int)
     for event in events:
         if event.kind is EventKind.FORWARD_BEGIN and event.unit == setting.layout.root.name:
             phase = "forward"
+        elif event.kind is EventKind.OPTIMIZER_STEP:
+            phase = "optimizer"
         for nbytes in ledger.apply(event):
             if (total := sum(nbytes.values())) > fullest[phase]:
                 fullest[phase], phases[phase] = total, nbytes
             timeline.append(Moment(event, nbytes))
         if event.kind is EventKind.FORWARD_END and event.unit == setting.layout.root.name:
             phase = "backward"
-        elif event.kind is EventKind.REDUCE_DONE:
+        elif event.kind is EventKind.REDUCE_DONE and not setting.job.step_in_backward:
             phase = "optimizer"  # or the next micro-batch's forward
     phases["save"] = _save_peak(setting, ledger.rest)
     order = ("load", "forward", "backward", "optimizer", "save")
@@ -235,6 +238,7 @@ class _Ledger:
     leaving: int = 0
     has_main_gradient: bool = False
     micro_batch: int = 0
+    stepping: BucketPlan | None = None
 
     def __post_init__(self) -> None:
         persistent = persistent_of(self.setting)
@@ -280,8 +284,12 @@ class _Ledger:
                 self._leave_backward()
             case EventKind.REDUCE_ISSUED:
                 return self._launch(unit, event.nbytes)
+            case EventKind.REDUCE_DONE if self._steps_in_backward:
+                self._finish_one(unit)
             case EventKind.REDUCE_DONE:
                 self._finish()
+            case EventKind.BUCKET_STEP:
+                return self._bucket_step(event.nbytes)
             case EventKind.OPTIMIZER_STEP:
                 self._leave_backward()
                 return self._optimizer_step()
@@ -379,22 +387,17 @@ class _Ledger:
         gradient.is_shrunk = True
         return moments
 
+    @property
+    def _steps_in_backward(self) -> bool:
+        """Whether the backward under way steps the optimizer: the last of a step, if any."""
+        job = self.setting.job
+        return job.step_in_backward and (not job.sync_each_micro_batch or self.micro_batch == job.accumulation - 1)
+
     def _finish(self) -> None:
         """At the first of the reductions that are done everything is known to be."""
         self._leave_backward()
         for gradient in self.launched:
-            if not gradient.is_shrunk:
-                self._shrink(gradient)
-            bucket = gradient.bucket
-            if bucket.main_is_on_host:
-                continue
-            if self.has_main_gradient:
-                self.now["gradients"] -= bucket.reduced_nbytes
-            else:
-                width = itemsize(bucket.main_gradient_dtype)
-                self.now["gradients"] += bucket.layout.shard_numel * (width - itemsize(bucket.reduce_dtype))
-                if bucket.main_gradient_dtype != bucket.dtype:  # `.grad` is a copy in the stored dtype
-                    self.now["gradients"] += bucket.main_nbytes
+            self._accumulate(gradient)
         self.now["gradients"] -= self.leaving
         self.leaving = 0
         if self.launched:
@@ -403,25 +406,62 @@ class _Ledger:
             self.has_main_gradient = True
             self.micro_batch += 1
 
+    def _finish_one(self, unit: UnitLayout) -> None:
+        """The oldest reduction of the unit is done, and nothing is known of the others."""
+        gradient = next(g for g in self.launched if any(g.bucket is bucket for bucket in unit.trainable))
+        self.launched.remove(gradient)
+        self._accumulate(gradient)
+        self.stepping = gradient.bucket
+
+    def _accumulate(self, gradient: _Gradient) -> None:
+        """Add the reduced gradient to the main gradient, or make it that."""
+        if not gradient.is_shrunk:
+            self._shrink(gradient)
+        bucket = gradient.bucket
+        if bucket.main_is_on_host:
+            return
+        if self.has_main_gradient:
+            self.now["gradients"] -= bucket.reduced_nbytes
+            return
+        self.now["gradients"] += bucket.main_gradient_nbytes - bucket.reduced_nbytes
+        if bucket.main_gradient_dtype != bucket.dtype:  # `.grad` is a copy in the stored dtype
+            self.now["gradients"] += bucket.main_nbytes
+
     def _release_gradients(self) -> None:
         self.now["gradients"] = 0
         self.has_main_gradient = False
 
+    def _bucket_step(self, nbytes: int) -> list[dict[str, int]]:
+        """The bucket whose reduction was the last to be done is updated, and its gradient freed."""
+        bucket = self.stepping
+        assert bucket is not None  # noqa: S101 -- a reduction was done before
+        moments = self._for_a_moment({"optimizer temporaries": self._temporaries([bucket])})
+        self.now["gradients"] -= nbytes
+        if bucket.main_gradient_dtype != bucket.dtype:
+            self.now["gradients"] -= bucket.main_nbytes
+        return [*moments, self.nbytes]
+
     def _optimizer_step(self) -> list[dict[str, int]]:
         self.micro_batch = 0
-        optimizer = self.setting.job.optimizer
+        if self.setting.job.step_in_backward:
+            self.launched = []
+            self.collecting.clear()
+            return [self.nbytes]
         on_host = self.setting.on_host
-        if optimizer not in ("adamw", "sgd-momentum", "sgd") or on_host.main_weights:
-            temporaries = 0
-        elif not self.setting.on_cpu:
-            # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
-            temporaries = self.now["main weights"] if optimizer == "adamw" else 0
-        else:
-            # One parameter at a time: the square root of its second moment, and that with the step's scale.
-            slices = [_largest_slice(b) * itemsize(b.dtype) for b in self.setting.layout.buckets if b.trainable]
-            temporaries = 2 * max(slices, default=0) if optimizer == "adamw" else 0
+        trained = [bucket for bucket in self.setting.layout.buckets if bucket.trainable]
+        temporaries = 0 if on_host.main_weights else self._temporaries(trained)
         visiting = _state_nbytes(self.setting) if on_host.optimizer_state and not on_host.main_weights else 0
         return self._for_a_moment({"optimizer temporaries": temporaries, "optimizer state": visiting})
+
+    def _temporaries(self, buckets: Sequence[BucketPlan]) -> int:
+        """What updating these buckets, which are on the device, needs for a moment."""
+        if self.setting.job.optimizer != "adamw":
+            return 0
+        if not self.setting.on_cpu:
+            # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
+            return sum(bucket.main_nbytes for bucket in buckets)
+        # One parameter at a time: the square root of its second moment, and that with the step's scale.
+        return 2 * max((_largest_slice(bucket) * itemsize(bucket.dtype) for bucket in buckets), default=0)
 
     def _for_a_moment(self, extra: dict[str, int]) -> list[dict[str, int]]:
         self.now.update(extra)

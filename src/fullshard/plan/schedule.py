@@ -26,6 +26,7 @@ class ScheduleOptions:
         forward_prefetch: gather the next unit while one runs forward.
         backward_prefetch: `BACKWARD_PRE`, `BACKWARD_POST` or `NO_PREFETCH`.
         sync_each_micro_batch: reduce after every micro-batch; False is `no_sync` for all but the last.
+        step_in_backward: the optimizer steps each bucket in the last micro-batch's backward.
         is_first_step: the order of forwards has not been agreed on yet, so nothing is gathered ahead in the first one.
         state_nbytes: bytes of optimizer state per trained element, where that visits the device for each step.
         shard_rank: whose: the last ranks own padding instead of elements.
@@ -35,6 +36,7 @@ class ScheduleOptions:
     forward_prefetch: bool = True
     backward_prefetch: str = "BACKWARD_PRE"
     sync_each_micro_batch: bool = True
+    step_in_backward: bool = False
     is_first_step: bool = False
     state_nbytes: float = 0.0
     shard_rank: int = 0
@@ -45,8 +47,10 @@ def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
     run = _Run(model, options)
     for number in range(options.accumulation):
         ahead = options.forward_prefetch and not (options.is_first_step and number == 0)
+        is_last = number == options.accumulation - 1
         run.forward(ahead=ahead)
-        run.backward(reduces=options.sync_each_micro_batch or number == options.accumulation - 1)
+        run.steps = options.step_in_backward and is_last
+        run.backward(reduces=options.sync_each_micro_batch or is_last)
     run.move_state(EventKind.TO_DEVICE)
     run.emit(EventKind.OPTIMIZER_STEP, model.root)
     run.move_state(EventKind.TO_HOST)
@@ -66,7 +70,9 @@ class _Run:
     queue: deque[tuple[UnitLayout, BucketPlan]] = field(default_factory=deque)
     ready: set[str] = field(default_factory=set)
     launched: list[tuple[UnitLayout, BucketPlan]] = field(default_factory=list)
+    waiting: list[tuple[int, UnitLayout, BucketPlan]] = field(default_factory=list)
     updated: set[str] = field(default_factory=set)
+    steps: bool = False
 
     def emit(self, kind: EventKind, unit: UnitLayout, nbytes: int = 0) -> None:
         self.events.append(Event(kind, unit.name, nbytes))
@@ -135,7 +141,7 @@ class _Run:
         wants, gives = _gradient_flow(self.model)
         self.awaiting = {unit.name for unit in calls if gives[unit.name]}
         self.queue = deque((unit, bucket) for unit in reversed(calls) for bucket in unit.trainable)
-        self.ready, self.launched = set(), []
+        self.ready, self.launched, self.waiting = set(), [], []
         head = inner[-1] if inner and inner[-1].is_head and gives[inner[-1].name] else None
         has_begun = head is not None and self.model.returns_head
         if head is not None and has_begun:
@@ -157,6 +163,7 @@ class _Run:
                 self.reshard(unit)
                 if self.options.backward_prefetch == "BACKWARD_POST":
                     self.prefetch(previous)
+                self.step_when_final()
             if unit is head and root.name in self.awaiting and not root.feeds_units:
                 self.complete(root, reduces=reduces)  # its norm lies between the head and the last layer
         if root.name in self.awaiting and root.feeds_units:
@@ -183,6 +190,7 @@ class _Run:
             # Nothing else tells that backward has left the unit.
             self.awaiting.discard(unit.name)
             self.reshard(unit)
+        self.step_when_final()
 
     def launch(self, unit: UnitLayout, bucket: BucketPlan, *, reduces: bool) -> None:
         if reduces:
@@ -190,20 +198,45 @@ class _Run:
             if self.launched:
                 self.send_gradient(*self.launched[-1])
             self.launched.append((unit, bucket))
+            self.waiting.append((len(self.launched), unit, bucket))
+            self.step_when_final()
 
     def send_gradient(self, unit: UnitLayout, bucket: BucketPlan) -> None:
         """Its reduction is over."""
         if bucket.main_is_on_host:
             self.move(EventKind.TO_HOST, unit, bucket, bucket.reduced_nbytes, "gradient")
 
+    def step_when_final(self) -> None:
+        """The engine's rule of the same name."""
+        if not self.steps:
+            return
+        alone = self.model.shard_size * self.model.replicate_size == 1
+        younger = 0 if alone else 1 + (self.model.replicate_size > 1)
+        for entry in list(self.waiting):
+            number, unit, bucket = entry
+            is_left = unit.name not in self.gathering | self.unsharded | self.awaiting
+            if len(self.launched) - number >= younger and is_left and unit.name in self.ready:
+                self.waiting.remove(entry)
+                self.finish_reduction(unit, bucket)
+
+    def finish_reduction(self, unit: UnitLayout, bucket: BucketPlan) -> None:
+        self.emit(EventKind.REDUCE_DONE, unit)
+        if self.steps:
+            self.emit(EventKind.BUCKET_STEP, unit, bucket.main_gradient_nbytes)
+
     def finish(self, *, reduces: bool) -> None:
+        units = self.model.calls[::-1]  # inner units before those around them, as the engine keeps them
+        if self.steps:
+            self.awaiting.clear()
+            for unit in units:
+                self.reshard(unit)
         while self.queue:
             self.launch(*self.queue.popleft(), reduces=reduces)
         if self.launched:
             self.send_gradient(*self.launched[-1])
-        for unit, _ in self.launched:
-            self.emit(EventKind.REDUCE_DONE, unit)
-        for unit in reversed(self.model.calls):  # inner units before those around them, as the engine keeps them
+        for _, unit, bucket in self.waiting:
+            self.finish_reduction(unit, bucket)
+        for unit in units:
             self.reshard(unit)
 
 

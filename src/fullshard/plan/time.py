@@ -234,7 +234,7 @@ class _Clock:
     wires: dict[str, float] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
     gathered: dict[str, float] = field(default_factory=dict)
-    reduced: list[float] = field(default_factory=list)
+    reduced: list[tuple[str, float]] = field(default_factory=list)
     layouts: dict[str, UnitLayout] = field(init=False)
     shapes: dict[str, UnitShape] = field(init=False)
     forwards: dict[str, float] = field(init=False)
@@ -291,16 +291,17 @@ class _Clock:
                 )
             case EventKind.REDUCE_ISSUED:
                 if self.reduced:  # one reduction is under way at a time
-                    self._wait(self.reduced.pop())
+                    self._wait(self.reduced.pop()[1])
                 shard_size = self.setting.layout.shard_size
                 sent = reduce_message_nbytes(event, unit, shard_size) * shard_size
                 done = self._collective(self.setting.layout, event.nbytes if self.setting.shares_memory else sent)
-                self.reduced.append(max(done, self._all_reduce(self.setting.layout, event.nbytes)))
+                done = max(done, self._all_reduce(self.setting.layout, event.nbytes))
+                self.reduced.append((unit.name, done))
             case EventKind.TO_HOST if event.what == "gradient":
                 self._copy("to host", event.nbytes)
             case EventKind.REDUCE_DONE:
-                if self.reduced:
-                    self._wait(self.reduced.pop())
+                if self.reduced and self.reduced[0][0] == unit.name:  # else it was waited for before
+                    self._wait(self.reduced.pop()[1])
                 self._wait(self.copied.get("to host", 0.0))
 
     def _forward(self, name: str) -> float:

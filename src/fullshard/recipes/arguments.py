@@ -51,6 +51,11 @@ class TrainArguments(BaseModel):
     warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up. Default: a tenth of the steps")
     weight_decay: float = Field(0.1, ge=0, description="Decay of matrices; vectors are never decayed")
     max_grad_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0 does not clip")
+    step_in_backward: bool = Field(
+        False,
+        description="Update every bucket within backward, so that all gradients never exist at once; "
+        "goes with --max-grad-norm 0, and logs no gradient norm",
+    )
     held_out: float = Field(
         0.02, ge=0, lt=1, description="Part of the data, at its end, that is kept for the evaluation; 0 for none"
     )
@@ -176,6 +181,17 @@ class TrainArguments(BaseModel):
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
             raise ConfigError(
                 "--loss-chunk with --compile and --wrap none: the head would be within the compiled graph"
+            )
+        if self.step_in_backward and self.max_grad_norm:
+            raise ConfigError(
+                f"--step-in-backward uses gradients up before their norm is known, and --max-grad-norm "
+                f"{self.max_grad_norm:g} clips it",
+                hint="add --max-grad-norm 0",
+            )
+        if self.step_in_backward and self.precision == "fp16":
+            raise ConfigError(
+                "--step-in-backward uses gradients up before it is known whether one overflows in fp16",
+                hint="use --precision bf16",
             )
         if self.resume not in ("auto", "never") and self.overwrite:
             raise ConfigError("--overwrite removes the checkpoints that --resume wants to continue from")

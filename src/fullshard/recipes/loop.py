@@ -27,12 +27,12 @@ class StepResult:
 
     Attributes:
         loss_sum: sum over this rank's target tokens, nats.
-        grad_norm: global norm before clipping.
+        grad_norm: global norm before clipping; None where the optimizer steps in backward.
         data_wait_seconds: time this rank waited for its batch.
     """
 
     loss_sum: float
-    grad_norm: float
+    grad_norm: float | None
     data_wait_seconds: float
 
 
@@ -76,16 +76,19 @@ class Trainer:
         # The engine averages gradients over ranks; the mean wanted is over the tokens of all of them together.
         weight = self._environment.world_size / (arguments.batch_size * arguments.seq_len)
         loss_sum = 0.0
-        for micro_batch in batch:
+        for number, micro_batch in enumerate(batch, start=1):
             loss = self._loss_sum(micro_batch)
+            self.model.set_is_last_backward(number == len(batch))  # type: ignore[operator]
             self.scaler.scale(loss * weight).backward()
             loss_sum += float(loss.detach())
-        self.scaler.unscale_(self.optimizer)
-        grad_norm = clip_grad_norm_(self.model.parameters(), arguments.max_grad_norm or math.inf)
+        grad_norm = None
+        if not arguments.step_in_backward:
+            self.scaler.unscale_(self.optimizer)
+            grad_norm = float(clip_grad_norm_(self.model.parameters(), arguments.max_grad_norm or math.inf))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss_sum, float(grad_norm), waited)
+        return StepResult(loss_sum, grad_norm, waited)
 
     @torch.no_grad()
     def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:

@@ -23,7 +23,15 @@ from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.core.errors import FullshardError
 from fullshard.core.sizes import GIB
-from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, keep_unsharded, shard_model
+from fullshard.engine import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    describe,
+    keep_head,
+    keep_unsharded,
+    shard_model,
+    step_in_backward,
+)
 from fullshard.launch import (
     RankEnvironment,
     init_process_group_from_environment,
@@ -201,6 +209,8 @@ def _make_trainer(
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, arguments.weight_decay), lr=learning_rate(0, arguments), betas=_ADAM_BETAS
     )
+    if arguments.step_in_backward:
+        step_in_backward(optimizer)
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
@@ -236,6 +246,7 @@ def _checked_plan(
             "loss": "eager" if arguments.loss_chunk is None else "fused",
             "accumulation": math.ceil(rows / min(arguments.micro_batch_size or rows, rows)),
             "seq_len": arguments.seq_len,
+            "step_in_backward": arguments.step_in_backward,
         }
     )
     watch = PlanWatch(job, console.say)
@@ -318,7 +329,8 @@ def _save(
 
 def _check_finite(metrics: StepMetrics, arguments: TrainArguments) -> None:
     """Stop before a checkpoint holds what is no number. In fp16 the scaler passes over gradients that overflow."""
-    if math.isfinite(metrics.loss) and (math.isfinite(metrics.grad_norm) or arguments.precision == "fp16"):
+    norm = 0.0 if metrics.grad_norm is None else metrics.grad_norm
+    if math.isfinite(metrics.loss) and (math.isfinite(norm) or arguments.precision == "fp16"):
         return
     raise FullshardError(
         f"step {metrics.step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}; "

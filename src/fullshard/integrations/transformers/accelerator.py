@@ -51,6 +51,12 @@ class TrainerAccelerator(Accelerator):
         _refuse(args)
         plugin = FullyShardedDataParallelPlugin()
         plugin.fill(resolved.config)
+        if resolved.config.training.step_in_backward and args.max_grad_norm:
+            raise ConfigError(
+                f"TrainingArguments.max_grad_norm = {args.max_grad_norm} clips (1.0 is its default), and "
+                "training.step_in_backward uses each gradient up before the norm of all of them is known",
+                hint="set max_grad_norm=0, or leave step_in_backward out of the launcher's configuration",
+            )
         self._trainer_steps = args.gradient_accumulation_steps
         super().__init__(
             mixed_precision=args.mixed_precision if args.bf16 or args.fp16 else None,
@@ -90,6 +96,11 @@ class TrainerAccelerator(Accelerator):
         yield
 
     @property
+    def steps_in_backward(self) -> bool:
+        """Whether optimizers update buckets within backward, so that there is no gradient to look at after it."""
+        return self._config.training.step_in_backward
+
+    @property
     def state_dict_type(self) -> str:
         """What is saved as one part per rank (SHARDED_STATE_DICT) or whole; scripts set it on the plugin."""
         return self._state_dict_type()
@@ -107,6 +118,8 @@ class TrainerAccelerator(Accelerator):
         asked = [name for name in _DDP if getattr(args, name, None) is not None]
         if asked:
             self._say(f"{', '.join(asked)}: no effect, the model is sharded and not replicated by DDP")
+        if self.steps_in_backward:
+            self._say("training.step_in_backward: no gradient norm is logged, because there is none to be had")
         if self._config.checkpoint.async_save:
             self._say("checkpoint.async_save: no effect, Trainer waits for its checkpoints")
         steps = self._config.training.gradient_accumulation_steps

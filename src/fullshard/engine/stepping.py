@@ -1,0 +1,291 @@
+"""The optimizer's step within backward: a bucket is updated as soon as its gradient is final, and the gradient freed.
+
+So the gradients of the whole model never exist at once. It is asked for per optimizer, by `step_in_backward`:
+
+    backward              the schedule finishes one bucket's reduction after the other; `Stepper.step` updates those
+                          parameters of it that the optimizer holds, and frees their gradients
+    optimizer.step()      counts the step, and updates what is left (parameters that no unit owns)
+
+The optimizer's own code does the update: that of a *part*, an optimizer of the same class with the same state and
+hyper-parameters that holds the parameters of one bucket.
+
+Whoever wants all gradients at once cannot have this. Clipping and loss scaling read `.grad`, which is an error until
+`optimizer.step()`; a second backward before it is one, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import optim
+
+from fullshard.core.errors import LifecycleError, OptimizerError
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.interop import check_optimizer
+from fullshard.engine.optimizer import ELEMENT_WISE, dissolve_segments, finish_step, use_segments
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.schedule import Schedule
+
+STEPS_IN_PARTS = (*ELEMENT_WISE, optim.Adagrad, optim.ASGD, optim.Rprop)
+"""Optimizers that keep what a step changes per parameter, so that parts of them may step one after the other. Others
+may count steps per group or on themselves."""
+
+_made: list[str] = []
+"""The class of the first optimizer in this process that stepped in backward."""
+
+_HALF_DONE = (
+    "call optimizer.step() after each backward, and model.set_is_last_backward(False) before that of each micro-batch "
+    "but the last; after a backward that failed half-way, optimizer.step(), optimizer.zero_grad() and load a checkpoint"
+)
+
+
+def step_in_backward(optimizer: optim.Optimizer) -> None:
+    """From now on update every bucket within backward, as soon as its gradient is final, and free the gradient.
+
+    The numbers are those of `optimizer.step()`, bit for bit. The loop keeps its lines; `optimizer.step()` ends the step
+    and updates what backward has not. With several micro-batches per step say which backward is the last:
+    `model.set_is_last_backward(number == last)`. Learning rates are read when backward begins.
+
+    Args:
+        optimizer: one of torch's that treat elements alike, made from a model that is sharded. Called again for an
+            optimizer that steps in backward already, it takes in models that have been sharded since.
+
+    Raises:
+        OptimizerError: the optimizer cannot be stepped in parts, holds nothing sharded, shares a parameter with another
+            that steps in backward, is for fp16, whose gradients must be unscaled first, or its state is offloaded.
+    """
+    check_optimizer(optimizer)
+    name = type(optimizer).__name__
+    if type(optimizer) not in STEPS_IN_PARTS:
+        raise OptimizerError(
+            f"{type(optimizer).__module__}.{name} cannot step in backward: what it keeps besides the state of each "
+            "parameter is not known, so a part of it cannot step alone",
+            hint=f"use one of torch.optim's: {', '.join(cls.__name__ for cls in STEPS_IN_PARTS)}",
+        )
+    sharded = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    if not sharded:
+        raise OptimizerError(
+            f"{name} holds no sharded parameter to step in backward", hint="shard the model before, or use repoint()"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerError(f"{name} with differentiable=True cannot step in backward, which differentiates nothing")
+    half = next((p for p in sharded if p._bucket.compute_dtype is torch.float16 and p.requires_grad), None)
+    if half is not None:
+        raise OptimizerError(
+            f"{name} cannot step in backward: {half.name} computes in float16, whose gradients are scaled, and only "
+            "all of them together tell whether the step is to be left out",
+            hint="use bf16, which needs no loss scale",
+        )
+    moved = next((p for p in sharded if p._bucket.main_is_on_host or p._bucket.state_visits_device), None)
+    if moved is not None:
+        raise OptimizerError(
+            f"{name} cannot step in backward: the main weights or the optimizer state of {moved.name} are on the host",
+            hint="offload compute shards alone, or leave step_in_backward out",
+        )
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    stepper = next((hook for hook in hooks if isinstance(hook, Stepper)), None)
+    schedules = dict.fromkeys(p._bucket.unit.schedule for p in sharded)
+    held = {id(p) for p in sharded}
+    for other in (other for schedule in schedules for other in schedule.steppers if other is not stepper):
+        if (shared := other.first_among(held)) is not None:
+            raise OptimizerError(
+                f"{name} shares parameter {shared} with another optimizer that steps in backward",
+                hint="give each parameter to one optimizer",
+            )
+    stepper = stepper or Stepper(optimizer)
+    for schedule in schedules:
+        schedule.steppers.add(stepper)
+
+
+def anything_steps_in_backward() -> bool:
+    """Whether any optimizer ever did in this process; the launcher warns at the end if it was asked to and none did."""
+    return bool(_made)
+
+
+@dataclass(slots=True)
+class _Part:
+    """The optimizer of one bucket's parameters.
+
+    Attributes:
+        optimizer: of the same class, with the same state.
+        numbers: the group of the whole optimizer that each of its groups is a part of.
+        parameters: of all its groups.
+    """
+
+    optimizer: optim.Optimizer
+    numbers: list[int] = field(default_factory=list)
+    parameters: list[ShardedParameter] = field(default_factory=list)
+
+
+class Stepper:
+    """Steps one optimizer bucket by bucket. It is a hook of the optimizer's, which owns it, and ends with it."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._held: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+        self._parts: dict[Bucket, _Part] = {}
+        self._options: list[dict[str, Any]] = []
+        self._versions: list[dict[str, int]] = []
+        self._stepped: dict[Schedule, None] = {}
+        self._may_have_segments = True
+        optimizer.register_step_pre_hook(self)
+        _made[:] = _made or [type(optimizer).__name__]
+
+    def first_among(self, parameters: set[int]) -> str | None:
+        """The name of the first sharded parameter it holds that is among those with these ids."""
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        held = (p for group in groups for p in group["params"] if isinstance(p, ShardedParameter))
+        return next((p.name for p in held if id(p) in parameters), None)
+
+    # -- in backward --------------------------------------------------------------------------------------------
+
+    def begin(self, schedule: Schedule, *, is_last: bool) -> bool:
+        """A backward begins; whether to step in it.
+
+        Raises:
+            LifecycleError: the last step has not been ended, or something would be left out without a word.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return False
+        name = type(optimizer).__name__
+        if schedule in self._stepped:
+            raise LifecycleError(
+                f"a second backward before optimizer.step(): {name} has stepped in the first already", hint=_HALF_DONE
+            )
+        if not is_last:
+            return False
+        if torch.is_grad_enabled():
+            raise LifecycleError(f"backward with create_graph=True, and {name} would step in it")
+        if any(hook is not self for hook in optimizer._optimizer_step_pre_hooks.values()):
+            raise LifecycleError(
+                f"{name} steps in backward and has a step pre-hook, which would come too late",
+                hint="remove the hook, or leave step_in_backward out",
+            )
+        self._prepare(optimizer)
+        return True
+
+    def _prepare(self, optimizer: optim.Optimizer) -> None:
+        """Note hyper-parameters, and make the parts again if the optimizer holds other parameters now."""
+        if not self._stepped:
+            self._options = [_options(group) for group in optimizer.param_groups]
+            self._versions = [_versions(options) for options in self._options]
+        groups = [group["params"] for group in optimizer.param_groups]
+        held, sizes = list(itertools.chain.from_iterable(groups)), [len(group) for group in groups]
+        if self._may_have_segments:
+            dissolve_segments(optimizer)
+            self._may_have_segments = False
+        if sizes == self._sizes and all(map(operator.is_, held, self._held)):
+            return
+        self._dissolve()
+        self._held, self._sizes = held, sizes
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if isinstance(parameter, ShardedParameter):
+                    self._add(optimizer, number, parameter)
+
+    def _add(self, optimizer: optim.Optimizer, number: int, parameter: ShardedParameter) -> None:
+        part = self._parts.get(parameter._bucket)
+        if part is None:
+            part = self._parts[parameter._bucket] = _Part(_part_of(optimizer))
+        if number not in part.numbers:
+            part.numbers.append(number)
+            part.optimizer.param_groups.append({"params": []})
+        part.optimizer.param_groups[-1]["params"].append(parameter)
+        part.parameters.append(parameter)
+
+    def step(self, bucket: Bucket) -> bool:
+        """Update what the optimizer holds of a bucket whose gradients are published, and free those; False if nothing.
+
+        No rank may be reading the main weights any more.
+        """
+        part, optimizer = self._parts.get(bucket), self._optimizer()
+        if part is None or optimizer is None:
+            return False
+        parameters = [parameter for parameter in part.parameters if parameter.grad is not None]
+        if not parameters:
+            return False
+        part.optimizer.state = optimizer.state  # another one after load_state_dict
+        for number, group in zip(part.numbers, part.optimizer.param_groups, strict=True):
+            group.update(self._options[number])
+        step: Any = type(optimizer).step
+        step.__wrapped__(part.optimizer)  # without the hooks, which are for `optimizer.step()`
+        finish_step(part.optimizer)
+        self._stepped[bucket.unit.schedule] = None
+        for parameter in parameters:
+            parameter.grad, parameter.has_stepped = None, True
+        gradient = bucket.gradient
+        assert gradient is not None  # noqa: S101 -- its parameters have gradients
+        gradient.has_stepped = True
+        gradient.release_if_cleared()
+        return True
+
+    # -- after it -----------------------------------------------------------------------------------------------
+
+    def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The script has come to `optimizer.step()`: allow to read gradients again.
+
+        Raises:
+            LifecycleError: with a closure, or after a hyper-parameter was changed that backward has used already.
+        """
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+            raise LifecycleError(
+                f"{type(optimizer).__name__}.step(closure) would come to a backward that steps, within the step",
+                hint="call backward before step(), or leave step_in_backward out",
+            )
+        for part in self._parts.values():
+            for parameter in part.parameters:
+                parameter.has_stepped = False
+        for bucket in self._parts:
+            if bucket.gradient is not None:
+                bucket.gradient.has_stepped = False
+        has_stepped = bool(self._stepped)
+        self._stepped.clear()
+        if any(parameter.grad is not None for part in self._parts.values() for parameter in part.parameters):
+            # The optimizer itself is about to update what parts may have in their segments.
+            self._dissolve()
+            self._may_have_segments = True
+        if has_stepped:
+            self._check_unchanged(optimizer)
+
+    def _check_unchanged(self, optimizer: optim.Optimizer) -> None:
+        for number, (before, versions) in enumerate(zip(self._options, self._versions, strict=True)):
+            now = _options(optimizer.param_groups[number])
+            for key, value in before.items():
+                is_same = now[key] is value if key in versions else now[key] == value
+                if not is_same or _versions(now) != versions:
+                    raise LifecycleError(
+                        f"{key} of parameter group {number} was changed (from {value} to {now[key]}) after backward, "
+                        "in which the optimizer has stepped already",
+                        hint=f"set {key} before backward, or after optimizer.step()",
+                    )
+
+    def _dissolve(self) -> None:
+        for part in self._parts.values():
+            dissolve_segments(part.optimizer)
+        self._parts, self._held, self._sizes = {}, [], []
+
+
+def _part_of(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """An optimizer like this one that holds nothing."""
+    part = object.__new__(type(optimizer))
+    part.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("_init_group", "step")})
+    part.param_groups = []
+    use_segments(part)
+    return part
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _versions(options: dict[str, Any]) -> dict[str, int]:
+    """How often each option that is a tensor has been changed in place."""
+    return {key: value._version for key, value in options.items() if isinstance(value, torch.Tensor)}

@@ -1,0 +1,590 @@
+"""Optimizers that step in backward: the numbers of `optimizer.step()`, bit for bit, and an error for what cannot be.
+
+pytest tests/test_step_in_backward.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from fullshard.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.comm.host_memory import SWITCH
+from fullshard.config.handover import hand_over
+from fullshard.config.schema import RunConfig
+from fullshard.core.errors import CommunicationError, ConfigError, LifecycleError, OptimizerError
+from fullshard.core.events import Event, EventKind
+from fullshard.engine import FSDPModule, MixedPrecisionPolicy, no_sync, shard_model, step_in_backward, unsharded
+from fullshard.engine.stepping import STEPS_IN_PARTS
+from fullshard.observe.sinks import read_metrics
+from fullshard.wrap.policies import checkpoint_modules
+from tests.distributed import run_ranks
+from tests.hosts import are_possible, run_hosts
+from tests.trainers import run as run_trainer
+from tests.traps import BLOCKS, WIDTH, Block, Stack, batch, rank_and_size
+
+STEPS = 4
+Make = Callable[[Iterator[nn.Parameter]], optim.Optimizer]
+
+
+def in_groups(parameters: Iterator[nn.Parameter]) -> optim.Optimizer:
+    """Neighbours in a bucket belong to different groups."""
+    known = list(parameters)
+    groups = [
+        {"params": [p for p in known if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in known if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    return optim.AdamW(groups, lr=1e-2, amsgrad=True)
+
+
+MAKE: dict[str, Make] = {
+    **{cls.__name__: lambda parameters, cls=cls: cls(parameters, lr=1e-2) for cls in STEPS_IN_PARTS},  # type: ignore[misc]
+    "AdamW fused": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True),
+    "AdamW foreach": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=True),
+    "AdamW in groups": in_groups,
+    "SGD momentum": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+
+
+class Tied(nn.Module):
+    """Input layer and head share a weight; a block runs twice; a part is used on odd ranks only, another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.sometimes, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in (*self.blocks, self.blocks[1]):
+            x = block(x)
+        if rank_and_size()[0] % 2:
+            x = x + self.sometimes(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def make_model(kind: str, events: list[Event] | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A sharded model of one of several kinds."""
+    torch.manual_seed(0)
+    model: nn.Module = (Tied() if kind == "tied" else Stack()).to(dtype)
+    units = [model.get_submodule(name) for name in BLOCKS]
+    options: dict[str, Any] = {"event_sink": None if events is None else events.append}
+    if kind == "frozen":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("down" in name or "head" in name)
+    if kind == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if kind == "bf16 stored":
+        model = model.bfloat16()
+    if kind == "ignored":
+        options["ignored_params"] = [model.get_parameter("head.weight")]
+    if kind.startswith("checkpointed"):
+        checkpoint_modules(model, units, reentrant=kind.endswith("reentrant"))
+    if kind == "hybrid":
+        options |= {"strategy": "HYBRID_SHARD", "shard_size": 2}
+    if kind in ("NO_SHARD", "SHARD_GRAD_OP"):
+        options["strategy"] = kind
+    return shard_model(model, unit_modules=units, **options)
+
+
+def run_backward(model: nn.Module, seed: int) -> torch.Tensor:
+    """Forward and backward of one micro-batch of this rank."""
+    dtype = next(model.parameters()).dtype
+    loss: torch.Tensor = model(batch(seed, rank_and_size()[0]).to(dtype)).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def snapshot(model: nn.Module, optimizer: optim.Optimizer) -> list[Any]:
+    """Weights, gradients as `zero_grad` leaves them, and state."""
+    found: list[Any] = []
+    for parameter in model.parameters():
+        found += [parameter.detach().clone(), parameter.grad is None]
+        found += [(key, torch.as_tensor(value).clone()) for key, value in optimizer.state.get(parameter, {}).items()]
+    return found
+
+
+def train(kind: str, make: str, how: str, *, in_backward: bool) -> list[Any]:
+    """Losses, and weights and state after every step.
+
+    Args:
+        kind: of the model.
+        make: the optimizer.
+        how: `plain`, `accumulate`, `no_sync` (accumulate without sync), `scheduler`, `reload`, `regroup`, `on and off`
+            (every second step is an ordinary one).
+        in_backward: whether it steps there.
+    """
+    model = make_model(kind)
+    optimizer = MAKE[make](p for p in model.parameters() if p.requires_grad)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if how == "scheduler" else None
+    if in_backward:
+        step_in_backward(optimizer)
+    history: list[Any] = []
+    for step in range(STEPS):
+        if how == "regroup" and step == 2:
+            moved = optimizer.param_groups[0]["params"].pop()
+            optimizer.add_param_group({"params": [moved], "lr": 1e-4})
+        for micro_batch in range(1 if how not in ("accumulate", "no_sync") else 3):
+            is_last = how not in ("accumulate", "no_sync") or micro_batch == 2
+            cast(FSDPModule, model).set_is_last_backward(is_last and not (how == "on and off" and step % 2))
+            with no_sync(model) if how == "no_sync" and not is_last else contextlib.nullcontext():
+                history.append(run_backward(model, 10 * step + micro_batch))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        if how == "reload" and step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        history += snapshot(model, optimizer)
+    with unsharded(model):
+        return history + [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def check_alike(cases: list[tuple[str, str, str]]) -> None:
+    """Train with `step_in_backward` and without: the same bits."""
+    for case in cases:
+        ordinary, early = (train(*case, in_backward=in_backward) for in_backward in (False, True))
+        assert len(ordinary) == len(early), case
+        for position, (a, b) in enumerate(zip(ordinary, early, strict=True)):
+            if isinstance(a, tuple):
+                assert a[0] == b[0], (case, position)
+                a, b = a[1], b[1]
+            same = torch.equal(a, b) if isinstance(a, torch.Tensor) else True  # of `.grad` below
+            assert same, (case, position)
+
+
+HOW = ("accumulate", "no_sync", "scheduler", "reload", "regroup", "on and off")
+KINDS = ("tied", "frozen", "bf16", "bf16 stored", "ignored", "checkpointed", "checkpointed reentrant", "SHARD_GRAD_OP")
+OPTIMIZERS = [("plain", make, "plain") for make in MAKE]
+LOOPS = [("plain", "AdamW", how) for how in HOW]
+MODELS = [(kind, "AdamW fused", "plain") for kind in (*KINDS, "NO_SHARD")]
+MORE = [(kind, make, how) for kind in (*KINDS, "NO_SHARD") for make in ("AdamW", "AdamW in groups") for how in HOW]
+
+
+def test_one_rank() -> None:
+    run_ranks(check_alike, 1, LOOPS[::2] + MODELS)
+
+
+def test_two_ranks() -> None:
+    run_ranks(check_alike, 2, OPTIMIZERS + LOOPS + MODELS)
+
+
+def check_alike_over_gloo(cases: list[tuple[str, str, str]]) -> None:
+    os.environ[SWITCH] = "gloo"
+    check_alike(cases)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", [check_alike, check_alike_over_gloo])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_combination(check: Callable[..., None], world_size: int) -> None:
+    run_ranks(check, world_size, OPTIMIZERS + LOOPS + MORE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", [check_alike, check_alike_over_gloo])
+def test_hybrid(check: Callable[..., None]) -> None:
+    run_ranks(check, 4, [("hybrid", make, how) for make in ("AdamW", "SGD momentum") for how in ("plain", *HOW)])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not are_possible(), reason="this machine makes no namespaces")
+def test_two_hosts() -> None:
+    run_hosts(check_alike, (2, 2), [*LOOPS, *MODELS, ("hybrid", "AdamW", "accumulate")])
+
+
+# -- what happens when ------------------------------------------------------------------------------------------------
+
+
+def check_moments() -> list[tuple[str, str]]:
+    events: list[Event] = []
+    model = make_model("plain", events)
+    optimizer = MAKE["AdamW"](model.parameters())
+    step_in_backward(optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    run_backward(model, 0)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "it has stepped"
+    held = [bucket.gradient._main for p in model.parameters() for bucket in [p._bucket] if bucket.gradient]  # type: ignore[attr-defined]
+    assert held == [None] * len(held), "gradients are freed"
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    kinds = (EventKind.REDUCE_ISSUED, EventKind.BUCKET_STEP, EventKind.OPTIMIZER_STEP)
+    return [(str(e.kind), e.unit) for e in events if e.kind in kinds]
+
+
+def test_a_bucket_steps_when_the_next_is_being_reduced() -> None:
+    def issued(unit: str) -> tuple[str, str]:
+        return "reduce_issued", unit
+
+    def stepped(unit: str) -> tuple[str, str]:
+        return "bucket_step", unit
+
+    order = ["blocks.2", "blocks.1", "blocks.0", ""]
+    [alone] = run_ranks(check_moments, 1)
+    assert alone == [e for unit in order for e in (issued(unit), stepped(unit))] + [("optimizer_step", "")]
+    expected = [issued(order[0])]
+    for earlier, unit in itertools.pairwise(order):
+        expected += [issued(unit), stepped(earlier)]
+    assert run_ranks(check_moments, 2) == [[*expected, stepped(""), ("optimizer_step", "")]] * 2
+
+
+class Wide(nn.Module):
+    """Layers whose gradients are most of its memory."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def check_memory(in_backward: bool, gloo: bool) -> tuple[int, int]:
+    """The most bytes of main gradients at any moment of backward, and those of the whole model."""
+    if gloo:
+        os.environ[SWITCH] = "gloo"
+    model = Wide(8, 64)
+    held = 0
+
+    def look(event: Event) -> None:
+        nonlocal held
+        gradients = [p._bucket.gradient for p in model.parameters() if hasattr(p, "_bucket")]
+        held = max(held, sum(g._main.nbytes for g in gradients if g is not None and g._main is not None))
+
+    shard_model(model, unit_modules=list(model.layers), event_sink=look)
+    optimizer = optim.AdamW(model.parameters())
+    if in_backward:
+        step_in_backward(optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return held, sum(p._bucket.main.nbytes for p in model.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gradients_of_the_whole_model_never_exist_at_once(world_size: int) -> None:
+    for gloo in (False, True):
+        for held, whole in run_ranks(check_memory, world_size, False, gloo):
+            assert held == whole
+        for held, whole in run_ranks(check_memory, world_size, True, gloo):
+            assert held == whole // 8
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def stepping(kind: str = "plain") -> tuple[nn.Module, optim.Optimizer]:
+    """A model and an optimizer that steps in backward."""
+    model = make_model(kind)
+    optimizer = MAKE["AdamW"](model.parameters())
+    step_in_backward(optimizer)
+    return model, optimizer
+
+
+def clip_norm(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clip_value(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def unscale(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def drop(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("use", [clip_norm, clip_value, unscale, drop])
+def test_whoever_wants_gradients_after_it_is_told(use: Callable[[nn.Module, optim.Optimizer], None]) -> None:
+    model, optimizer = stepping()
+    run_backward(model, 0)
+    with pytest.raises(LifecycleError, match="the optimizer has stepped in backward and used its gradient up"):
+        use(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    run_backward(model, 1)
+
+
+def test_a_second_backward() -> None:
+    model, optimizer = stepping()
+    run_backward(model, 0)
+    with pytest.raises(LifecycleError, match=r"a second backward before optimizer.step\(\): AdamW has stepped"):
+        run_backward(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    run_backward(model, 1)
+
+
+def test_a_backward_that_fails_half_way() -> None:
+    """What has stepped has stepped, and nobody goes on from there without being told."""
+    model, optimizer = stepping()
+    run_backward(model, 0)
+    optimizer.step()
+    handle = model.get_submodule("blocks.0").register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_backward(model, 1)
+    handle.remove()
+    with pytest.raises(LifecycleError, match="load a checkpoint"):
+        run_backward(model, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    run_backward(model, 2)
+
+
+def test_a_closure() -> None:
+    model, optimizer = stepping()
+    with pytest.raises(LifecycleError, match=r"step\(closure\)"):
+        optimizer.step(lambda: float(run_backward(model, 0)))
+
+
+def test_hyper_parameters_that_come_too_late() -> None:
+    model, optimizer = stepping()
+    optimizer.param_groups[0]["lr"] = 0.5
+    run_backward(model, 0)
+    optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(LifecycleError, match=r"lr of parameter group 0 was changed \(from 0.5 to 0.25"):
+        optimizer.step()
+    model = make_model("plain")
+    optimizer = optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
+    step_in_backward(optimizer)
+    run_backward(model, 0)
+    optimizer.step()
+    run_backward(model, 0)
+    optimizer.param_groups[0]["lr"].fill_(0.1)
+    with pytest.raises(LifecycleError, match="lr of parameter group 0"):
+        optimizer.step()
+
+
+def test_a_hook_before_the_step() -> None:
+    model, optimizer = stepping()
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(LifecycleError, match="step pre-hook"):
+        run_backward(model, 0)
+    handle.remove()
+    run_backward(model, 0)
+
+
+def test_inside_unsharded() -> None:
+    model, _ = stepping()
+    with unsharded(model), pytest.raises(LifecycleError, match="is kept unsharded"):
+        run_backward(model, 0)
+
+
+def test_shared_parameters_under_reentrant_checkpointing() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    blocks = [model.get_submodule(name) for name in BLOCKS]
+    blocks[2].up.weight = blocks[0].up.weight  # type: ignore[union-attr]
+    checkpoint_modules(model, blocks, reentrant=True)
+    shard_model(model, unit_modules=[])
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    step_in_backward(optimizer)
+    run_backward(model, 0)  # one unit, which is complete at the end only
+    optimizer.step()
+
+
+class Own(optim.AdamW):
+    """A subclass may do anything."""
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda parameters: Own(parameters), "Own cannot step in backward"),
+        (lambda parameters: optim.AdamW(parameters, differentiable=True), "differentiable"),
+        (lambda parameters: optim.AdamW([nn.Parameter(torch.ones(2))]), "holds no sharded parameter"),
+        (lambda parameters: optim.LBFGS(parameters), "needs whole tensors"),
+    ],
+)
+def test_refused_optimizers(make: Make, words: str) -> None:
+    with pytest.raises(OptimizerError, match=words):
+        step_in_backward(make(make_model("plain").parameters()))
+
+
+def test_refused_models() -> None:
+    model = shard_model(Stack(), unit_modules=[], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    with pytest.raises(OptimizerError, match="float16, whose gradients are scaled"):
+        step_in_backward(optim.AdamW(model.parameters()))
+    other, _first = stepping()
+    with pytest.raises(OptimizerError, match=r"shares parameter .* with another optimizer that steps in backward"):
+        step_in_backward(optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_is_gone_steps_no_more() -> None:
+    model, optimizer = stepping()
+    step_in_backward(optimizer)  # again: nothing
+    run_backward(model, 0)
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    before = [p.detach().clone() for p in model.parameters()]
+    run_backward(model, 1)
+    assert all(torch.equal(a, b) and b.grad is not None for a, b in zip(before, model.parameters(), strict=True))
+
+
+# -- where else it is asked for ----------------------------------------------------------------------------------------
+
+
+def check_trainer(directory: str) -> tuple[Any, Any]:
+    found = []
+    for wanted in (False, True):
+        config = RunConfig.model_validate({"training": {"step_in_backward": wanted}, "launch": {"device": "cpu"}})
+        os.environ.update(hand_over(config, Path(directory) / f"{dist.get_rank()}.json"))
+        if wanted:
+            with pytest.raises(ConfigError, match=r"max_grad_norm = 1\.0 clips \(1\.0 is its default\)"):
+                run_trainer(directory)
+        found.append(run_trainer(directory, options={"max_grad_norm": 0, "gradient_accumulation_steps": 2}))
+    return found[0], found[1]
+
+
+@pytest.mark.full
+def test_trainer(tmp_path: Path) -> None:
+    for ordinary, early in run_ranks(check_trainer, 2, str(tmp_path)):
+        assert ordinary["losses"] == early["losses"] and len(early["losses"]) == 4
+        assert len(ordinary["norms"]) == 4 and early["norms"] == []
+        assert all(torch.equal(early["weights"][name], value) for name, value in ordinary["weights"].items())
+
+
+CLI = "from fullshard.cli.main import main; main()"
+SCRIPT = """
+import torch, fullshard
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+fullshard.fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.full
+def test_a_script_that_takes_no_notice(tmp_path: Path) -> None:
+    for line, said in (("", True), ("fullshard.step_in_backward(optimizer)", False)):
+        (tmp_path / "script.py").write_text(SCRIPT.replace("model(torch", f"{line}\nmodel(torch"))
+        flags = ["--config_file", "none", "--cpu", "--num_processes", "1", "--step_in_backward"]
+        command = [sys.executable, "-c", CLI, "launch", *flags, str(tmp_path / "script.py")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert ("step_in_backward had no effect: no optimizer was prepared for it" in done.stderr) == said, done.stderr
+
+
+@pytest.mark.full
+def test_recipe(tmp_path: Path) -> None:
+    """The same losses with and without, the plan kept, and clipping refused."""
+    common = ["--steps", "4", "--batch-size", "4", "--micro-batch-size", "1", "--seq-len", "32", "--max-data-mb", "0.2"]
+    common += [
+        "--vocab-size",
+        "400",
+        "--no-plot",
+        "--no-export",
+        "--sample-tokens",
+        "0",
+        "--nproc",
+        "2",
+        "--check-plan",
+    ]
+    command = [sys.executable, "-c", CLI, "train", *common, "--device", "cpu"]
+
+    def run(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        whole = [*command, "--output-dir", str(tmp_path / name), *flags]
+        return subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False)
+
+    refused = run("refused", "--step-in-backward")
+    assert refused.returncode != 0 and "add --max-grad-norm 0" in refused.stderr
+    records = []
+    for name, flags in (("ordinary", []), ("early", ["--step-in-backward"])):
+        done = run(name, "--max-grad-norm", "0", *flags)
+        assert done.returncode == 0, done.stderr
+        assert "step 3: as planned" in done.stdout + done.stderr, done.stdout + done.stderr
+        assert ("grad norm" in done.stdout) == (name == "ordinary")
+        records.append(list(read_metrics(tmp_path / name / "metrics.jsonl")))
+    assert [r.loss for r in records[0]] == [r.loss for r in records[1]]
+    assert [r.grad_norm for r in records[1]] == [None] * 4
+
+
+# -- checkpoints and faults -------------------------------------------------------------------------------------------
+
+
+def check_resume(directory: str) -> None:
+    """A run that is saved and loaded half-way goes on bit for bit, in either way of stepping."""
+
+    def run(steps: range, load: Path | None, save: Path | None, in_backward: bool) -> list[Any]:
+        model = make_model("plain")
+        optimizer = in_groups(model.parameters())
+        if in_backward:
+            step_in_backward(optimizer)
+        if load is not None:
+            load_checkpoint(load, model=model, optimizer=optimizer)
+        for step in steps:
+            run_backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        if save is not None:
+            save_checkpoint(save, model=model, optimizer=optimizer)
+        return snapshot(model, optimizer)
+
+    whole = run(range(6), None, None, False)
+    for first, second in ((True, True), (True, False), (False, True)):
+        path = Path(directory) / f"{first}-{second}"
+        run(range(3), None, path, first)
+        resumed = run(range(3, 6), path, None, second)
+        for a, b in zip(whole, resumed, strict=True):
+            a, b = (a[1], b[1]) if isinstance(a, tuple) else (a, b)
+            assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    run_ranks(check_resume, 2, str(tmp_path))
+
+
+def train_until_killed(killed: int) -> None:
+    model, optimizer = stepping()
+    if dist.get_rank() == killed:
+        die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        model.get_submodule("blocks.0").register_full_backward_hook(die)
+    run_backward(model, 0)
+    optimizer.step()
+
+
+def check_killed(killed: int) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        train_until_killed(killed)
+    except CommunicationError as error:
+        return str(error), time.monotonic() - start
+    raise AssertionError("nobody was missed")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not are_possible(), reason="this machine makes no namespaces")
+@pytest.mark.parametrize("ranks_per_host", [(2,), (2, 2)])
+def test_a_rank_killed_between_two_buckets(ranks_per_host: tuple[int, ...]) -> None:
+    results = run_hosts(check_killed, ranks_per_host, 0, dies=0)
+    assert results[0] is None
+    for words, seconds in results[1:]:
+        assert "unit" in words and seconds < 30
+    assert list(Path("/dev/shm").glob("*fullshard*")) == []
