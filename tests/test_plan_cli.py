@@ -272,6 +272,7 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "seq_len": ({}, 1024),
     "accumulation": ({}, 2),
     "sync_each_micro_batch": ({"accumulation": 2}, False),
+    "step_in_backward": ({}, True),
     "attention": ({}, "eager"),
     "loss": ({}, "fused"),
     "forward_prefetch": ({}, False),

@@ -202,5 +202,5 @@ def as_run_config(plan: Plan) -> RunConfig:
         precision=PrecisionConfig(
             mode=job.precision, reduce_dtype=job.reduce_dtype, gather_as=job.gather_as, reduce_as=job.reduce_as
         ),
-        training=TrainingConfig(gradient_accumulation_steps=job.accumulation),
+        training=TrainingConfig(gradient_accumulation_steps=job.accumulation, step_in_backward=job.step_in_backward),
     )
