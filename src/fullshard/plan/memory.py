@@ -408,7 +408,9 @@ class _Ledger:
 
     def _finish_one(self, unit: UnitLayout) -> None:
         """The oldest reduction of the unit is done, and nothing is known of the others."""
-        gradient = next(g for g in self.launched if any(g.bucket is bucket for bucket in unit.trainable))
+        gradient = next((g for g in self.launched if any(g.bucket is bucket for bucket in unit.trainable)), None)
+        if gradient is None:  # of the micro-batch before, whose reductions were all taken at the first of them
+            return
         self.launched.remove(gradient)
         self._accumulate(gradient)
         self.stepping = gradient.bucket
