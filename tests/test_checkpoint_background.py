@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.save import PendingSave
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import shard_model
+from fullshard.engine import shard_model, step_in_backward
 from tests.distributed import run_ranks
 
 
@@ -363,3 +364,27 @@ def test_training_waits_for_a_fraction_of_a_save() -> None:
     share = statistics.median(one / other for one, other in zip(blocked, waited, strict=True))
     print(f"\nwaited {waited} s, blocked {blocked} s: {share:.1%}, {nbytes / 1e6:.0f} MB staged")
     assert share <= 0.15
+
+
+def test_an_optimizer_that_steps_in_backward_is_copied_at_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = shard_model(nn.Linear(64, 64), unit_modules=[], device=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step_in_backward(optimizer)
+    with AsyncSaver() as saver:
+        for _ in range(3):
+            saver.check()
+            model(torch.ones(2, 64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saver.wait()
+            save_checkpoint(tmp_path / "waited", model=model, optimizer=optimizer, overwrite=True)
+            saver.save(tmp_path / "background", model=model, optimizer=optimizer, overwrite=True)
+            saver_is_busy = saver.is_saving
+        model(torch.ones(2, 64)).square().sum().backward()  # changes the state while it is written
+        optimizer.step()
+    assert saver_is_busy
+    names = ("model-rank00000.safetensors", "optimizer-rank00000.safetensors")
+    waited, background = ([load_file(tmp_path / place / name) for name in names] for place in ("waited", "background"))
+    for one, other in zip(waited, background, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fullshard.core.errors import CheckpointError
+from fullshard.engine.stepping import steps_in_backward
 
 _ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every dtype's size."""
@@ -100,7 +101,7 @@ class HostMemory:
 def is_copied_late(state: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> bool:
     """Whether the state of `optimizer` is copied by `copy_before_step`."""
     announces_steps = getattr(type(optimizer).step, "hooked", False)  # set by torch.optim.Optimizer
-    return announces_steps and not any(map(_is_remote, state))
+    return announces_steps and not steps_in_backward(optimizer) and not any(map(_is_remote, state))
 
 
 class LateCopies:

@@ -102,6 +102,11 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
         schedule.steppers.add(stepper)
 
 
+def steps_in_backward(optimizer: optim.Optimizer) -> bool:
+    """Whether this one does, so that its state changes before `optimizer.step()`."""
+    return any(isinstance(hook, Stepper) for hook in optimizer._optimizer_step_pre_hooks.values())
+
+
 def anything_steps_in_backward() -> bool:
     """Whether any optimizer ever did in this process; the launcher warns at the end if it was asked to and none did."""
     return bool(_made)
