@@ -203,13 +203,16 @@ def peak(chunk: int | None, tokens: int) -> tuple[int, float]:
 
 @pytest.mark.full
 def test_what_it_saves_of_a_vocabulary_of_50_000() -> None:
-    """1,024 tokens: 205 MB for each whole copy of the logits in float32; the plain loss holds three at once."""
+    """1,024 tokens: 205 MB for each whole copy of the logits in float32; the plain loss holds three at once.
+
+    Of what is left without them, 51 MB are gradients: 26 MB as they are collected, and as many that are kept.
+    """
     tokens, copy_nbytes = 1024, 4 * 1024 * 50_000
     (plain, loss), (chunked, same) = (run_ranks(peak, 1, chunk, tokens)[0] for chunk in (None, 64))
     print(f"peak of a step: whole logits {plain / 1e6:.0f} MB, 64 tokens at a time {chunked / 1e6:.0f} MB")
     assert same == pytest.approx(loss, rel=1e-6)
     assert plain >= 2.5 * copy_nbytes
-    assert chunked <= 0.1 * copy_nbytes
+    assert chunked <= plain / 5
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
