@@ -6,6 +6,7 @@ pytest tests/test_caveats.py -m full
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,14 @@ def resident(offload: bool) -> int:
 
 
 def _resident_nbytes() -> int:
-    """Of memory that ranks share, this one's part."""
-    line = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
-    return int(line.split()[1]) * 1024
+    """Of memory that the ranks share, this one's part; of pages that it was copied with, all, whoever else has them."""
+    return _field("status", "RssAnon") + _field("smaps_rollup", "Pss_Shmem")
+
+
+def _field(file: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/self/{file}").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads memory figures of Linux")

@@ -71,9 +71,9 @@ def test_checksums_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = [0.0]
 
     def timed(crc: int, data: Any) -> int:
-        began = time.perf_counter()
+        began = time.thread_time()  # not the time in which other programs had the processor
         value: int = google_crc32c.extend(crc, data)
-        inside[0] += time.perf_counter() - began
+        inside[0] += time.thread_time() - began
         return value
 
     monkeypatch.setattr(storage, "google_crc32c", type("Timed", (), {"extend": staticmethod(timed)}))
