@@ -126,7 +126,8 @@ class Gradient:
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
                 hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
             )
-        grad = grad.detach()  # under create_graph it would bring its graph with it
+        if grad.requires_grad:
+            grad = grad.detach()  # under create_graph it would bring its graph with it
         if self._full is None:
             self._begin()
         piece = self._pieces[index]
