@@ -72,10 +72,12 @@ def add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None
     """
     if is_first:
         piece.zero_()
-    # Rows that were looked up several times are added up first, as a dense gradient would have them.
-    grad = grad.coalesce()
-    if grad.sparse_dim() == 1:
-        piece.view(grad.shape).index_add_(0, grad.indices()[0], grad.values().to(piece.dtype))
+    if grad.sparse_dim() == 1 and grad.dense_dim() == 1:
+        # Rows that were looked up several times are added up first, by the kernel and in the order of a dense gradient;
+        # `coalesce` has an order of its own.
+        rows, place = torch.unique(grad._indices()[0], return_inverse=True)
+        sums = torch.ops.aten.embedding_dense_backward(grad._values(), place, rows.numel(), -1, False)
+        piece.view(grad.shape).index_add_(0, rows, sums.to(piece.dtype))
     else:
         piece.add_(grad.to_dense().reshape(-1))
 
