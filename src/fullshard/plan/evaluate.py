@@ -167,8 +167,8 @@ def _few(layout: ModelLayout, job: Job) -> list[Event]:
 
 def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
     """Bytes between host and device: some of them are copied once per step, and some for each micro-batch."""
-    if not any(bucket.offload for bucket in layout.buckets):
-        return {}
+    if job.accumulation == 1 or not any(bucket.offload for bucket in layout.buckets):
+        return {}  # what the step's traffic says already
     options = [dataclasses.replace(job.schedule, accumulation=number) for number in (1, 2)]
     one, two = (traffic_of(predict_step(layout, option), layout) for option in options)
     names = ("to_device_nbytes", "to_host_nbytes")

@@ -186,11 +186,15 @@ def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int)
     phases["save"] = _save_peak(setting, ledger.rest)
     order = ("load", "forward", "backward", "optimizer", "save")
     return Memory(
-        {name: phases[name] for name in order if name in phases},
+        {name: _in_order(phases[name]) for name in order if name in phases},
         timeline,
         *_host(setting, ranks_per_host),
         checkpoint=_checkpoint(setting),
     )
+
+
+def _in_order(nbytes: dict[str, int]) -> dict[str, int]:
+    return {name: nbytes[name] for name in CATEGORIES if name in nbytes}
 
 
 def state_numel(setting: Setting) -> float:
@@ -263,8 +267,7 @@ class _Ledger:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        now = self.now
-        return {name: now[name] for name in CATEGORIES if now.get(name)}
+        return {name: nbytes for name, nbytes in self.now.items() if nbytes}
 
     def apply(self, event: Event) -> list[dict[str, int]]:
         """Change the ledger; the moments to look at, the fullest first where something is there only for a moment."""
