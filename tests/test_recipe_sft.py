@@ -20,10 +20,17 @@ from typing import Any
 import pytest
 import torch
 
-import tests.trainers  # noqa: F401 -- says that the hub is not to be asked
 from fullshard.core.errors import ConfigError
 from tests.distributed import run_ranks
-from tests.trainers import close
+from tests.trainers import OFFLINE, close
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes get this process's environment, from which another test may have taken it."""
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+
 
 DOCUMENTS = Path(os.environ.get("FULLSHARD_SEED_DOCUMENTS") or Path(__file__).parent / "fixtures" / "commands")
 SMALLER = [

@@ -29,6 +29,7 @@ from tests.distributed import preload
 
 preload("tests.trainers", "transformers.trainer", "accelerate", "peft")
 
+OFFLINE = {name: os.environ[name] for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "ACCELERATE_USE_CPU")}
 GLOBAL_BATCH = 4
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
