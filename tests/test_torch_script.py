@@ -43,14 +43,10 @@ def run_both(directory: Path, world_size: int, arguments: list[str]) -> tuple[di
     return run_script(ported, world_size, arguments), run_script(SCRIPT, world_size, arguments)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
-    [
-        [],
-        pytest.param(["--bf16", "--recompute", "--accumulate", "2"], marks=pytest.mark.full),
-        pytest.param(["--recompute", "--accumulate", "2"], marks=pytest.mark.full),
-        pytest.param(["--bf16"], marks=pytest.mark.full),
-    ],
+    [[], ["--bf16", "--recompute", "--accumulate", "2"], ["--recompute", "--accumulate", "2"], ["--bf16"]],
     ids=" ".join,
 )
 def test_changing_one_import_changes_no_number(tmp_path: Path, arguments: list[str]) -> None:
