@@ -2,7 +2,7 @@
 
 A table stands between two comments, of which the first says what it is made of:
 
-    <!-- benchmarks: summary cpu-2ranks.json cpu-2ranks-124m.json -->
+    <!-- benchmarks: summary cpu-2ranks.json cpu-2ranks-124m-fp32.json -->
     ...
     <!-- benchmarks end -->
 
