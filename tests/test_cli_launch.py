@@ -96,6 +96,25 @@ def test_success_and_shared_threads(job: Path) -> None:
         assert text.endswith(f" {threads}")
 
 
+BESIDE = """
+import subprocess, sys
+from fullshard.launch.local import launch_local
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+code = launch_local("worker", sys.argv[1:], nproc=2)
+print("launched", code, "other", other.poll())
+other.terminate()
+print("ended", other.wait())
+"""
+
+
+@pytest.mark.full
+def test_processes_that_are_not_of_the_job_are_left_alone(job: Path) -> None:
+    """A notebook or a test that launches a job has children of its own, and waits for them itself."""
+    command = [sys.executable, "-c", BESIDE, "raise", str(job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "launched 1 other None\nended -15\n" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.full
 def test_first_failure_is_reported_last_in_full(job: Path) -> None:
     """Rank 0 fails too, of the lost connection; the report is of rank 1, which was first."""

@@ -30,7 +30,7 @@ from fullshard.launch.desk import Desk, Membership
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause
 from fullshard.launch.logs import RankLogs
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
-from fullshard.launch.processes import adopt_orphans, end_descendants, usable_cpu_count
+from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, usable_cpu_count
 from fullshard.launch.rendezvous import LOOPBACK, OneHost, SeveralHosts
 from fullshard.launch.streams import StreamPlan
 
@@ -151,6 +151,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, job: Job, logs: RankLogs) -> None:
         self._job, self._logs = job, logs
         self._groups: set[int] = set()
+        self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
         self._membership: Membership | None = None
         self._handler = self._meet()
@@ -272,7 +273,7 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
         with _deaf():
             super()._shutdown(death_sig, SHUTDOWN_SECONDS)
-            end_descendants(self._groups)
+            end_descendants(self._groups, spared=self._elsewhere)
             self._logs.drain()
 
 

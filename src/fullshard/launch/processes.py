@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from fullshard.config.hardware import usable_cpu_count as usable_cpu_count
@@ -24,11 +24,12 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_descendants(groups: Iterable[int]) -> None:
+def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> None:
     """Kill whatever is left of a job whose workers were asked to end.
 
     Args:
         groups: the process groups of the workers, for systems where orphans are not adopted.
+        spared: processes that were there before the job: those of a program that launches one among other things.
     """
     if sys.platform != "linux":
         for group in groups:
@@ -37,35 +38,30 @@ def end_descendants(groups: Iterable[int]) -> None:
         return
     deadline = time.monotonic() + _PATIENCE_SECONDS
     # One that is killed may have started another meanwhile; so until none is found.
-    while (alive := _descendants(os.getpid())) and time.monotonic() < deadline:
+    while (alive := [p for p in descendants() if p not in spared]) and time.monotonic() < deadline:
         for process in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.01)
-        _reap()
+        for process in alive:  # the orphans among them were adopted; whoever started the others waits for them
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
 
 
-def _descendants(ancestor: int) -> list[int]:
-    """Processes below `ancestor` that are not zombies."""
+def descendants() -> list[int]:
+    """Processes below this one that are not zombies (Linux; elsewhere none is found)."""
     children: dict[int, list[int]] = {}
     alive = set()
-    for entry in Path("/proc").iterdir():
+    for entry in Path("/proc").glob("[0-9]*"):
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                 children.setdefault(int(parent), []).append(int(entry.name))
                 if state not in "ZX":
                     alive.add(int(entry.name))
-    found, todo = [], [ancestor]
+    found, todo = [], [os.getpid()]
     while todo:
         below = children.get(todo.pop(), [])
         found += below
         todo += below
     return [process for process in found if process in alive]
-
-
-def _reap() -> None:
-    """Collect orphans that have ended. Workers are waited for elsewhere, before this is called."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
