@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fullshard.engine.offload import SWITCH as OFFLOAD_SWITCH
 from tests.distributed import end_workers
 
 
@@ -22,3 +23,9 @@ def _interrupts_arrive() -> None:
     """A shell ignores SIGINT for what it starts in the background, and the processes of a test would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is offloaded really moves, on a CPU too."""
+    monkeypatch.setenv(OFFLOAD_SWITCH, "rehearse")

@@ -24,10 +24,10 @@ from fullshard.config.schema import (
     LaunchConfig,
     PrecisionConfig,
     RunConfig,
-    SettingsError,
     ShardingConfig,
     TrainingConfig,
 )
+from fullshard.config.settings import SettingsError
 from fullshard.config.write import json_schema, scalar, write_native
 from fullshard.config.write_accelerate import write_accelerate
 from fullshard.core.strategy import STRATEGIES

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,29 +18,15 @@ from torch import nn, optim
 from fullshard.engine import no_sync
 from fullshard.engine.optimizer import ELEMENT_WISE, SWITCH
 from tests.distributed import run_ranks
+from tests.optimizers import Make, makers
 from tests.traps import BLOCKS, Stack, build_sharded, run_squared, sharded_step
 
 STEPS = 5
-Make = Callable[[Iterator[nn.Parameter]], optim.Optimizer]
 Between = Callable[[int, nn.Module, optim.Optimizer], None]
 
 
-def decayed(parameters: Iterator[nn.Parameter]) -> optim.Optimizer:
-    """The usual two groups: matrices decay and vectors do not, so neighbours are in different groups."""
-    known = list(parameters)
-    groups = [
-        {"params": [p for p in known if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in known if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3},
-    ]
-    return optim.AdamW(groups, lr=1e-2, amsgrad=True)
-
-
 MAKE: dict[str, Make] = {
-    **{cls.__name__: lambda parameters, cls=cls: cls(parameters, lr=1e-2) for cls in ELEMENT_WISE},  # type: ignore[misc]
-    "AdamW fused": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True),
-    "AdamW foreach": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=True),
-    "AdamW in groups": decayed,
-    "SGD momentum": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    **makers(ELEMENT_WISE),
     "RMSprop centered": lambda parameters: optim.RMSprop(parameters, lr=1e-2, momentum=0.9, centered=True),
 }
 

@@ -1,4 +1,6 @@
-"""Optimizers that step in backward: the numbers of `optimizer.step()`, bit for bit, and an error for what cannot be.
+"""Optimizers that step in backward: the numbers of `optimizer.step()`, bit for bit.
+
+What cannot be: tests/test_step_in_backward_refused.py.
 
 pytest tests/test_step_in_backward.py
 """
@@ -6,14 +8,13 @@ pytest tests/test_step_in_backward.py
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,98 +27,24 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.comm.host_memory import SWITCH
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import RunConfig
-from fullshard.core.errors import CommunicationError, ConfigError, LifecycleError, OptimizerError
+from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import FSDPModule, MixedPrecisionPolicy, no_sync, shard_model, step_in_backward, unsharded
-from fullshard.engine.stepping import STEPS_IN_PARTS
+from fullshard.engine import FSDPModule, no_sync, shard_model, step_in_backward, unsharded
 from fullshard.observe.sinks import read_metrics
-from fullshard.wrap.policies import checkpoint_modules
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
+from tests.optimizers import in_groups
+from tests.stepping import MAKE, make_model, run_backward, stepping
 from tests.trainers import run as run_trainer
-from tests.traps import BLOCKS, WIDTH, Block, Stack, batch, rank_and_size
 
 STEPS = 4
-Make = Callable[[Iterator[nn.Parameter]], optim.Optimizer]
-
-
-def in_groups(parameters: Iterator[nn.Parameter]) -> optim.Optimizer:
-    """Neighbours in a bucket belong to different groups."""
-    known = list(parameters)
-    groups = [
-        {"params": [p for p in known if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in known if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3},
-    ]
-    return optim.AdamW(groups, lr=1e-2, amsgrad=True)
-
-
-MAKE: dict[str, Make] = {
-    **{cls.__name__: lambda parameters, cls=cls: cls(parameters, lr=1e-2) for cls in STEPS_IN_PARTS},  # type: ignore[misc]
-    "AdamW fused": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True),
-    "AdamW foreach": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=True),
-    "AdamW in groups": in_groups,
-    "SGD momentum": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
-}
-
-
-class Tied(nn.Module):
-    """Input layer and head share a weight; a block runs twice; a part is used on odd ranks only, another never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.sometimes, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in (*self.blocks, self.blocks[1]):
-            x = block(x)
-        if rank_and_size()[0] % 2:
-            x = x + self.sometimes(x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-def make_model(kind: str, events: list[Event] | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A sharded model of one of several kinds."""
-    torch.manual_seed(0)
-    model: nn.Module = (Tied() if kind == "tied" else Stack()).to(dtype)
-    units = [model.get_submodule(name) for name in BLOCKS]
-    options: dict[str, Any] = {"event_sink": None if events is None else events.append}
-    if kind == "frozen":
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("down" in name or "head" in name)
-    if kind == "bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if kind == "bf16 stored":
-        model = model.bfloat16()
-    if kind == "ignored":
-        options["ignored_params"] = [model.get_parameter("head.weight")]
-    if kind.startswith("checkpointed"):
-        checkpoint_modules(model, units, reentrant=kind.endswith("reentrant"))
-    if kind == "hybrid":
-        options |= {"strategy": "HYBRID_SHARD", "shard_size": 2}
-    if kind in ("NO_SHARD", "SHARD_GRAD_OP"):
-        options["strategy"] = kind
-    return shard_model(model, unit_modules=units, **options)
-
-
-def run_backward(model: nn.Module, seed: int) -> torch.Tensor:
-    """Forward and backward of one micro-batch of this rank."""
-    dtype = next(model.parameters()).dtype
-    loss: torch.Tensor = model(batch(seed, rank_and_size()[0]).to(dtype)).float().square().mean()
-    loss.backward()
-    return loss.detach()
 
 
 def snapshot(model: nn.Module, optimizer: optim.Optimizer) -> list[Any]:
-    """Weights, gradients as `zero_grad` leaves them, and state."""
+    """Weights and state."""
     found: list[Any] = []
     for parameter in model.parameters():
-        found += [parameter.detach().clone(), parameter.grad is None]
+        found.append(parameter.detach().clone())
         found += [(key, torch.as_tensor(value).clone()) for key, value in optimizer.state.get(parameter, {}).items()]
     return found
 
@@ -167,8 +94,7 @@ def check_alike(cases: list[tuple[str, str, str]]) -> None:
             if isinstance(a, tuple):
                 assert a[0] == b[0], (case, position)
                 a, b = a[1], b[1]
-            same = torch.equal(a, b) if isinstance(a, torch.Tensor) else True  # of `.grad` below
-            assert same, (case, position)
+            assert torch.equal(a, b), (case, position)
 
 
 HOW = ("accumulate", "no_sync", "scheduler", "reload", "regroup", "on and off")
@@ -289,163 +215,6 @@ def test_the_gradients_of_the_whole_model_never_exist_at_once(world_size: int) -
             assert held == whole
         for held, whole in run_ranks(check_memory, world_size, True, gloo):
             assert held == whole // 8
-
-
-# -- what cannot be ---------------------------------------------------------------------------------------------------
-
-
-def stepping(kind: str = "plain") -> tuple[nn.Module, optim.Optimizer]:
-    """A model and an optimizer that steps in backward."""
-    model = make_model(kind)
-    optimizer = MAKE["AdamW"](model.parameters())
-    step_in_backward(optimizer)
-    return model, optimizer
-
-
-def clip_norm(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def clip_value(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1.0)
-
-
-def unscale(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-
-
-def drop(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("use", [clip_norm, clip_value, unscale, drop])
-def test_whoever_wants_gradients_after_it_is_told(use: Callable[[nn.Module, optim.Optimizer], None]) -> None:
-    model, optimizer = stepping()
-    run_backward(model, 0)
-    with pytest.raises(LifecycleError, match="the optimizer has stepped in backward and used its gradient up"):
-        use(model, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    run_backward(model, 1)
-
-
-def test_a_second_backward() -> None:
-    model, optimizer = stepping()
-    run_backward(model, 0)
-    with pytest.raises(LifecycleError, match=r"a second backward before optimizer.step\(\): AdamW has stepped"):
-        run_backward(model, 1)
-    optimizer.step()
-    optimizer.zero_grad()
-    run_backward(model, 1)
-
-
-def test_a_backward_that_fails_half_way() -> None:
-    """What has stepped has stepped, and nobody goes on from there without being told."""
-    model, optimizer = stepping()
-    run_backward(model, 0)
-    optimizer.step()
-    handle = model.get_submodule("blocks.0").register_full_backward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run_backward(model, 1)
-    handle.remove()
-    with pytest.raises(LifecycleError, match="load a checkpoint"):
-        run_backward(model, 2)
-    optimizer.step()
-    optimizer.zero_grad()
-    run_backward(model, 2)
-
-
-def test_a_closure() -> None:
-    model, optimizer = stepping()
-    with pytest.raises(LifecycleError, match=r"step\(closure\)"):
-        optimizer.step(lambda: float(run_backward(model, 0)))
-
-
-def test_hyper_parameters_that_come_too_late() -> None:
-    model, optimizer = stepping()
-    optimizer.param_groups[0]["lr"] = 0.5
-    run_backward(model, 0)
-    optimizer.param_groups[0]["lr"] = 0.25
-    with pytest.raises(LifecycleError, match=r"lr of parameter group 0 was changed \(from 0.5 to 0.25"):
-        optimizer.step()
-    model = make_model("plain")
-    optimizer = optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
-    step_in_backward(optimizer)
-    run_backward(model, 0)
-    optimizer.step()
-    run_backward(model, 0)
-    optimizer.param_groups[0]["lr"].fill_(0.1)
-    with pytest.raises(LifecycleError, match="lr of parameter group 0"):
-        optimizer.step()
-
-
-def test_a_hook_before_the_step() -> None:
-    model, optimizer = stepping()
-    handle = optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(LifecycleError, match="step pre-hook"):
-        run_backward(model, 0)
-    handle.remove()
-    run_backward(model, 0)
-
-
-def test_inside_unsharded() -> None:
-    model, _ = stepping()
-    with unsharded(model), pytest.raises(LifecycleError, match="is kept unsharded"):
-        run_backward(model, 0)
-
-
-def test_shared_parameters_under_reentrant_checkpointing() -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    blocks = [model.get_submodule(name) for name in BLOCKS]
-    blocks[2].up.weight = blocks[0].up.weight  # type: ignore[union-attr]
-    checkpoint_modules(model, blocks, reentrant=True)
-    shard_model(model, unit_modules=[])
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    step_in_backward(optimizer)
-    run_backward(model, 0)  # one unit, which is complete at the end only
-    optimizer.step()
-
-
-class Own(optim.AdamW):
-    """A subclass may do anything."""
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda parameters: Own(parameters), "Own cannot step in backward"),
-        (lambda parameters: optim.AdamW(parameters, differentiable=True), "differentiable"),
-        (lambda parameters: optim.AdamW([nn.Parameter(torch.ones(2))]), "holds no sharded parameter"),
-        (lambda parameters: optim.LBFGS(parameters), "needs whole tensors"),
-    ],
-)
-def test_refused_optimizers(make: Make, words: str) -> None:
-    with pytest.raises(OptimizerError, match=words):
-        step_in_backward(make(make_model("plain").parameters()))
-
-
-def test_refused_models() -> None:
-    model = shard_model(Stack(), unit_modules=[], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
-    with pytest.raises(OptimizerError, match="float16, whose gradients are scaled"):
-        step_in_backward(optim.AdamW(model.parameters()))
-    other, _first = stepping()
-    with pytest.raises(OptimizerError, match=r"shares parameter .* with another optimizer that steps in backward"):
-        step_in_backward(optim.SGD(other.parameters(), lr=0.1))
-
-
-def test_an_optimizer_that_is_gone_steps_no_more() -> None:
-    model, optimizer = stepping()
-    step_in_backward(optimizer)  # again: nothing
-    run_backward(model, 0)
-    optimizer.step()
-    del optimizer
-    gc.collect()
-    before = [p.detach().clone() for p in model.parameters()]
-    run_backward(model, 1)
-    assert all(torch.equal(a, b) and b.grad is not None for a, b in zip(before, model.parameters(), strict=True))
 
 
 # -- where else it is asked for ----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, TypeVar
@@ -109,31 +109,11 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
         return model.to(process.device)
     config, precision = setup.sharding, setup.precision
     ignored = setup.ignored_modules(model)
-    outside = {id(inner) for module in ignored for inner in module.modules()}
-    with warnings.catch_warnings():
-        if not process.environment.is_main:
-            warnings.simplefilter("ignore")  # every rank comes to the same conclusion; once is enough
-        units = unit_modules(model, setup.wrap_policy())
-    units = [module for module in units if id(module) not in outside]
+    units = _units(model, setup, ignored, process)
     apart = embedding_modules(model) if config.wrap_embeddings else ()
     if precision.upcasts_main_weights:
         _upcast(model, say)
-    if config.activation_checkpointing:
-        if not units:
-            raise ConfigError(
-                f"activation_checkpointing recomputes unit by unit, and {type(model).__name__} is one unit",
-                hint="wrap its repeated block, or leave activation_checkpointing out",
-            )
-        checkpoint_modules(
-            model,
-            units,
-            reentrant=config.activation_checkpointing_reentrant,
-            selective=config.activation_checkpointing_mode == "selective",
-        )
-    if config.compile:
-        compile_modules(units or [model], **setup.compile_options())
-    if precision.mode in ("bf16", "fp16"):
-        _run_under_autocast(model, setup, process.device)
+    _change_forwards(model, units, setup, process.device)
     shard_model(
         model,
         unit_modules=[*units, *apart],
@@ -188,6 +168,37 @@ def remove_autocast(model: nn.Module) -> None:
         del model.__dict__["forward"]
         if outer.inner is not None:
             model.forward = outer.inner
+
+
+def _units(model: nn.Module, setup: Setup, ignored: Sequence[nn.Module], process: ProcessState) -> list[nn.Module]:
+    """The modules that become units; every rank comes to the same ones, and only the first warns."""
+    outside = {id(inner) for module in ignored for inner in module.modules()}
+    with warnings.catch_warnings():
+        if not process.environment.is_main:
+            warnings.simplefilter("ignore")
+        units = unit_modules(model, setup.wrap_policy())
+    return [module for module in units if id(module) not in outside]
+
+
+def _change_forwards(model: nn.Module, units: list[nn.Module], setup: Setup, device: torch.device) -> None:
+    """Activation checkpointing, compilation and autocast, from the inside to the outside."""
+    config = setup.sharding
+    if config.activation_checkpointing:
+        if not units:
+            raise ConfigError(
+                f"activation_checkpointing recomputes unit by unit, and {type(model).__name__} is one unit",
+                hint="wrap its repeated block, or leave activation_checkpointing out",
+            )
+        checkpoint_modules(
+            model,
+            units,
+            reentrant=config.activation_checkpointing_reentrant,
+            selective=config.activation_checkpointing_mode == "selective",
+        )
+    if config.compile:
+        compile_modules(units or [model], **setup.compile_options())
+    if setup.precision.mode in ("bf16", "fp16"):
+        _run_under_autocast(model, setup, device)
 
 
 def _upcast(model: nn.Module, say: Callable[[str], None]) -> None:

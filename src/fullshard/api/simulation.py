@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from fullshard.api.planning import model_shape
+from fullshard.comm.mesh import Mesh
 from fullshard.comm.simulated import SimulatedCollectives, simulated_mesh
 from fullshard.core.errors import ConfigError, MissingExtraError
-from fullshard.core.events import Event
+from fullshard.core.events import Event, EventSink
 from fullshard.core.layout import Interval
 from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, describe, meta_parameters, shard_model
 from fullshard.engine.materialize import WEIGHTS
@@ -119,17 +120,45 @@ def simulate(
     if job.method != "full":
         raise ConfigError("only full training can be simulated")
     replicate_size, shard_size = job.row.mesh_shape(world_size, job.shard_size)
-    meta = torch.device("meta")
     start = time.perf_counter()
     with meta_parameters():
         model = build().float()
     shape = model_shape(model)
     built = time.perf_counter()
-    mesh = simulated_mesh(rank=rank, replicate_size=replicate_size, shard_size=shard_size, device=meta)
+    mesh = simulated_mesh(rank=rank, replicate_size=replicate_size, shard_size=shard_size, device=torch.device("meta"))
+    events: list[Event] = []
+    _shard(model, job, mesh, events.append)
+    sharded = time.perf_counter()
+    sent, seconds = _second_step(model, job, mesh, events, run or _causal_step(job))
+    layout = lay_out(
+        shape,
+        strategy=job.row,
+        world_size=world_size,
+        shard_size=job.shard_size,
+        dtypes=job.dtypes,
+        offload=job.on_host,
+    )
+    predicted = predict_step(layout, dataclasses.replace(job.schedule, state_nbytes=0.0))  # SGD keeps none
+    return Simulation(
+        sharding=describe(model),
+        events=events,
+        predicted=predicted,
+        traffic=traffic_of(predicted, layout),
+        counted=sent,
+        main_nbytes=sum(bucket.main.nbytes for unit in units_of(model) for bucket in unit.buckets),
+        predicted_main_nbytes=sum(bucket.main_nbytes for bucket in layout.buckets),
+        build_seconds=built - start,
+        shard_seconds=sharded - built,
+        step_seconds=seconds,
+        unit_seconds=seconds / len(layout.units) / job.accumulation,
+    )
+
+
+def _shard(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> None:
+    """Shard it as the job says, with weights that have no data."""
     units = unit_modules(model)
     if job.checkpointing != "none":
         checkpoint_modules(model, units, reentrant=job.reentrant, selective=job.checkpointing == "selective")
-    events: list[Event] = []
     model.__dict__[WEIGHTS] = NoWeights()
     dtypes = job.dtypes
     shard_model(
@@ -146,44 +175,33 @@ def simulate(
         offload_policy=OffloadPolicy(**dataclasses.asdict(job.on_host)),
         forward_prefetch=job.forward_prefetch,
         backward_prefetch=job.backward_prefetch,
-        event_sink=events.append,
+        event_sink=event_sink,
     )
-    sharded = time.perf_counter()
-    run = run or _causal_step(job)
-    collectives = [mesh.gather, mesh.reduce, mesh.replicate]
+
+
+def _second_step(
+    model: nn.Module, job: Job, mesh: Mesh, events: list[Event], run: Step
+) -> tuple[tuple[int, int, int], float]:
+    """Run two steps, and leave the events of the second, which has a recorded order to follow.
+
+    Returns:
+        Bytes it sent along (gather, reduce, replicate), and its seconds.
+    """
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
         events.clear()
-        before = [_sent(c) for c in collectives]
+        before = [_sent(collectives) for collectives in (mesh.gather, mesh.reduce, mesh.replicate)]
         begin = time.perf_counter()
         for _ in range(job.accumulation):
             run(model).backward()
         optimizer.step()
         seconds = time.perf_counter() - begin
         optimizer.zero_grad()
-    after = [_sent(c) for c in collectives]
-    layout = lay_out(
-        shape,
-        strategy=job.row,
-        world_size=world_size,
-        shard_size=job.shard_size,
-        dtypes=dtypes,
-        offload=job.on_host,
+    gather, reduce, replicate = (
+        _sent(collectives) - earlier
+        for collectives, earlier in zip((mesh.gather, mesh.reduce, mesh.replicate), before, strict=True)
     )
-    predicted = predict_step(layout, dataclasses.replace(job.schedule, state_nbytes=0.0))  # SGD keeps none
-    return Simulation(
-        sharding=describe(model),
-        events=list(events),
-        predicted=predicted,
-        traffic=traffic_of(predicted, layout),
-        counted=tuple(a - b for a, b in zip(after, before, strict=True)),  # type: ignore[arg-type]
-        main_nbytes=sum(bucket.main.nbytes for unit in units_of(model) for bucket in unit.buckets),
-        predicted_main_nbytes=sum(bucket.main_nbytes for bucket in layout.buckets),
-        build_seconds=built - start,
-        shard_seconds=sharded - built,
-        step_seconds=seconds,
-        unit_seconds=seconds / len(layout.units) / job.accumulation,
-    )
+    return (gather, reduce, replicate), seconds
 
 
 def transformers_model(values: dict[str, Any]) -> Callable[[], nn.Module]:

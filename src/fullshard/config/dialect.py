@@ -14,7 +14,7 @@ from typing import Any
 
 from fullshard.config import values
 from fullshard.config.origin import Entry, Origin, Precedence
-from fullshard.config.schema import plain_message
+from fullshard.config.settings import plain_message
 from fullshard.core.errors import ConfigError
 
 Settings = Mapping[str, Any]

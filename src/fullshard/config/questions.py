@@ -12,7 +12,8 @@ from typing import Any
 
 from fullshard.config import values
 from fullshard.config.hardware import Hardware
-from fullshard.config.schema import SECTIONS, RunConfig, SettingsError, plain_message
+from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.settings import SettingsError, plain_message
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import GIB
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from fullshard.config.dialect import Note, Problem, Reading, Setting, refuse
 from fullshard.config.origin import DEFAULT, Origin
-from fullshard.config.schema import SECTIONS, Fault, RunConfig, SettingsError
+from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.settings import Fault, SettingsError
 
 _WRAP = ("sharding.wrap", "sharding.wrap_classes", "sharding.wrap_min_numel")
 _OVERRULES = {"sharding.strategy": ("sharding.reshard_after_forward",), **dict.fromkeys(_WRAP, _WRAP)}

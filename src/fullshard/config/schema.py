@@ -12,13 +12,12 @@ An unknown field, a value of the wrong type and a combination that cannot be hon
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args, get_origin
+from collections.abc import Mapping
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from fullshard.config.settings import CombinationError, Settings, plain_message
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import STRATEGIES, Axis, Strategy, parse_strategy
@@ -38,115 +37,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What is wrong with one setting, or with several together.
-
-    Attributes:
-        settings: their names within the group, most to blame first; empty if that cannot be said.
-        message: what is wrong, got / expected.
-        hint: one action that mends it.
-    """
-
-    settings: tuple[str, ...]
-    message: str
-    hint: str | None = None
-
-
-class SettingsError(ConfigError):
-    """Some settings of a group are wrong.
-
-    Args:
-        group: the class of the settings.
-        faults: every fault that was found.
-    """
-
-    def __init__(self, group: str, faults: Sequence[Fault]) -> None:
-        hints = list(dict.fromkeys(fault.hint for fault in faults if fault.hint))
-        super().__init__(f"{group}: {'; '.join(fault.message for fault in faults)}", hint="; ".join(hints) or None)
-        self.group, self.faults = group, tuple(faults)
-
-    def __reduce__(self) -> tuple[type[SettingsError], tuple[str, tuple[Fault, ...]]]:
-        return type(self), (self.group, self.faults)
-
-
-class CombinationError(ConfigError):
-    """Settings that are right one by one, but not together.
-
-    Args:
-        message: what contradicts what.
-        settings: their names within the group, most to blame first.
-        hint: one action that mends it.
-    """
-
-    def __init__(self, message: str, *settings: str, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.settings = settings
-
-
-def plain_message(error: BaseException) -> str:
-    """The message of an error without its hint."""
-    return str(error).split("\nhint: ")[0]
-
-
-class _Settings(BaseModel):
-    """A frozen group of settings whose construction raises `SettingsError`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise SettingsError(type(self).__name__, [self._fault(item) for item in error.errors()]) from None
-
-    @classmethod
-    def of(cls, value: Mapping[str, Any] | Self | None) -> Self:
-        """Settings from a mapping, from None (all defaults) or unchanged.
-
-        Raises:
-            ConfigError: anything else, or a setting that is wrong.
-        """
-        if isinstance(value, cls):
-            return value
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(
-                f"{cls.__name__} cannot be made of a {type(value).__name__}", hint="pass a dict of settings"
-            )
-        return cls(**(value or {}))
-
-    @classmethod
-    def _fault(cls, item: Any) -> Fault:
-        where = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            return Fault((where,), f"unknown setting {where!r}", suggestion(where, cls.model_fields))
-        if item["type"] == "value_error":
-            cause = item["ctx"]["error"]
-            names = getattr(cause, "settings", ()) or ((where,) if where else ())
-            return Fault(names, plain_message(cause), getattr(cause, "hint", None))
-        first = str(item["loc"][0])
-        message = f"setting {where!r}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
-        return Fault((first,), message, cls._advice(first, item["input"]))
-
-    @classmethod
-    def _advice(cls, name: str, value: object) -> str:
-        """The choice that a wrong one resembles, else what the setting is."""
-        field = cls.model_fields[name]
-        choices = [str(choice) for choice in get_args(field.annotation) if get_origin(field.annotation) is Literal]
-        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-        return (
-            f"did you mean {close[0]}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
-        )
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: the one it resembles, else all there are."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(names)}"
-
-
-class ShardingConfig(_Settings):
+class ShardingConfig(Settings):
     """How a model is divided over the ranks."""
 
     strategy: str = "FULL_SHARD"
@@ -262,7 +153,7 @@ class ShardingConfig(_Settings):
         return values
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _wrap_fits(self) -> Self:
         if (self.wrap == "class") != bool(self.wrap_classes):
             raise CombinationError(
                 f"wrap = {self.wrap!r} with wrap_classes = {list(self.wrap_classes)}",
@@ -277,6 +168,10 @@ class ShardingConfig(_Settings):
                 "wrap_min_numel",
                 hint="a size goes with wrap: size, and wrap: size needs one",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _checkpointing_fits(self) -> Self:
         if self.activation_checkpointing_reentrant and not self.activation_checkpointing:
             raise CombinationError(
                 "activation_checkpointing_reentrant is set, but activation_checkpointing is not",
@@ -311,13 +206,10 @@ class ShardingConfig(_Settings):
                 "wrap",
                 hint="use wrap: auto, or leave activation_checkpointing out",
             )
-        if self.cpu_ram_efficient_loading and not self.sync_module_states:
-            raise CombinationError(
-                "cpu_ram_efficient_loading without sync_module_states would train on empty weights",
-                "sync_module_states",
-                "cpu_ram_efficient_loading",
-                hint="leave sync_module_states out",
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_fits(self) -> Self:
         row = self.resolved_strategy()
         if self.unsharded_memory_gib is not None and self.reshard_after_forward != "auto":
             raise CombinationError(
@@ -342,6 +234,17 @@ class ShardingConfig(_Settings):
                     main,
                     hint="leave offload_optimizer_state out",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _loading_fits(self) -> Self:
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            raise CombinationError(
+                "cpu_ram_efficient_loading without sync_module_states would train on empty weights",
+                "sync_module_states",
+                "cpu_ram_efficient_loading",
+                hint="leave sync_module_states out",
+            )
         return self
 
     @property
@@ -396,7 +299,7 @@ class ShardingConfig(_Settings):
         return local_world_size if is_hybrid and self.shard_size is None else self.shard_size
 
 
-class PrecisionConfig(_Settings):
+class PrecisionConfig(Settings):
     """The dtypes of a run. Main weights and optimizer state are float32 in every mode except `no`.
 
     | mode | main weights | compute | gradients reduced in |
@@ -487,7 +390,7 @@ class PrecisionConfig(_Settings):
         return self.mode != "no"
 
 
-class LaunchConfig(_Settings):
+class LaunchConfig(Settings):
     """Where and how the processes of a job are started."""
 
     num_processes: int | None = Field(default=None, ge=1)
@@ -583,7 +486,7 @@ class LaunchConfig(_Settings):
         return self
 
 
-class TrainingConfig(_Settings):
+class TrainingConfig(Settings):
     """What a training loop does around the engine."""
 
     gradient_accumulation_steps: int = Field(default=1, ge=1)
@@ -600,7 +503,7 @@ class TrainingConfig(_Settings):
     """Whether the third step is compared with what `fullshard plan` says: events, bytes sent and held, by category."""
 
 
-class CheckpointConfig(_Settings):
+class CheckpointConfig(Settings):
     """What checkpoints hold."""
 
     state_dict_type: StateDictType = "SHARDED_STATE_DICT"
@@ -618,7 +521,7 @@ class CheckpointConfig(_Settings):
         return value.strip().upper() if isinstance(value, str) else value
 
 
-class RunConfig(_Settings):
+class RunConfig(Settings):
     """All settings of a run."""
 
     launch: LaunchConfig = Field(default_factory=LaunchConfig)

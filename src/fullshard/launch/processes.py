@@ -53,12 +53,11 @@ def descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     alive = set()
     for entry in Path("/proc").glob("[0-9]*"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                children.setdefault(int(parent), []).append(int(entry.name))
-                if state not in "ZX":
-                    alive.add(int(entry.name))
+        with contextlib.suppress(OSError):
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            children.setdefault(int(parent), []).append(int(entry.name))
+            if state not in "ZX":
+                alive.add(int(entry.name))
     found, todo = [], [os.getpid()]
     while todo:
         below = children.get(todo.pop(), [])

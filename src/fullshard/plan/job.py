@@ -125,7 +125,7 @@ class Job(BaseModel):
         """
         for name in values:
             if name not in cls.model_fields:
-                from fullshard.config.schema import suggestion  # a fifth of the start-up time
+                from fullshard.config.settings import suggestion  # a fifth of the start-up time
 
                 raise ConfigError(f"unknown setting {name!r} of a plan", hint=suggestion(name, cls.model_fields))
         try:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from fullshard.config.dialect import Problem, Reading, refuse
 from fullshard.config.document import read_document
 from fullshard.config.origin import Entry, Origin
-from fullshard.config.schema import plain_message
+from fullshard.config.settings import plain_message
 from fullshard.config.torchacc import TORCHACC
 from fullshard.core.errors import ConfigError
 

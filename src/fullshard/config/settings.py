@@ -1,0 +1,120 @@
+"""What every group of settings is: frozen, validated, and with errors that name the setting and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fullshard.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with one setting, or with several together.
+
+    Attributes:
+        settings: their names within the group, most to blame first; empty if that cannot be said.
+        message: what is wrong, got / expected.
+        hint: one action that mends it.
+    """
+
+    settings: tuple[str, ...]
+    message: str
+    hint: str | None = None
+
+
+class SettingsError(ConfigError):
+    """Some settings of a group are wrong.
+
+    Args:
+        group: the class of the settings.
+        faults: every fault that was found.
+    """
+
+    def __init__(self, group: str, faults: Sequence[Fault]) -> None:
+        hints = list(dict.fromkeys(fault.hint for fault in faults if fault.hint))
+        super().__init__(f"{group}: {'; '.join(fault.message for fault in faults)}", hint="; ".join(hints) or None)
+        self.group, self.faults = group, tuple(faults)
+
+    def __reduce__(self) -> tuple[type[SettingsError], tuple[str, tuple[Fault, ...]]]:
+        return type(self), (self.group, self.faults)
+
+
+class CombinationError(ConfigError):
+    """Settings that are right one by one, but not together.
+
+    Args:
+        message: what contradicts what.
+        settings: their names within the group, most to blame first.
+        hint: one action that mends it.
+    """
+
+    def __init__(self, message: str, *settings: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.settings = settings
+
+
+def plain_message(error: BaseException) -> str:
+    """The message of an error without its hint."""
+    return str(error).split("\nhint: ")[0]
+
+
+class Settings(BaseModel):
+    """A frozen group of settings whose construction raises `SettingsError`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise SettingsError(type(self).__name__, [self._fault(item) for item in error.errors()]) from None
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any] | Self | None) -> Self:
+        """Settings from a mapping, from None (all defaults) or unchanged.
+
+        Raises:
+            ConfigError: anything else, or a setting that is wrong.
+        """
+        if isinstance(value, cls):
+            return value
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{cls.__name__} cannot be made of a {type(value).__name__}", hint="pass a dict of settings"
+            )
+        return cls(**(value or {}))
+
+    @classmethod
+    def _fault(cls, item: Any) -> Fault:
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            return Fault((where,), f"unknown setting {where!r}", suggestion(where, cls.model_fields))
+        if item["type"] == "value_error":
+            cause = item["ctx"]["error"]
+            names = getattr(cause, "settings", ()) or ((where,) if where else ())
+            return Fault(names, plain_message(cause), getattr(cause, "hint", None))
+        first = str(item["loc"][0])
+        message = f"setting {where!r}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+        return Fault((first,), message, cls._advice(first, item["input"]))
+
+    @classmethod
+    def _advice(cls, name: str, value: object) -> str:
+        """The choice that a wrong one resembles, else what the setting is."""
+        field = cls.model_fields[name]
+        choices = [str(choice) for choice in get_args(field.annotation) if get_origin(field.annotation) is Literal]
+        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        return (
+            f"did you mean {close[0]}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
+        )
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """A hint for an unknown name: the one it resembles, else all there are."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(names)}"

@@ -1,0 +1,271 @@
+"""What goes to the host and back: when, how many bytes, and as the planner says.
+
+pytest tests/test_offload_moves.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from fullshard.api.plan_check import PlanCheck
+from fullshard.comm.torch_dist import Done
+from fullshard.core.events import Event
+from fullshard.engine import units_of
+from fullshard.engine.offload import Host
+from fullshard.plan.evaluate import evaluate
+from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.job import Job
+from fullshard.plan.library import load_model
+from tests.distributed import run_ranks
+from tests.offload import BFLOAT16, CASES, DEPTH, POLICIES, SCHEDULED, SLOW_CASES, Case, allowed
+
+pytestmark = pytest.mark.usefixtures("rehearsed")
+
+
+# -- what is moved, when, and how many bytes ----------------------------------------------------------------------
+
+PLANS: dict[str, dict[str, Any]] = {
+    "everything": {"offload": True},
+    "main weights": {"offload_main_weights": True},
+    "optimizer state": {"offload_optimizer_state": True},
+    "frozen": {"offload_compute_shards": True},
+    "frozen and optimizer state": {"offload_compute_shards": True, "offload_optimizer_state": True},
+}
+
+
+def planned_and_found(case: Case, name: str) -> list[str]:
+    """What differs between the engine's third step and the planner's."""
+    model = case.model(POLICIES[name])
+    optimizer = case.optimizer_of(model)
+    kind = {"AdamW": "adamw", "fused": "adamw-fused", "SGD": "sgd-momentum"}[case.optimizer]
+    settings = {"strategy": case.strategy, "shard_size": case.shard_size, "accumulation": case.micro_batches}
+    check = PlanCheck(model, optimizer, Job.of({**settings, "optimizer": kind, **PLANS[name]}))
+    for step in range(3):
+        case.backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = [d for d in check.report() if d.category.startswith("copied") and d.found]
+    assert moved, "nothing was moved"
+    return [str(difference) for difference in check.report() if not difference.is_as_planned]
+
+
+def all_planned_and_found(case: Case) -> dict[str, list[str]]:
+    return {name: planned_and_found(case, name) for name in allowed(case)}
+
+
+@pytest.mark.parametrize("name", ["frozen", *(pytest.param(n, marks=pytest.mark.full) for n in SCHEDULED)])
+def test_the_planner_knows_every_move(name: str) -> None:
+    """Events, one by one, and bytes either way, on every rank: the last owns padding instead of elements."""
+    case = {**CASES, **SLOW_CASES}[name]
+    for found in run_ranks(all_planned_and_found, 3 if case.shard_size is None else 4, case):
+        assert not any(found.values()), found
+
+
+def moves(case: Case, name: str) -> tuple[list[str], dict[str, int]]:
+    """The second step's moves in words, and the size of each layer's shards."""
+    events: list[Event] = []
+    model = case.model(POLICIES[name], event_sink=events.append)
+    optimizer = case.optimizer_of(model)
+    for step in range(2):
+        events.clear()
+        case.backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    said = [
+        f"{event.kind} {event.what} {event.unit.removeprefix('layers.') or 'root'}.{event.bucket}: {event.nbytes}"
+        if event.what
+        else f"{event.kind} {event.unit.removeprefix('layers.') or 'root'}"
+        for event in events
+    ]
+    shards = {b.unit.name or "root": b.layout.shard_numel for unit in units_of(model) for b in unit.buckets}
+    return said, shards
+
+
+def test_compute_shards_are_copied_with_the_gather_and_gradients_while_backward_goes_on() -> None:
+    """In half precision two bytes per element go to the device, twice, and four come back, once."""
+    said, shards = run_ranks(moves, 2, Case(BFLOAT16, optimizer="fused"), "everything")[0]
+    layer, root = 2 * shards["layers.0"], 2 * shards["root"]
+    copies = [line for line in said if line.startswith("to_")]
+    assert copies == [
+        f"to_device compute shard root.0: {root}",
+        *(f"to_device compute shard {index}.0: {layer}" for index in range(DEPTH)),
+        *(f"to_device compute shard {index}.0: {layer}" for index in reversed(range(1, DEPTH))),
+        f"to_device compute shard 0.0: {layer}",
+        # each gradient once the next one is on its way to be reduced
+        *(f"to_host gradient {index}.0: {2 * layer}" for index in reversed(range(DEPTH))),
+        f"to_host gradient root.0: {2 * root}",
+    ], copies
+    for index in range(DEPTH):
+        at = said.index(f"to_device compute shard {index}.0: {layer}")
+        assert said[at - 1] == f"unshard_issued {index}"
+    ahead = said.index(f"to_device compute shard 1.0: {layer}")
+    assert ahead < said.index("forward_begin 0"), "copied while the layer before it runs"
+    assert said.index(f"to_host gradient 2.0: {2 * layer}") < said.index("backward_begin 0"), "beside backward"
+
+
+def test_compute_shards_on_the_device_are_made_anew_once_per_step() -> None:
+    said, shards = run_ranks(moves, 2, Case(BFLOAT16, micro_batches=2), "main weights")[0]
+    copies = [line for line in said if line.startswith("to_device")]
+    assert sorted(copies) == sorted(
+        f"to_device compute shard {name.removeprefix('layers.')}.0: {2 * numel}" for name, numel in shards.items()
+    )
+    assert len([line for line in said if line.startswith("to_host gradient")]) == 2 * (DEPTH + 1)
+
+
+def test_state_visits_the_device_for_the_step() -> None:
+    said, _ = run_ranks(moves, 2, Case(), "optimizer state")[0]
+    step = said.index("optimizer_step root")
+    moved = [line for line in said if line.startswith("to_")]
+    assert [line.split()[0] for line in moved] == ["to_device"] * (DEPTH + 1) + ["to_host"] * (DEPTH + 1)
+    assert said[step - DEPTH - 1 : step] == moved[: DEPTH + 1]
+    assert all(line.startswith("to_host") for line in said[step + 1 :])
+
+
+# -- the plan, and the order of streams ---------------------------------------------------------------------------
+
+
+def test_the_plan_has_host_and_device_apart() -> None:
+    """Llama-3.1-8B in bf16 with AdamW over 8 devices: S elements each; the layers are gathered twice, the root once."""
+    model, _ = load_model("Llama-3.1-8B")
+    cluster = parse_cluster("8xA100")
+
+    def planned(**settings: Any) -> Any:
+        return evaluate(model, Job.of({"optimizer": "adamw-fused", "accumulation": 3, **settings}), cluster)
+
+    numel, root = model.numel / 8, model.root.numel / 8
+    expected = {
+        # settings: (bytes that stay on the device, on a host of 8, copied to the device, and back), in elements
+        "": (12 * numel, 0, 0, 0),
+        "offload": (0, 8 * (14 + 8) * numel, 3 * 2 * (2 * numel - root), 3 * 4 * numel),
+        "offload_main_weights": (2 * numel, 8 * (12 + 8) * numel, 2 * numel, 3 * 4 * numel),
+        "offload_optimizer_state": (4 * numel, 8 * 8 * numel, 8 * numel, 8 * numel),
+    }
+    for switch, (device, host, there, back) in expected.items():
+        plan = planned(**({switch: True} if switch else {}))
+        found = (plan.memory.persistent, plan.memory.host_steady, *copied_nbytes(plan))
+        assert found == pytest.approx((device, host, there, back), rel=2e-3, abs=1), switch
+    peaks = {switch: planned(**({switch: True} if switch else {})).memory for switch in expected}
+    step, visited = (planned(accumulation=1, offload_optimizer_state=wanted).memory for wanted in (False, True))
+    assert sum(visited.phases["optimizer"].values()) == sum(step.phases["optimizer"].values()), "it visits the device"
+    # What is left of gradients is the two on their way.
+    assert peaks[""].peak_of_step - peaks["offload"].peak_of_step > 15 * numel
+
+
+def copied_nbytes(plan: Any) -> tuple[int, int]:
+    return plan.traffic.to_device_nbytes, plan.traffic.to_host_nbytes
+
+
+def test_a_frozen_base_on_the_host_leaves_the_adapters_on_the_device() -> None:
+    model, _ = load_model("Llama-3.1-8B")
+    plain, frozen = (
+        evaluate(model, Job.of({"method": "qlora", **more}), parse_cluster("2xA100"))
+        for more in ({}, {"offload_compute_shards": True})
+    )
+    kept = ("main weights", "optimizer state")
+    on_device = [{name: plan.memory.phases["load"][name] for name in kept} for plan in (plain, frozen)]
+    assert on_device[0] == on_device[1]
+    assert frozen.memory.persistent == sum(on_device[1].values())
+    base = plain.memory.persistent - frozen.memory.persistent
+    assert base > 0.5 * 0.5 * model.numel, "half a byte per element, over two ranks"
+    assert frozen.traffic.to_host_nbytes == 0 < base < frozen.traffic.to_device_nbytes <= 2 * base
+
+
+STREAM = torch.Stream
+
+
+class Log:
+    """Stands in for an accelerator's streams, of which it keeps what they are told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.computing = self.stream("computing")
+        self.names = iter(("to device", "to host"))
+
+    def stream(self, name: str) -> Any:
+        stream = create_autospec(STREAM, instance=True)
+        stream.label = name
+        stream.wait_stream.side_effect = lambda other: self.said.append(f"{name} waits for {other.label}")
+        stream.wait_event.side_effect = lambda event: self.said.append(f"{name} waits for {event.label}")
+        stream.synchronize.side_effect = lambda: self.said.append(f"the host waits for {name}")
+        stream.__enter__ = lambda _: self.said.append(f"onto {name}")
+        stream.__exit__ = lambda *_: self.said.append(f"off {name}")
+
+        def record() -> Any:
+            self.said.append(f"{name} records")
+            event = create_autospec(torch.Event, instance=True)
+            event.label = f"the event of {name}"
+            event.synchronize.side_effect = lambda: self.said.append(f"the host waits for the event of {name}")
+            return event
+
+        stream.record_event.side_effect = record
+        return stream
+
+
+def test_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an accelerator is told, in which order; what it makes of it is in tests/test_offload_gpu.py."""
+    log = Log()
+    monkeypatch.setattr(torch, "Stream", lambda _: log.stream(next(log.names)))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: log.computing)
+    host = Host(torch.device("cuda"), pins=False, overlaps=True)
+    full, main = torch.empty(4), torch.arange(4.0)
+    with host.copying_to_device():
+        work = host.arriving(Done(full.copy_(main)))
+    work.wait()
+    assert log.said == [
+        "to device waits for computing",  # what used the memory before
+        "onto to device",
+        "to device records",
+        "off to device",
+        "computing waits for the event of to device",
+    ]
+    log.said.clear()
+    leaving = [host.send(Done(torch.full((4,), float(i)))) for i in range(2)]
+    sent = ["to host waits for computing", "onto to host", "off to host", "to host records"]
+    assert log.said == [*sent, *sent, "computing waits for the event of to host"]  # before the first is freed
+    log.said.clear()
+    assert [work.wait()[0].item() for work in leaving] == [0.0, 1.0]
+    waits = "the host waits for the event of to host"
+    assert log.said == [waits, "computing waits for the event of to host", waits]
+    log.said.clear()
+    host.settle()
+    assert log.said == ["the host waits for to device"]
+
+
+# -- as a user asks for it ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flag", ["--cpu-offload", "--offload-main-weights", "--offload-optimizer-state"])
+def test_the_recipe_keeps_to_its_plan(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("one and two and three and " * 2000, encoding="utf-8")
+    settings = {
+        **{
+            "nproc": 2,
+            "device": "cpu",
+            "data": tmp_path / "data.txt",
+            "output-dir": tmp_path / "out",
+            "vocab-size": 320,
+        },
+        **{"steps": 4, "batch-size": 2, "seq-len": 32, "precision": "bf16", "save-every": 0, "sample-tokens": 0},
+    }
+    options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    code = "from fullshard.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", flag, "--check-plan", "--no-plot", "--no-export", *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "step 3: as planned" in said, said
+    assert "copied to the device: planned" in said, said
+    assert "on the host, " in said, said

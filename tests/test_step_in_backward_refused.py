@@ -1,0 +1,166 @@
+"""What an optimizer that steps in backward cannot do is an error, at once and with a way out.
+
+pytest tests/test_step_in_backward_refused.py
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn, optim
+
+from fullshard.core.errors import LifecycleError, OptimizerError
+from fullshard.engine import MixedPrecisionPolicy, shard_model, step_in_backward, unsharded
+from fullshard.wrap.policies import checkpoint_modules
+from tests.optimizers import Make
+from tests.stepping import make_model, run_backward, stepping
+from tests.traps import BLOCKS, Stack
+
+
+def clip_norm(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clip_value(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def unscale(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def drop(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("use", [clip_norm, clip_value, unscale, drop])
+def test_whoever_wants_gradients_after_it_is_told(use: Callable[[nn.Module, optim.Optimizer], None]) -> None:
+    model, optimizer = stepping()
+    run_backward(model, 0)
+    with pytest.raises(LifecycleError, match="the optimizer has stepped in backward and used its gradient up"):
+        use(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    run_backward(model, 1)
+
+
+def test_a_second_backward() -> None:
+    model, optimizer = stepping()
+    run_backward(model, 0)
+    with pytest.raises(LifecycleError, match=r"a second backward before optimizer.step\(\): AdamW has stepped"):
+        run_backward(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    run_backward(model, 1)
+
+
+def test_a_backward_that_fails_half_way() -> None:
+    """What has stepped has stepped, and nobody goes on from there without being told."""
+    model, optimizer = stepping()
+    run_backward(model, 0)
+    optimizer.step()
+    handle = model.get_submodule("blocks.0").register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_backward(model, 1)
+    handle.remove()
+    with pytest.raises(LifecycleError, match="load a checkpoint"):
+        run_backward(model, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    run_backward(model, 2)
+
+
+def test_a_closure() -> None:
+    model, optimizer = stepping()
+    with pytest.raises(LifecycleError, match=r"step\(closure\)"):
+        optimizer.step(lambda: float(run_backward(model, 0)))
+
+
+def test_hyper_parameters_that_come_too_late() -> None:
+    model, optimizer = stepping()
+    optimizer.param_groups[0]["lr"] = 0.5
+    run_backward(model, 0)
+    optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(LifecycleError, match=r"lr of parameter group 0 was changed \(from 0.5 to 0.25"):
+        optimizer.step()
+    model = make_model("plain")
+    optimizer = optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
+    step_in_backward(optimizer)
+    run_backward(model, 0)
+    optimizer.step()
+    run_backward(model, 0)
+    optimizer.param_groups[0]["lr"].fill_(0.1)
+    with pytest.raises(LifecycleError, match="lr of parameter group 0"):
+        optimizer.step()
+
+
+def test_a_hook_before_the_step() -> None:
+    model, optimizer = stepping()
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(LifecycleError, match="step pre-hook"):
+        run_backward(model, 0)
+    handle.remove()
+    run_backward(model, 0)
+
+
+def test_inside_unsharded() -> None:
+    model, _ = stepping()
+    with unsharded(model), pytest.raises(LifecycleError, match="is kept unsharded"):
+        run_backward(model, 0)
+
+
+def test_shared_parameters_under_reentrant_checkpointing() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    blocks = [model.get_submodule(name) for name in BLOCKS]
+    blocks[2].up.weight = blocks[0].up.weight  # type: ignore[union-attr]
+    checkpoint_modules(model, blocks, reentrant=True)
+    shard_model(model, unit_modules=[])
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    step_in_backward(optimizer)
+    run_backward(model, 0)  # one unit, which is complete at the end only
+    optimizer.step()
+
+
+class Own(optim.AdamW):
+    """A subclass may do anything."""
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda parameters: Own(parameters), "Own cannot step in backward"),
+        (lambda parameters: optim.AdamW(parameters, differentiable=True), "differentiable"),
+        (lambda parameters: optim.AdamW([nn.Parameter(torch.ones(2))]), "holds no sharded parameter"),
+        (lambda parameters: optim.LBFGS(parameters), "needs whole tensors"),
+    ],
+)
+def test_refused_optimizers(make: Make, words: str) -> None:
+    with pytest.raises(OptimizerError, match=words):
+        step_in_backward(make(make_model("plain").parameters()))
+
+
+def test_refused_models() -> None:
+    model = shard_model(Stack(), unit_modules=[], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    with pytest.raises(OptimizerError, match="float16, whose gradients are scaled"):
+        step_in_backward(optim.AdamW(model.parameters()))
+    other, _first = stepping()
+    with pytest.raises(OptimizerError, match=r"shares parameter .* with another optimizer that steps in backward"):
+        step_in_backward(optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_is_gone_steps_no_more() -> None:
+    model, optimizer = stepping()
+    step_in_backward(optimizer)  # again: nothing
+    run_backward(model, 0)
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    before = [p.detach().clone() for p in model.parameters()]
+    run_backward(model, 1)
+    assert all(torch.equal(a, b) and b.grad is not None for a, b in zip(before, model.parameters(), strict=True))
