@@ -23,7 +23,7 @@ from fullshard.comm.torch_dist import Done, GlooCollectives
 from fullshard.config.hardware import Accelerator, Hardware
 from fullshard.core.sizes import MIB
 from fullshard.launch import doctor, doctor_ranks
-from fullshard.launch.doctor import Finding, Trial, judge
+from fullshard.launch.doctor import BFLOAT16_TIME, Finding, Trial, judge
 from fullshard.launch.report import make_report
 from tests.distributed import run_ranks
 
@@ -186,6 +186,7 @@ def test_two_healthy_ranks() -> None:
     assert {row["nbytes"] for row in trial["measurements"]} == set(doctor_ranks._SIZES)
     assert trial["facts"]["collectives"] == "shared memory"
     assert trial["facts"]["because"] == "all ranks are on one host"
+    assert trial["facts"][BFLOAT16_TIME] > 0
     chosen = {(row["collectives"], row["is_chosen"]) for row in trial["measurements"]}
     assert chosen == {("shared memory", True), ("point to point", False), ("gloo", False)}
     for row in trial["measurements"]:
@@ -259,6 +260,10 @@ def test_a_trial_is_judged_in_words() -> None:
     assert wrong.text.startswith("sharded steps against DDP: wrong: losses")
     assert not slow.is_wrong
     assert "16.00 MiB runs at 0.008 GB/s" in slow.text
+    [emulated] = judge(Trial(0, {"a": "right"}, [], {"device": "cpu", BFLOAT16_TIME: 2.9}), [])
+    assert "takes 2.9 times as long as in float32" in emulated.text
+    assert not emulated.is_wrong
+    assert list(judge(Trial(0, {"a": "right"}, [], {"device": "cpu", BFLOAT16_TIME: 0.5}), [])) == []
     [died] = judge(Trial(137, {"sum over the ranks": "right"}, [], {}), [])
     assert "exit code 137; checks that were reached: sum over the ranks" in died.text
     assert list(judge(Trial(0, {"a": "right"}, [], {}), [])) == []

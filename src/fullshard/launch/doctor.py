@@ -27,6 +27,11 @@ _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SLOW_CPU_GB, _SLOW_ACCELERATOR_GB = 0.05, 2.0
 """GB/s (10**9 bytes) of the largest all-gather below which something is in the way."""
 
+BFLOAT16_TIME = "bfloat16 / float32 time of a product"
+"""The fact that says whether this CPU computes in bfloat16, or rounds what it has computed in float32."""
+
+_EMULATED = 1.25
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -256,6 +261,13 @@ def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
         yield Finding(
             f"the ranks ended with exit code {trial.exit_code}; checks that were reached: {reached}{why}",
             "mend that first" if causes else "the traceback above says where; NCCL_DEBUG=INFO says more about NCCL",
+        )
+    if trial.facts.get(BFLOAT16_TIME, 0) > _EMULATED:
+        yield Finding(
+            f"on this CPU a product in bfloat16 takes {trial.facts[BFLOAT16_TIME]} times as long as in float32: it has "
+            "no instructions for it",
+            "compute in fp32 here; bf16 saves memory, and costs time",
+            is_wrong=False,
         )
     if trial.measurements:
         yield from _slowness(trial)

@@ -23,6 +23,7 @@ from fullshard.comm.base import Collectives
 from fullshard.comm.select import Choice, choices_for
 from fullshard.core.sizes import KIB, MIB
 from fullshard.engine import ShardedParameter, fully_shard
+from fullshard.launch.doctor import BFLOAT16_TIME
 from fullshard.launch.environment import init_process_group_from_environment, rank_device, read_rank_environment
 from fullshard.launch.worker import run_worker
 
@@ -31,6 +32,8 @@ _LARGE = 256 * MIB
 _REPEATS = 7
 _STEPS = 3
 _TOLERANCE = 1e-5
+_SIDE = 512
+"""Of square matrices whose product is timed: large enough that nothing but products counts, and a few ms."""
 
 
 def main() -> None:
@@ -54,6 +57,8 @@ def main() -> None:
         "because": choices[0].reason,
         "threads per rank": torch.get_num_threads(),
     }
+    if device.type == "cpu":
+        outcome["facts"][BFLOAT16_TIME] = round(_product_seconds(torch.bfloat16) / _product_seconds(torch.float32), 2)
     for name, check in (
         ("sum over the ranks", lambda: _check_sum(device)),
         ("all-gather and reduce-scatter", lambda: _check_collectives(collectives, device)),
@@ -67,6 +72,11 @@ def main() -> None:
     keep()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    one, other = (torch.ones(_SIDE, _SIDE, dtype=dtype) for _ in range(2))
+    return min(_times(lambda: one @ other, torch.device("cpu")))
 
 
 def _worst(outcome: str) -> str:
