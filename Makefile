@@ -65,6 +65,8 @@ bench: $(VENV)/.bench  ## compare with the other engines on 2 processes (options
 
 bench-more: $(VENV)/.bench  ## what `bench` leaves out: 4 ranks, two hosts (as root), host time, checkpoints, loading
 	$(BIN)/python -m benchmarks.run --ranks 4 --rows '124m-fp32-1x128'
+	$(BIN)/python -m benchmarks.run --rows '124m-fp32-1x128' --name cpu-2ranks-less-memory \
+		--engines fsdp2 fullshard fullshard-in-backward fullshard-offload
 	$(BIN)/python -m benchmarks.hosts
 	$(BIN)/python -m benchmarks.host_time
 	$(BIN)/python -m benchmarks.timeline --svg docs/performance.svg
@@ -77,6 +79,8 @@ bench-more: $(VENV)/.bench  ## what `bench` leaves out: 4 ranks, two hosts (as r
 bench-gpu: $(VENV)/.bench  ## compare on one GPU: one rank, compiled, two ranks that share it (options: ARGS="--quick")
 	$(BIN)/python -m benchmarks.run --device cuda --ranks 1 --repeats 3 $(ARGS)
 	$(BIN)/python -m benchmarks.run --device cuda --ranks 1 --repeats 3 --compile $(ARGS)
+	$(BIN)/python -m benchmarks.run --device cuda --ranks 1 --repeats 3 --name cuda-1ranks-less-memory \
+		--rows '1b-bf16-*' --engines fsdp2 fsdp2-offload fullshard fullshard-offload fullshard-in-backward $(ARGS)
 	$(BIN)/python -m benchmarks.run --device cuda --ranks 2 --repeats 1 --engines fsdp2 fullshard --rows 'tiny-*' $(ARGS)
 	$(BIN)/python -m benchmarks.overlap
 

@@ -19,8 +19,14 @@ ENGINES = {
     "accelerate": "Accelerate, FSDP2",
     "deepspeed": "DeepSpeed ZeRO-3",
     "fullshard": "fullshard",
+    "fullshard-in-backward": "fullshard, step in backward",
+    "fsdp2-offload": "torch FSDP2, CPU offload",
+    "fullshard-offload": "fullshard, CPU offload",
 }
-GPU_ENGINES = ("bare", "fsdp2", "fullshard")
+DEFAULT_ENGINES = {
+    "cpu": ("bare", "bares", "ddp", "fsdp1", "fsdp2", "accelerate", "deepspeed", "fullshard"),
+    "cuda": ("bare", "fsdp2", "fullshard"),
+}
 BARE = "bare"
 SEVERAL_BARE = "bares"
 REFERENCE = "fsdp2"

@@ -10,12 +10,14 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -166,45 +168,66 @@ def build_fsdp2_hybrid(model: nn.Module, job: Job) -> TrainStep:
     return _fsdp2(model, job, _hosts_and_ranks())
 
 
+def build_fsdp2_offload(model: nn.Module, job: Job) -> TrainStep:
+    """The same; shards, gradients and optimizer state are in host memory."""
+    offload = CPUOffloadPolicy(pin_memory=job.device != "cpu")
+    return _fsdp2(model, job, (dist.get_world_size(),), offload_policy=offload)
+
+
 def _hosts_and_ranks() -> tuple[int, int]:
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     return dist.get_world_size() // local, local
 
 
-def _fsdp2(model: nn.Module, job: Job, shape: tuple[int, ...]) -> TrainStep:
-    mesh = init_device_mesh(job.device, shape)
+def _fsdp2(model: nn.Module, job: Job, shape: tuple[int, ...], **options: Any) -> TrainStep:
+    mesh = init_device_mesh(job.device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     policy = MixedPrecisionPolicy()
     if job.row.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in [*blocks(model), model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, **options)
     return plain_step(model, adamw(model.parameters(), job))
 
 
 def build_fullshard(model: nn.Module, job: Job) -> TrainStep:
     """Fullshard's fully_shard, called as torch's is."""
-    return _fullshard(model, job, None)
+    return plain_step(*_fullshard(model, job))
 
 
 def build_fullshard_packed(model: nn.Module, job: Job) -> TrainStep:
     """The same; weights are sent as int8, gradients as bf16."""
-    return _fullshard(model, job, None, gather_as=torch.int8, reduce_as=torch.bfloat16)
+    return plain_step(*_fullshard(model, job, sent={"gather_as": torch.int8, "reduce_as": torch.bfloat16}))
 
 
 def build_fullshard_hybrid(model: nn.Module, job: Job) -> TrainStep:
     """The same, sharded inside each host only."""
-    return _fullshard(model, job, init_device_mesh(job.device, _hosts_and_ranks()))
+    return plain_step(*_fullshard(model, job, mesh=init_device_mesh(job.device, _hosts_and_ranks())))
 
 
-def _fullshard(model: nn.Module, job: Job, mesh: DeviceMesh | None, **sent: torch.dtype) -> TrainStep:
+def build_fullshard_offload(model: nn.Module, job: Job) -> TrainStep:
+    """The same; shards, gradients and optimizer state are in host memory."""
+    policy = importlib.import_module("fullshard").CPUOffloadPolicy()
+    return plain_step(*_fullshard(model, job, offload_policy=policy))
+
+
+def build_fullshard_in_backward(model: nn.Module, job: Job) -> TrainStep:
+    """The same; the optimizer steps in backward."""
+    model, optimizer = _fullshard(model, job)
+    importlib.import_module("fullshard").step_in_backward(optimizer)
+    return plain_step(model, optimizer)
+
+
+def _fullshard(
+    model: nn.Module, job: Job, *, sent: Mapping[str, torch.dtype] | None = None, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     fullshard = importlib.import_module("fullshard")
-    engine = importlib.import_module("fullshard.engine")
+    dtypes = dict(sent or {})
     if job.row.dtype == "bf16":
-        sent |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    policy = engine.MixedPrecisionPolicy(**sent)
+        dtypes |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    policy = fullshard.MixedPrecisionPolicy(**dtypes)
     for module in [*blocks(model), model]:
-        fullshard.fully_shard(module, mesh=mesh, mp_policy=policy)
-    return plain_step(model, adamw(model.parameters(), job))
+        fullshard.fully_shard(module, mp_policy=policy, **options)
+    return model, adamw(model.parameters(), job)
 
 
 def build_accelerate(model: nn.Module, job: Job) -> TrainStep:
@@ -267,6 +290,12 @@ ENGINES = {
     ),
     "deepspeed": Engine(build_deepspeed, package="deepspeed", environment={"DS_ACCELERATOR": "cpu"}),
     "fullshard": Engine(build_fullshard, package="fullshard"),
+    "fullshard-in-backward": Engine(build_fullshard_in_backward, package="fullshard"),
+    "fsdp2-offload": Engine(build_fsdp2_offload),
+    # On CPUs, which are their own hosts, memory beside stands for it.
+    "fullshard-offload": Engine(
+        build_fullshard_offload, package="fullshard", environment={"FULLSHARD_OFFLOAD": "rehearse"}
+    ),
     # Of `benchmarks.hosts` only:
     "fsdp2-hybrid": Engine(build_fsdp2_hybrid),
     "fullshard-gloo": Engine(build_fullshard, package="fullshard", environment={"FULLSHARD_COMM": "gloo"}),

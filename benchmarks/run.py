@@ -25,7 +25,7 @@ import torch
 from pydantic import ValidationError
 from torch.distributed import TCPStore
 
-from benchmarks.catalog import BACKENDS, BARE, DEFAULT_ROWS, ENGINES, GPU_ENGINES, QUICK_ROWS, ROWS, SHAPES, Row
+from benchmarks.catalog import BACKENDS, BARE, DEFAULT_ENGINES, DEFAULT_ROWS, ENGINES, QUICK_ROWS, ROWS, SHAPES, Row
 from benchmarks.record import (
     FORMAT,
     JOB,
@@ -58,7 +58,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="names or patterns such as '124m-*'")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), metavar="ENGINE",
-                        help=f"of {', '.join(ENGINES)}; default all, on GPUs {', '.join(GPU_ENGINES)}")  # fmt: skip
+                        help=f"of {', '.join(ENGINES)}; default all that train as they are, on GPUs "
+                        f"{', '.join(DEFAULT_ENGINES['cuda'])}")  # fmt: skip
     parser.add_argument("--repeats", type=_at_least_one, help="default 5, with --quick 1")
     parser.add_argument("--steps", type=_at_least_one, help="measured steps per run, default 10, with --quick 5")
     parser.add_argument("--warmup", type=_at_least_one, help="steps before them, default 3, with --quick 2")
@@ -75,7 +76,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--allow-failures", action="store_true", help="exit with 0 although an engine failed")
     options = parser.parse_args(arguments)
     if options.engines is None:
-        options.engines = list(ENGINES) if options.device == "cpu" else list(GPU_ENGINES)
+        options.engines = list(DEFAULT_ENGINES[options.device])
     if options.rows is None:
         options.rows = [QUICK_ROWS[options.device]] if options.quick else DEFAULT_ROWS[options.device]
     for option, full, quick in (("repeats", 5, 1), ("steps", 10, 5), ("warmup", 3, 2)):
