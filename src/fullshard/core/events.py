@@ -32,9 +32,9 @@ class EventKind(StrEnum):
     """the optimizer has updated one of its buckets within backward, and the gradient was freed"""
     OPTIMIZER_STEP = "optimizer_step"
     TO_DEVICE = "to_device"
-    """something of one bucket is copied from the host"""
+    """something of one bucket, or a unit's activations, is copied from the host"""
     TO_HOST = "to_host"
-    """something of one bucket is copied there"""
+    """the same there"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Event:
         kind: what happened.
         unit: the unit's name (the module's qualified name; empty for the root).
         nbytes: bytes of the communicated, freed or copied buffer, 0 where none is involved.
-        what: what is copied to or from the host: `compute shard`, `gradient` or `optimizer state`.
-        bucket: of those, which bucket of the unit it belongs to.
+        what: what is copied to or from the host: `compute shard`, `gradient`, `optimizer state` or `activations`.
+        bucket: of the first three, which bucket of the unit it belongs to.
     """
 
     kind: EventKind

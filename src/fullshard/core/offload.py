@@ -9,13 +9,14 @@ from fullshard.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Three things that can be in host memory, each by a switch of its own.
+    """Four things that can be in host memory, each by a switch of its own.
 
     | on the host | goes to the device | goes to the host |
     |---|---|---|
     | compute shards | before every gather | - |
     | main weights | after every optimizer step, unless compute shards are on the host too | gradients, once reduced |
     | optimizer state alone | before every optimizer step | after it |
+    | activations | in backward, one unit ahead | in forward, while the next unit computes |
 
     Attributes:
         compute_shards: what units are gathered from, in the dtype they compute in. A frozen parameter has nothing else.
@@ -23,6 +24,7 @@ class Offload:
         main_weights: what the optimizer updates. It then updates them on the host, where gradients are sent.
         optimizer_state: what the optimizer keeps. It lies beside main weights on the host; without them it visits the
             device for each step.
+        activations: what autograd saves in a unit for backward. Nothing that is sharded, so not a part of everything.
 
     Raises:
         ConfigError: main weights without the state that is updated with them.
@@ -31,6 +33,7 @@ class Offload:
     compute_shards: bool = False
     main_weights: bool = False
     optimizer_state: bool = False
+    activations: bool = False
 
     def __post_init__(self) -> None:
         if self.main_weights and not self.optimizer_state:
@@ -46,6 +49,7 @@ class Offload:
         compute_shards: bool | None = None,
         main_weights: bool | None = None,
         optimizer_state: bool | None = None,
+        activations: bool = False,
     ) -> Offload:
         """From switches of which None means: as `everything` has it, and the state where the main weights are."""
         main = everything if main_weights is None else main_weights
@@ -53,15 +57,21 @@ class Offload:
             everything if compute_shards is None else compute_shards,
             main,
             (everything or main) if optimizer_state is None else optimizer_state,
+            activations,
         )
 
     def __bool__(self) -> bool:
         """Whether anything is on the host."""
+        return self.has_shards or self.activations
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether anything that is sharded is."""
         return self.compute_shards or self.main_weights or self.optimizer_state
 
     @property
     def is_everything(self) -> bool:
-        """Whether all of it is."""
+        """Whether all that is sharded is."""
         return self.compute_shards and self.main_weights
 
     def __str__(self) -> str:

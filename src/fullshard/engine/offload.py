@@ -1,7 +1,8 @@
-"""Shards in host memory: the buffers they are in, and the two ways between host and device.
+"""Host memory beside a device: the buffers there, and the two ways between host and device.
 
-    to the device    what a unit is gathered from, on a stream of its own, as far ahead as its gather is issued
-    to the host      reduced gradients, on another, while backward goes on
+    to the device    what a unit is gathered from, on a stream of its own, as far ahead as its gather is issued; and
+                     activations, one unit ahead of backward (`engine.activations`)
+    to the host      reduced gradients, on another, while backward goes on; and activations, while forward does
 
 A copy is waited for where what it brings is used: a gather's `wait` has the computing stream wait, a gradient's blocks
 the host, because what follows there are ordinary tensors that anybody may read. `settle` waits for what still reads
@@ -17,7 +18,7 @@ import contextlib
 import functools
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class OffloadPolicy:
     Attributes:
         compute_shards, main_weights: see `core.offload.Offload`.
         optimizer_state: the same; None: where the main weights are.
+        activations: the same; not a part of "everything", which means parameters.
         pin_memory: page-lock host memory, without which copies wait for one another.
 
     Raises:
@@ -52,19 +54,20 @@ class OffloadPolicy:
     main_weights: bool = False
     optimizer_state: bool | None = None
     pin_memory: bool = True
+    activations: bool = False
 
     def __post_init__(self) -> None:
         _ = self.offload
 
     @property
     def offload(self) -> Offload:
-        """The three switches."""
-        return Offload.of(False, self.compute_shards, self.main_weights, self.optimizer_state)
+        """The four switches."""
+        return Offload.of(False, self.compute_shards, self.main_weights, self.optimizer_state, self.activations)
 
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Everything. On a CPU it is there anyway, and nothing is moved."""
+    """Everything that is sharded. On a CPU it is there anyway, and nothing is moved."""
 
     compute_shards: bool = True
     main_weights: bool = True
@@ -72,7 +75,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where the shards of a unit are.
+    """Where the shards of a unit are, and what its forward saves.
 
     Attributes:
         offload: what is on the host; nothing where device and host are one.
@@ -170,6 +173,18 @@ class Host:
             copy = torch.empty(flat.numel(), dtype=flat.dtype, device=self._device)
         return copy.copy_(flat, non_blocking=self._pins)
 
+    def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> Copies:
+        """Copies of 1-D tensors on the other side, made beside computing once what computing has launched is over."""
+        stream = self._to_host if to_host else self._to_device
+        with self._beside(stream):
+            if to_host:
+                made = [self.empty(tensor.numel(), tensor.dtype) for tensor in tensors]
+            else:
+                made = [torch.empty(t.numel(), dtype=t.dtype, device=self._device) for t in tensors]
+            for copy, tensor in zip(made, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=stream is not None)
+        return Copies(made, None if stream is None else stream.record_event(), self._device)
+
     def finish(self) -> None:
         """Wait until all copies made by `copy_of` are there."""
         if self._pins:
@@ -194,6 +209,20 @@ class Host:
 def host_of(device: torch.device, *, pins: bool, overlaps: bool) -> Host:
     """The one of all models that compute on `device`."""
     return Host(device, pins=pins, overlaps=overlaps)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Tensors on the other side of a copy that may be under way."""
+
+    tensors: list[torch.Tensor]
+    copied: torch.Event | None
+    device: torch.device
+
+    def wait(self) -> None:
+        """Have the current stream wait until they are there, and what they were copied from may be freed."""
+        if self.copied is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self.copied)
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink
+from fullshard.engine.activations import Activations
 from fullshard.engine.agree import check_agreement, describe_structure
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
@@ -68,6 +69,7 @@ class Schedule:
         self.after_step: Callable[[int], None] | None = None
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
         self.is_last_backward = True
+        self._activations = Activations.of(self.units)
         self._has_stepped = False
         self._depth = 0
         self._order: list[Unit] = []
@@ -94,11 +96,15 @@ class Schedule:
         self._depth += 1  # before anything that may raise, because end_forward is called even then
         if self._depth == 1:
             self._begin_outermost()
+        if self._activations is not None:
+            self._activations.turn(unit)
         self._forward.append(unit)
 
     def _abandon_forward(self) -> None:
         """The last forward ended in an interrupt from the keyboard, after which torch calls no hooks."""
         self._depth = 0
+        if self._activations is not None:
+            self._activations.end()
         for unit in self.units:
             unit.abandon_forward()
 
@@ -119,6 +125,8 @@ class Schedule:
                     bucket.gradient.release_if_cleared()
         self._last_called = None
         self._forward = []
+        if self._activations is not None:
+            self._activations.begin()
 
     def note_call(self, unit: Unit) -> Unit | None:
         """A forward that backward may come back to has begun; returns the unit of the one before."""
@@ -150,6 +158,8 @@ class Schedule:
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return
+        if self._activations is not None:
+            self._activations.end()
         if not self._is_order_verified and not failed:
             names = [f"forward {i}: unit {u.name!r}" for i, u in enumerate(self._forward)]
             check_agreement(self.mesh, names, what="the order in which units run")
@@ -201,8 +211,13 @@ class Schedule:
         if unit.backward_prefetch is not None:
             for other in unit.backward_prefetch:
                 other.issue_unshard()
-        elif self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        elif self.prefetches_in_backward:
             self._prefetch(call.previous)
+
+    @property
+    def prefetches_in_backward(self) -> bool:
+        """Whether what backward needs next is on its way while it is busy with a unit."""
+        return self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
 
     def prefetch_after_backward(self, previous: Unit | None) -> None:
         """The same, after they were."""

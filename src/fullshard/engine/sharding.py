@@ -71,7 +71,8 @@ class Sharding:
         share = self.rank_numel / self.total_numel if self.total_numel else 0.0
         packed = f"; {self.packed}" if self.packed else ""
         if self.offload:
-            packed += f"; {self.offload} on the host, {format_nbytes(self.host_nbytes)} of shards"
+            shards = f", {format_nbytes(self.host_nbytes)} of shards" if self.offload.has_shards else ""
+            packed += f"; {self.offload} on the host{shards}"
         return (
             f"sharded over {self.world_size} ranks ({self.replicate_size} x {self.shard_size}): "
             f"{format_count(self.total_numel)} parameters in {self.units} units, {self.buckets} buckets; "

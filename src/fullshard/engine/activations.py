@@ -1,0 +1,276 @@
+"""What autograd saves between forward and backward, in host memory meanwhile.
+
+What is saved from one unit's beginning to the next one's is a page. Pages are written in forward and read in backward,
+the last one first, so each needs to be on the device twice only:
+
+    the next unit begins   the page is complete: it is copied to the host, beside what that unit computes
+    and the one after      the copy is waited for, and the device's memory given up
+    backward wants it      it is there: it was copied back while the page after it was in use; now the one before it is
+
+So the device holds two pages, and the last one, of the last unit and of what comes after it (head, loss), never leaves:
+backward begins with it. With checkpointing inside a unit a page is that unit's input.
+
+A storage is moved once, however many views of it are saved, and only if nobody else holds it, because moving it would
+free nothing then. It is left to the next page instead. So attention masks and rotation tables, which every layer saves,
+stay where they are, and nobody can change what is being copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from fullshard.core.errors import LifecycleError
+from fullshard.core.events import EventKind
+from fullshard.engine.offload import Copies, Host
+
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
+
+SMALLEST_NBYTES = 2**16
+"""What is smaller stays: a copy takes some microseconds whatever its size, in which PCIe moves as much. Those are the
+statistics of norms and attention, four bytes per token beside thousands."""
+
+
+class Activations:
+    """Of one model: which pages there are, and where.
+
+    Args:
+        units: those of the model.
+        host: where pages go.
+    """
+
+    def __init__(self, units: Sequence[Unit], host: Host) -> None:
+        self._host, self._device = host, units[-1].mesh.device
+        self._weights = frozenset(bucket.storage_id for unit in units for bucket in unit.buckets)
+        self._nothing = torch.empty(0, device=self._device)
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._is_watching = False
+        self._pages: dict[int, _Page] = {}
+        self._page: _Page | None = None
+        self._wanted: _Page | None = None
+        self._leaving: tuple[list[_Block], Copies] | None = None
+        self._blocks: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, units: Sequence[Unit]) -> Activations | None:
+        """For units of which at least one has its activations on the host."""
+        host = next((unit.storage.host for unit in units if unit.storage.offload.activations), None)
+        return None if host is None else cls(units, host)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward of the model begins.
+
+        Nothing is done without autograd, or under hooks of somebody else's: who checkpoints the whole model has decided
+        what is kept of it.
+        """
+        self.end()
+        self._wanted = None
+        self._pages = {number: page for number, page in self._pages.items() if any(page.blocks)}
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            self._hooks.__enter__()
+            self._is_watching = True
+
+    def turn(self, unit: Unit) -> None:
+        """A unit begins: what is saved from here on is its page, and the one before is complete."""
+        if not self._is_watching:
+            return
+        self._give_up()
+        before, number = self._page, max(self._pages, default=0) + 1
+        self._page = self._pages[number] = _Page(unit, number)
+        if before is not None:
+            self._send(before, self._page)
+
+    def end(self) -> None:
+        """A forward is over, or has failed."""
+        if self._is_watching:
+            self._is_watching = False
+            self._hooks.__exit__()
+        self._give_up()
+
+    def _send(self, page: _Page, following: _Page) -> None:
+        """Copy what only this page holds to the host, and leave the rest to the next one."""
+        if not page.unit.storage.offload.activations:
+            return
+        blocks = []
+        for block in page.blocks:
+            if torch._C._storage_Use_Count(block.storage_id) > _uses_of_one_holder():
+                following.add(block)
+            else:
+                blocks.append(block)
+                self._blocks.pop(block.storage_id)
+        if blocks:
+            copies = self._host.copies([t for block in blocks if (t := block.on_device) is not None], to_host=True)
+            for block, copy in zip(blocks, copies.tensors, strict=True):
+                block.on_host = copy
+            self._leaving = blocks, copies
+            page.emit(EventKind.TO_HOST, blocks)
+
+    def _give_up(self) -> None:
+        """Free the device's memory of the page under way, for what is computed after the copy."""
+        if self._leaving is not None:
+            blocks, copies = self._leaving
+            copies.wait()
+            for block in blocks:
+                block.on_device = None
+            self._leaving = None
+
+    # -- what autograd calls ------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        if self._page is None or not self._may_move(tensor):
+            # Not the tensor itself if the graph made it: that would be a cycle, which nobody frees.
+            return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(storage._cdata)
+        if block is None:
+            block = self._blocks[storage._cdata] = _Block(storage)
+            self._page.add(block)
+        elif block.page is not self._page:
+            self._page.add(block)
+        counter = tensor.detach()
+        counter.data = self._nothing  # keeps count of changes, and no memory
+        return _Saved(counter, tensor._version, block, _View.of(tensor))
+
+    def _may_move(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+            return False
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < SMALLEST_NBYTES or storage._cdata in self._weights:
+            return False
+        return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        block, view = saved.block, saved.view
+        found = saved.tensor._version
+        if found != saved.version:
+            where = "" if block is None else f", saved in unit {block.page.unit.name!r},"
+            shape = tuple(saved.tensor.shape if view is None else view.size)
+            raise LifecycleError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {shape}{where} is at version {found}; expected version {saved.version} instead",
+                hint="change a copy of it; torch.autograd.set_detect_anomaly(True) says which operation saved it",
+            )
+        if block is None or view is None:
+            return saved.tensor
+        if block.page is not self._wanted:
+            self._want(block.page)
+        assert block.on_device is not None  # noqa: S101 -- its page was wanted
+        return view.of_storage(block.on_device.untyped_storage())
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def _want(self, page: _Page) -> None:
+        """Backward has come to a page: have computing wait for it, and copy the one before it meanwhile."""
+        self._bring(page)
+        if page.arriving is not None:
+            page.arriving.wait()
+            page.arriving = None
+        self._wanted = page
+        if page.unit.schedule.prefetches_in_backward:
+            earlier = (self._pages.get(number) for number in range(page.number - 1, min(self._pages) - 1, -1))
+            before = next((p for p in earlier if p is not None and any(p.blocks)), None)
+            if before is not None:
+                self._bring(before)
+
+    def _bring(self, page: _Page) -> None:
+        blocks = [block for block in page.blocks if block.on_device is None]
+        if not blocks:
+            return
+        page.arriving = self._host.copies([t for block in blocks if (t := block.on_host) is not None], to_host=False)
+        for block, copy in zip(blocks, page.arriving.tensors, strict=True):
+            block.on_device, block.on_host = copy, None
+        page.emit(EventKind.TO_DEVICE, blocks)
+
+
+class _Page:
+    """What is saved from one unit's beginning to the next one's; its blocks live as long as the graph wants them."""
+
+    def __init__(self, unit: Unit, number: int) -> None:
+        self.unit, self.number = unit, number
+        self.arriving: Copies | None = None
+        self._blocks: list[weakref.ref[_Block]] = []
+
+    @property
+    def blocks(self) -> Iterable[_Block]:
+        """Those that autograd still wants, and that no later page has taken."""
+        for reference in self._blocks:
+            block = reference()
+            if block is not None and block.page is self:
+                yield block
+
+    def add(self, block: _Block) -> None:
+        """Take a block, from the page before if that has it."""
+        block.page = self
+        self._blocks.append(weakref.ref(block))
+
+    def emit(self, kind: EventKind, blocks: Iterable[_Block]) -> None:
+        self.unit.emit(kind, sum(block.nbytes for block in blocks), what="activations")
+
+
+class _Block:
+    """One storage that the graph saves tensors in; owned by those."""
+
+    __slots__ = ("__weakref__", "nbytes", "on_device", "on_host", "page", "storage_id")
+
+    page: _Page
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage_id, self.nbytes = storage._cdata, storage.nbytes()
+        self.on_device: torch.Tensor | None = _bytes_of(storage)
+        self.on_host: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What the graph holds instead of a tensor.
+
+    Attributes:
+        tensor: the tensor, if it stays; else an empty one that shares its count of changes.
+        version: that count, when it was saved.
+        block, view: where it is; None if it stays.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    block: _Block | None = None
+    view: _View | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What makes a tensor of a storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _View:
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def of_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@functools.cache
+def _uses_of_one_holder() -> int:
+    """What torch counts for a storage that a block alone holds; releases differ in whether Python's object counts."""
+    tensor = torch.empty(1)
+    block = _Block(tensor.untyped_storage())
+    del tensor
+    return torch._C._storage_Use_Count(block.storage_id)
