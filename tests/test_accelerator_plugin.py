@@ -85,6 +85,26 @@ def test_spellings_of_cpu_offload(value: Any, expected: bool) -> None:
     assert Plugin(cpu_offload=value).sharding_config().cpu_offload is expected
 
 
+def test_activations_on_the_host_are_apart_from_cpu_offload() -> None:
+    for policy, shards in (
+        (OffloadPolicy(activations=True), Offload()),
+        (OffloadPolicy(main_weights=True, activations=True), Offload(main_weights=True, optimizer_state=True)),
+        (OffloadPolicy(compute_shards=True, main_weights=True, activations=True), Offload(True, True, True)),
+    ):
+        wanted = dataclasses.replace(shards, activations=True)
+        config = Plugin(cpu_offload=policy).sharding_config()
+        assert (config.offload, config.cpu_offload) == (wanted, shards.is_everything)
+    plugin = Plugin(activation_checkpointing=True, activation_checkpointing_offload=True)
+    assert plugin.sharding_config().offload == Offload(activations=True)
+    both = Plugin(cpu_offload=True, activation_checkpointing_offload=True)
+    assert both.sharding_config().offload == Offload(True, True, True, True)
+    filled = Plugin()
+    filled.fill(RunConfig.of({"sharding": {"offload_activations": True, "cpu_offload": True}}))
+    assert (filled.cpu_offload, filled.activation_checkpointing_offload) == (True, True)
+    assert filled.sharding_config().offload == Offload(True, True, True, True)
+    assert Plugin(cpu_offload=True).sharding_config().offload == Offload(True, True, True)
+
+
 def test_parts_of_cpu_offload() -> None:
     config = Plugin(cpu_offload=OffloadPolicy(main_weights=True)).sharding_config()
     assert (config.cpu_offload, config.offload) == (False, Offload(main_weights=True, optimizer_state=True))
@@ -180,7 +200,7 @@ def test_torchs_general_policies_select_the_same_modules() -> None:
         {"auto_wrap_policy": "NO_WRAP", "transformer_cls_names_to_wrap": ["A"]},
         {"state_dict_type": "SHARDED"},
         {"cpu_offload": "maybe"},
-        {"activation_checkpointing_offload": True},
+        {"activation_checkpointing_offload": "maybe"},
         {"cpu_ram_efficient_loading": True, "sync_module_states": False},
         {"mixed_precision_policy": "fp8"},
         {"forward_prefetch": "maybe"},

@@ -198,6 +198,9 @@ def test_keys_and_values_in_any_spelling(key: str, value: Any) -> None:
         ({"fsdp_min_num_params": 2000}, "sharding.wrap", "size"),
         ({"fsdp_min_num_params": 0}, "sharding.wrap", "auto"),
         ({"fsdp_offload_params": "On"}, "sharding.cpu_offload", True),
+        ({"fsdp_offload_activations": "yes"}, "sharding.offload_activations", True),
+        ({"fsdp_activation_checkpointing_offload": True}, "sharding.offload_activations", True),
+        ({"fsdp_activation_checkpointing_offload": "false"}, "sharding.offload_activations", False),
         ({"fsdp_forward_prefetch": "no"}, "sharding.forward_prefetch", False),
         ({"fsdp_reshard_after_forward": "False"}, "sharding.reshard_after_forward", False),
         ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, "sharding.strategy", "SHARD_GRAD_OP"),
@@ -336,12 +339,13 @@ def test_a_deepspeed_file_as_transformers_documents_it(tmp_path: Path) -> None:
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "train_batch_size": "auto",
+        "activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 4},
         "wandb": {"enabled": False},
     }
     found = read(tmp_path, json.dumps(text, indent=2), "ds.json")
     sharding = found.config.sharding
     assert (sharding.strategy, sharding.shard_size, sharding.offload_main_weights) == ("HYBRID_SHARD", 8, True)
-    assert str(sharding.offload) == "main weights and optimizer state"
+    assert str(sharding.offload) == "main weights, optimizer state and activations"
     training = found.config.training
     assert (found.config.precision.mode, training.gradient_accumulation_steps) == ("bf16", 2)
     assert training.gradient_clipping == 1.0

@@ -92,6 +92,7 @@ SHARDING = groups(
     offload_compute_shards=st.none() | BOOL,
     offload_main_weights=st.none() | BOOL,
     offload_optimizer_state=st.none() | BOOL,
+    offload_activations=BOOL,
     sync_module_states=BOOL,
     cpu_ram_efficient_loading=BOOL,
     compile=BOOL,
@@ -282,6 +283,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ddp": ({"num_processes": 2}, {"strategy": "NO_SHARD"}),
     "hybrid": ({"num_processes": 8}, {"strategy": "HYBRID_SHARD", "shard_size": 4}),
     "hosts": ({"num_processes": 8, "num_machines": 2, "main_process_ip": "10.0.0.1"}, {"strategy": "HYBRID_SHARD"}),
+    "inputs": ({"num_processes": 2}, {"activation_checkpointing": True, "offload_activations": True}),
     "size": ({"num_processes": 2, "device": "cpu"}, {"wrap_min_numel": 10**8, "cpu_offload": True}),
     "compiled": ({"num_processes": 2, "gpu_ids": ("0", "1")}, {"compile": True, "ignored_modules": r".*\.head"}),
 }
@@ -324,6 +326,7 @@ def test_accelerate_accepts_what_is_written(
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward == row.reshard_after_forward
+    assert plugin.activation_checkpointing_offload == config.sharding.offload_activations
     if config.sharding.wrap_classes:
         assert environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] == ",".join(config.sharding.wrap_classes)
     if config.sharding.wrap_min_numel:

@@ -85,7 +85,8 @@ class FullyShardedDataParallelPlugin:
         sync_module_states: broadcast rank 0's parameters and buffers at the start. Default True.
         forward_prefetch: issue the next unit's all-gather while this unit runs forward. Default True.
         activation_checkpointing: recompute the activations of every unit in backward.
-        activation_checkpointing_offload: must not be true.
+        activation_checkpointing_offload: what autograd saves of a unit is in host memory until backward: its inputs,
+            with `activation_checkpointing`. Accelerate has it only with that.
         cpu_ram_efficient_loading: `from_pretrained` reads weights on each host's first rank only; implies
             `sync_module_states`.
         transformer_cls_names_to_wrap: class names of the units; a text with commas, or a list.
@@ -179,13 +180,14 @@ class FullyShardedDataParallelPlugin:
             "backward_prefetch": sharding.backward_prefetch,
             "forward_prefetch": sharding.forward_prefetch,
             "cpu_offload": (
-                OffloadPolicy(**dataclasses.asdict(sharding.offload))
-                if sharding.offload and not sharding.offload.is_everything
+                OffloadPolicy(**dataclasses.asdict(dataclasses.replace(sharding.offload, activations=False)))
+                if sharding.offload.has_shards and not sharding.offload.is_everything
                 else sharding.cpu_offload
             ),
             "sync_module_states": sharding.sync_module_states,
             "cpu_ram_efficient_loading": sharding.cpu_ram_efficient_loading,
             "activation_checkpointing": sharding.activation_checkpointing,
+            "activation_checkpointing_offload": sharding.offload_activations,
             "ignored_modules": sharding.ignored_modules,
             "state_dict_type": config.checkpoint.state_dict_type,
         }
@@ -314,7 +316,9 @@ def _offload_fields(value: Any) -> dict[str, Any]:
     if isinstance(value, OffloadPolicy):
         offload = value.offload
         parts = {f"offload_{field.name}": getattr(offload, field.name) for field in dataclasses.fields(offload)}
-        return {"cpu_offload": offload.is_everything, **({} if offload.is_everything or not offload else parts)}
+        fields = {"offload_activations": True} if parts.pop("offload_activations") else {}
+        is_partial = offload.has_shards and not offload.is_everything
+        return {"cpu_offload": offload.is_everything, **fields, **(parts if is_partial else {})}
     if hasattr(value, "offload_params"):  # torch's CPUOffload of FSDP1
         return {"cpu_offload": bool(value.offload_params)}
     if hasattr(value, "pin_memory"):  # torch's CPUOffloadPolicy

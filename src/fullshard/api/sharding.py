@@ -150,9 +150,11 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
             ranks_on_host=process.environment.local_world_size,
             say=say,
         )
-    if config.offload and not sharding.offload:
+    if config.offload.has_shards and not sharding.offload:
         held = format_nbytes(sharding.rank_nbytes)
         say(f"CPU offload saves nothing here: the {held} of this rank are in host memory already")
+    if config.offload.activations and not sharding.offload:
+        say("offload_activations saves nothing here: what a CPU computes with is in host memory already")
     return model
 
 

@@ -281,8 +281,15 @@ _ACTIVATIONS = Dialect(
     "activation_checkpointing",
     (
         *_refused(
-            "activations are recomputed or kept, not moved or divided",
-            *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+            "activations are recomputed, kept or moved to the host, not divided",
+            *("partition_activations", "contiguous_memory_optimization"),
+        ),
+        Key(
+            "cpu_checkpointing",
+            Status.TRANSLATED,
+            "sharding.offload_activations",
+            because="with activation checkpointing it is the units' inputs that are moved",
+            read=partial(_offload_flag, "sharding.offload_activations"),
         ),
         *_no_effect(
             "it sets up deepspeed.checkpointing, which is not used; sharding.activation_checkpointing recomputes units",

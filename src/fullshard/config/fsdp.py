@@ -118,11 +118,8 @@ FSDP_KEYS = (
     Key("fsdp_sync_module_states", target="sharding.sync_module_states"),
     Key("fsdp_activation_checkpointing", target="sharding.activation_checkpointing"),
     Key("fsdp_activation_checkpointing_mode", target="sharding.activation_checkpointing_mode"),
-    Key(
-        "fsdp_activation_checkpointing_offload",
-        Status.REFUSED,
-        because="activations are recomputed or kept, not moved to the host",
-    ),
+    Key("fsdp_offload_activations", target="sharding.offload_activations"),
+    Key("fsdp_activation_checkpointing_offload", target="sharding.offload_activations"),
     Key("fsdp_ignored_modules", target="sharding.ignored_modules"),
     Key(
         "fsdp_limit_all_gathers",

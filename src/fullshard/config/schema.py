@@ -102,6 +102,10 @@ class ShardingConfig(Settings):
     """Whether the optimizer's state lives in host memory. Alone, it visits the device for each step. None: where the
     main weights are."""
 
+    offload_activations: bool = False
+    """Whether what autograd saves of a unit is in host memory until backward comes to it; with
+    `activation_checkpointing`, the unit's inputs. Not a part of `cpu_offload`, which means what is sharded."""
+
     sync_module_states: bool = True
     """Whether rank 0's parameters and buffers are broadcast at the start. Without it all ranks must start equal."""
 
@@ -210,6 +214,14 @@ class ShardingConfig(Settings):
 
     @model_validator(mode="after")
     def _memory_fits(self) -> Self:
+        if self.offload_activations and self.wrap == "none":
+            raise CombinationError(
+                "offload_activations moves what one unit saves while the next computes, and wrap = 'none' makes the "
+                "model one unit",
+                "offload_activations",
+                "wrap",
+                hint="use wrap: auto, or leave offload_activations out",
+            )
         row = self.resolved_strategy()
         if self.unsharded_memory_gib is not None and self.reshard_after_forward != "auto":
             raise CombinationError(
@@ -249,7 +261,7 @@ class ShardingConfig(Settings):
 
     @property
     def _first_offload(self) -> str | None:
-        """A switch that puts anything on the host."""
+        """A switch that puts anything that is sharded on the host."""
         names = ("cpu_offload", "offload_compute_shards", "offload_main_weights", "offload_optimizer_state")
         return next((name for name in names if getattr(self, name)), None)
 
@@ -257,7 +269,11 @@ class ShardingConfig(Settings):
     def offload(self) -> Offload:
         """What lives in host memory."""
         return Offload.of(
-            self.cpu_offload, self.offload_compute_shards, self.offload_main_weights, self.offload_optimizer_state
+            self.cpu_offload,
+            self.offload_compute_shards,
+            self.offload_main_weights,
+            self.offload_optimizer_state,
+            self.offload_activations,
         )
 
     @property

@@ -139,6 +139,7 @@ class _Writer:
             self._say("launch.num_processes", "accelerate launch needs --num_processes, because none is set")
         self._several_hosts(document)
         self._prefetch(document["fsdp_config"])
+        self._activations(document["fsdp_config"])
         self._compile(document)
         self._leave_out()
         return document
@@ -233,6 +234,16 @@ class _Writer:
             if self._changed(path):
                 fsdp[_KEYS[path]] = self._value(path)
                 self._say(path, "fullshard reads it from the file, version 2 of Accelerate's FSDP ignores it")
+
+    def _activations(self, fsdp: dict[str, Any]) -> None:
+        sharding = self.config.sharding
+        if not sharding.offload_activations:
+            return
+        if fsdp["fsdp_version"] == 2 and sharding.activation_checkpointing:
+            fsdp[_KEYS["sharding.offload_activations"]] = True
+        else:
+            reason = "version 2 of Accelerate's FSDP moves the inputs of checkpointed units, and nothing else"
+            self._say("sharding.offload_activations", f"left out: {reason}")
 
     def _compile(self, document: dict[str, Any]) -> None:
         sharding = self.config.sharding

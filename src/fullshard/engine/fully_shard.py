@@ -230,6 +230,11 @@ def _check_reshard(value: object) -> None:
 
 
 def _check_offload(offload: Offload, plans: Sequence[UnitPlan]) -> None:
+    if offload.activations and len(plans) == 1:
+        raise ConfigError(
+            "activations on the host with the whole model as one unit: backward begins with all of them",
+            hint="make its layers units (unit_modules), or leave activations on the device",
+        )
     parameters = [slot.parameter for plan in plans for slot in plan.slots]
     if offload.compute_shards and not offload.main_weights and all(p.requires_grad for p in parameters):
         raise ConfigError(

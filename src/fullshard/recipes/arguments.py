@@ -88,6 +88,9 @@ class TrainArguments(BaseModel):
     offload_optimizer_state: bool | None = Field(
         None, description="The optimizer's state in host memory; alone, it visits the device for each step"
     )
+    offload_activations: bool = Field(
+        False, description="What autograd saves in host memory until backward; checkpointed, the units' inputs"
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="What forward and backward compute in; main weights and reductions stay fp32"
     )
@@ -173,7 +176,7 @@ class TrainArguments(BaseModel):
                 f"--reshard-after-forward auto decides which units are kept, and {self.strategy} keeps all",
                 hint="use FULL_SHARD or HYBRID_SHARD",
             )
-        if self.offload and Axis.SHARD not in parse_strategy(self.strategy).placements:
+        if self.offload.has_shards and Axis.SHARD not in parse_strategy(self.strategy).placements:
             raise ConfigError(
                 f"{self.offload} on the host, and {self.strategy} shards nothing that could be there",
                 hint="use FULL_SHARD or SHARD_GRAD_OP",
@@ -201,7 +204,11 @@ class TrainArguments(BaseModel):
     def offload(self) -> Offload:
         """What lives in host memory."""
         return Offload.of(
-            self.cpu_offload, self.offload_compute_shards, self.offload_main_weights, self.offload_optimizer_state
+            self.cpu_offload,
+            self.offload_compute_shards,
+            self.offload_main_weights,
+            self.offload_optimizer_state,
+            self.offload_activations,
         )
 
     @property

@@ -243,6 +243,7 @@ def _checked_plan(
             "offload_compute_shards": arguments.offload_compute_shards,
             "offload_main_weights": arguments.offload_main_weights,
             "offload_optimizer_state": arguments.offload_optimizer_state,
+            "offload_activations": arguments.offload_activations,
             "loss": "eager" if arguments.loss_chunk is None else "fused",
             "accumulation": math.ceil(rows / min(arguments.micro_batch_size or rows, rows)),
             "seq_len": arguments.seq_len,

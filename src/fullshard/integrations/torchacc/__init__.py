@@ -54,7 +54,7 @@ _ABSENT = {
     "GlobalContext": "there is no global state",
     "ops": "torch.nn.functional.scaled_dot_product_attention takes the fastest kernel there is; Transformers models "
     "take attn_implementation",
-    "utils": "activation offload is not supported; config.memory.gc recomputes activations instead",
+    "utils": "activations go to the host for the whole model at once: fullshard launch --offload_activations true",
 }
 
 

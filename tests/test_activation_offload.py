@@ -1,0 +1,555 @@
+"""Activations on the host: training is bit for bit what it is without, and what is moved, when, is recorded.
+
+On a CPU host and device are one; `FULLSHARD_OFFLOAD=rehearse` makes the host further memory, and everything else is as
+on any other device. On an accelerator: `pytest tests/test_offload_gpu.py`.
+
+    pytest tests/test_activation_offload.py            # the quick ones: -m "not full"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.core.errors import ConfigError
+from fullshard.core.events import Event, EventKind
+from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, activations, describe, shard_model, units_of
+from fullshard.engine.offload import SWITCH
+from fullshard.wrap.policies import checkpoint_modules, compile_modules, unit_modules
+from tests.differential import compare, ddp, gradients, optimizer_state, parameters, torch_engine
+from tests.distributed import run_ranks
+
+WIDTH, DEPTH, TOKENS, STEPS = 64, 4, 256, 2
+HIDDEN_NBYTES = 4 * TOKENS * WIDTH
+"""Of one layer's input in float32: as little as is moved."""
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+ON_HOST = OffloadPolicy(activations=True)
+
+
+@pytest.fixture(autouse=True)
+def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "rehearse")
+
+
+class Layer(nn.Module):
+    """Views of one storage, a mask, an output that is saved, dropout, and an adapter beside what may be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.base = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.down, self.adapter = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.base(self.norm(x)).chunk(3, dim=-1)
+        out = functional.dropout(torch.tanh(a) * b * mask + c.relu(), 0.1)
+        result: torch.Tensor = torch.sigmoid(x + self.down(out) + self.adapter(x))
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.linspace(0.5, 1.0, x.numel()).reshape(x.shape).to(x.dtype)
+        x = self.up(x)
+        for layer in self.layers:
+            x = layer(x, mask)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to train, apart from where activations are."""
+
+    policy: MixedPrecisionPolicy | None = None
+    checkpointing: str = ""
+    is_frozen: bool = False
+    micro_batches: int = 1
+    two_forwards: bool = False
+    strategy: str = "FULL_SHARD"
+    shards: bool = False
+    compiled: bool = False
+
+    def model(self, offload: OffloadPolicy | None, **arguments: Any) -> nn.Module:
+        torch.manual_seed(3)
+        model = Model()
+        for layer in model.layers if self.is_frozen else ():
+            for part in (layer.norm, layer.base, layer.down):
+                part.requires_grad_(False)
+        layers = list(model.layers)
+        if self.checkpointing:
+            kinds = {name: self.checkpointing == name for name in ("reentrant", "selective")}
+            checkpoint_modules(model, layers, **kinds)
+        if self.compiled:
+            compile_modules(layers, backend="aot_eager")
+        if self.shards and offload is not None:
+            offload = OffloadPolicy(compute_shards=True, main_weights=True, activations=True)
+        shard_model(
+            model,
+            unit_modules=layers,
+            strategy=self.strategy,
+            mp_policy=self.policy,
+            offload_policy=offload,
+            device=torch.device("cpu"),
+            **arguments,
+        )
+        return model
+
+    def backward(self, model: nn.Module, step: int) -> torch.Tensor:
+        torch.manual_seed(step)
+        losses = []
+        for number in range(self.micro_batches):
+            losses.append(model(batch(10 * step + number)).float().square().mean())
+            if not self.two_forwards:
+                losses[-1].backward()
+        total = torch.stack(losses).sum()
+        if self.two_forwards:
+            total.backward()
+        return total.detach()
+
+
+def trained(case: Case, offload: OffloadPolicy | None) -> dict[str, dict[Any, torch.Tensor | None]]:
+    model = case.model(offload)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    record: dict[str, dict[Any, torch.Tensor | None]] = {"losses": {}, "gradients": {}}
+    for step in range(STEPS):
+        record["losses"][step] = case.backward(model, step)
+        record["gradients"] |= {f"{step}.{name}": value for name, value in gradients(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    record["parameters"], record["state"] = parameters(model), optimizer_state(model, optimizer)
+    return record
+
+
+def differences(cases: list[Case]) -> dict[str, float]:
+    found = {}
+    for case in cases:
+        for kind, value in compare(trained(case, ON_HOST), trained(case, None)).items():
+            found[f"{case}: {kind}"] = value
+    return found
+
+
+CASES = [
+    Case(micro_batches=2),
+    Case(BFLOAT16, "full"),
+    Case(checkpointing="selective"),
+    Case(checkpointing="reentrant"),
+    Case(BFLOAT16, is_frozen=True, micro_batches=2, two_forwards=True, shards=True),
+]
+SLOW_CASES = [
+    Case(policy, checkpointing, is_frozen, micro_batches=2, two_forwards=two_forwards, strategy=strategy)
+    for policy in (None, BFLOAT16)
+    for checkpointing in ("", "full", "selective", "reentrant")
+    for is_frozen in (False, True)
+    for two_forwards, strategy in ((False, "SHARD_GRAD_OP"), (True, "NO_SHARD"), (True, "FULL_SHARD"))
+]
+
+
+def test_training_is_bitwise_the_same() -> None:
+    for found in run_ranks(differences, 2, CASES):
+        assert set(found.values()) == {0.0}, {key: value for key, value in found.items() if value}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("comm", ["", "gloo"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_is_bitwise_the_same_everywhere(world_size: int, comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if comm:
+        monkeypatch.setenv("FULLSHARD_COMM", comm)
+    for found in run_ranks(differences, world_size, SLOW_CASES):
+        assert set(found.values()) == {0.0}, {key: value for key, value in found.items() if value}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", ["", "full"])
+def test_compiled_units(checkpointing: str) -> None:
+    """A graph saves its tensors like any other function."""
+    for found in run_ranks(differences, 2, [Case(checkpointing=checkpointing, compiled=True)]):
+        assert set(found.values()) == {0.0}, found
+    said = moves(Case(checkpointing=checkpointing, compiled=True))
+    assert [line.split(": ")[0] for line in said if "to_host" in line] == [f"to_host {i}" for i in range(DEPTH - 1)], (
+        said
+    )
+
+
+# -- other engines --------------------------------------------------------------------------------------------------
+
+
+def language_model(family: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(vocab_size=61, n_embd=WIDTH, n_layer=3, n_head=4, n_positions=TOKENS)
+        model: nn.Module = transformers.GPT2LMHeadModel(config)
+        return model
+    options = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    llama: nn.Module = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=61, hidden_size=WIDTH, intermediate_size=2 * WIDTH, **options)
+    )
+    return llama
+
+
+def fits(model: nn.Module, around: Callable[[], Any] = contextlib.nullcontext) -> dict[str, dict[Any, Any]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    record: dict[str, dict[Any, Any]] = {"losses": {}}
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        ids = torch.randint(61, (1, TOKENS))
+        with around():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        record["losses"][step] = loss.detach()
+        record["gradients"] = gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return record | {"parameters": parameters(model)}
+
+
+def against_others(family: str, checkpointing: str, by_itself: bool) -> dict[str, float]:
+    def ours(offload: OffloadPolicy | None) -> dict[str, dict[Any, Any]]:
+        model = language_model(family)
+        units = unit_modules(model)
+        if checkpointing and by_itself:
+            options = {"use_reentrant": checkpointing == "reentrant"}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        elif checkpointing:
+            checkpoint_modules(model, units, reentrant=checkpointing == "reentrant")
+        return fits(shard_model(model, unit_modules=units, offload_policy=offload, event_sink=events.append))
+
+    events: list[Event] = []
+    found = ours(ON_HOST)
+    moved = {event.unit for event in events if event.what == "activations"}
+    assert len(moved) >= 2, moved
+    plain = language_model(family)
+    torchs = language_model(family)
+    others = {
+        "plain": ours(None),
+        "ddp": fits(ddp(plain)),
+        "torch": fits(torch_engine(torchs, unit_modules(torchs)), save_on_cpu),
+    }
+    return {f"{name}: {k}": v for name, other in others.items() for k, v in compare(found, other).items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.parametrize("checkpointing", ["", "full", "reentrant"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_language_models_as_other_engines_train_them(family: str, checkpointing: str, by_itself: bool) -> None:
+    """Without offload, under DDP, and under torch's `fully_shard` with `save_on_cpu`; `by_itself`: Transformers'
+    own checkpointing, which is around each layer's hooks instead of inside."""
+    for found in run_ranks(against_others, 2, family, checkpointing, by_itself):
+        assert set(found.values()) == {0.0}, {key: value for key, value in found.items() if value}
+
+
+# -- what is moved, when, and how many bytes ------------------------------------------------------------------------
+
+
+def moves(case: Case, **arguments: Any) -> list[str]:
+    """The second step in words."""
+    events: list[Event] = []
+    model = case.model(ON_HOST, event_sink=events.append, **arguments)
+    for step in range(2):
+        events.clear()
+        case.backward(model, step)
+    return [
+        f"{event.kind} {event.unit.removeprefix('layers.') or 'root'}" + (f": {event.nbytes}" if event.what else "")
+        for event in events
+    ]
+
+
+def test_pages_leave_in_forward_and_are_back_ahead_of_need() -> None:
+    """A layer saves its input, the norm's output, the product (once, of which it saves two views), what tanh and relu
+    give, what dropout multiplies with and gives; its output with the next layer, whose input that is; and not the mask,
+    which the model holds."""
+    said = moves(Case())
+    layer = HIDDEN_NBYTES * (1 + 1 + 3 + 2 + 2)
+    assert [line for line in said if line.startswith("to_")] == [
+        *(f"to_host {index}: {layer}" for index in range(DEPTH - 1)),
+        *(f"to_device {index}: {layer}" for index in reversed(range(DEPTH - 1))),
+    ]
+
+
+def test_without_prefetch_pages_come_when_they_are_needed() -> None:
+    said = moves(Case(checkpointing="full"), backward_prefetch="NO_PREFETCH")
+    for index in range(DEPTH - 1):
+        back = said.index(f"to_device {index}: {HIDDEN_NBYTES}")
+        assert said.index(f"backward_begin {index}") < back < said.index(f"backward_end {index}")
+    ahead = moves(Case(checkpointing="full"))
+    for index in range(1, DEPTH - 1):
+        assert ahead.index(f"to_device {index - 1}: {HIDDEN_NBYTES}") < ahead.index(f"backward_end {index}")
+
+
+class Held:
+    """Bytes that autograd holds for a model, on either side, at each turn of a page."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept = units_of(model)[-1].schedule._activations
+        assert self.kept is not None
+
+    def nbytes(self) -> tuple[int, int]:
+        """On the device and on the host."""
+        assert self.kept is not None
+        blocks = [block for page in self.kept._pages.values() for block in page.blocks]
+        device = sum(block.nbytes for block in blocks if block.on_device is not None)
+        return device, sum(block.nbytes for block in blocks if block.on_host is not None)
+
+
+def test_the_device_holds_two_pages() -> None:
+    """Of a model of twelve layers: what a layer saves, what is on its way, and never more, in either direction."""
+    seen: list[tuple[int, int]] = []
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(12)]
+    model = nn.Sequential(*layers)
+    shard_model(model, unit_modules=layers, offload_policy=ON_HOST, device=torch.device("cpu"))
+    held = Held(model)
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: seen.append(held.nbytes()))
+        layer[1].register_full_backward_hook(lambda *_: seen.append(held.nbytes()))
+    loss = model(batch(0)).square().mean()
+    forward, layer_nbytes = len(seen), 2 * HIDDEN_NBYTES
+    loss.backward()
+    assert len(seen) == 2 * forward
+    assert max(device for device, _ in seen) == 2 * layer_nbytes + HIDDEN_NBYTES  # and the output just computed
+    assert seen[forward - 1][1] == 11 * layer_nbytes - HIDDEN_NBYTES  # the batch is not moved: the caller holds it
+    assert held.nbytes() == (0, 0)
+
+
+# -- what may go wrong ----------------------------------------------------------------------------------------------
+
+
+class EachCheckpointed(nn.Sequential):
+    """Checkpoints around modules instead of inside, as Transformers has them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def one_layer_each(
+    offload: OffloadPolicy | None, *layers: nn.Module, container: type[nn.Sequential] = nn.Sequential, **arguments: Any
+) -> nn.Module:
+    torch.manual_seed(0)
+    first = nn.Linear(WIDTH, WIDTH)
+    model = container(first, *layers, nn.Linear(WIDTH, 3))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    units = [first, *layers]
+    return shard_model(model, unit_modules=units, offload_policy=offload, device=torch.device("cpu"), **arguments)
+
+
+class Function(nn.Module):
+    """A layer with a weight that does to its input what it is given."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.ones(WIDTH)), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x * self.weight)
+
+
+def in_place_later(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()  # saves its result
+    y += 1
+    return y
+
+
+def views_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[:, ::2].mul_(2).tanh_()
+    return y.t().relu().t() * y.real
+
+
+def integers(x: torch.Tensor) -> torch.Tensor:
+    """Indices, a mask, an expanded and a sparse tensor."""
+    values, index = x.sort(dim=1)
+    scale = torch.ones(1, 1).expand_as(values) * 2
+    diagonal = torch.eye(WIDTH).to_sparse()
+    product: torch.Tensor = torch.sparse.mm(diagonal, values.t()).t()
+    return torch.where(values > 0, product.gather(1, index.flip(1)), values * 0.5) * scale
+
+
+def complex_numbers(x: torch.Tensor) -> torch.Tensor:
+    y = torch.complex(x, x.tanh())
+    return (y.conj() * y.exp()).real + torch.view_as_real(y.exp()).sum(-1)
+
+
+@pytest.mark.parametrize("function", [views_in_place, integers, complex_numbers])
+def test_tensors_of_every_kind(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def found(offload: OffloadPolicy | None) -> list[torch.Tensor]:
+        model = one_layer_each(offload, Function(function), Function(torch.tanh), Function(function))
+        model(batch(1)).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain = found(None)
+    assert plain and all(map(torch.equal, found(ON_HOST), plain))
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_a_change_in_place_of_what_backward_needs_is_an_error(position: int) -> None:
+    """As without offload; whether its page has left or not."""
+    for offload in (None, ON_HOST):
+        layers = [Function(torch.sin) for _ in range(3)]
+        layers[position] = Function(in_place_later)
+        model = one_layer_each(offload, *layers)
+        loss = model(batch(1)).square().mean()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_change_of_what_has_left_is_an_error() -> None:
+    """A tensor of the model's that is changed between forward and backward."""
+    for offload in (None, ON_HOST):
+        kept: list[torch.Tensor] = []
+
+        def keep(x: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            kept.append(x.sin())
+            return kept[0].cos()
+
+        model = one_layer_each(offload, Function(keep), Function(torch.tanh), Function(torch.tanh))
+        loss = model(batch(1)).square().mean()
+        with torch.no_grad():
+            kept[0].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_two_backwards_through_one_graph() -> None:
+    def found(offload: OffloadPolicy | None) -> list[torch.Tensor]:
+        model = one_layer_each(offload, Function(torch.tanh), Function(torch.sin))
+        loss = model(batch(1)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, found(ON_HOST), found(None)))
+
+
+def test_second_derivatives() -> None:
+    def found(offload: OffloadPolicy | None) -> torch.Tensor:
+        model = one_layer_each(offload, Function(torch.tanh), Function(torch.sin))
+        x = batch(1).requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return second
+
+    assert torch.equal(found(ON_HOST), found(None))
+
+
+def test_a_graph_that_is_thrown_away_takes_its_memory_along() -> None:
+    model = Case().model(ON_HOST)
+    held = Held(model)
+    loss = model(batch(0)).mean()
+    device, host = held.nbytes()
+    assert device > 0 and host > 0
+    model.eval()
+    with torch.no_grad():
+        model(batch(1))
+    assert held.nbytes() == (device, host), "an evaluation between forward and backward keeps nothing and moves nothing"
+    del loss
+    assert held.nbytes() == (0, 0)
+    reference = weakref.ref(model)
+    del model, held
+    gc.collect()
+    assert reference() is None, "hooks keep the model"
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        if raises:
+            raise raises[0]("in a layer")
+        return x.tanh()
+
+    raises: list[type[BaseException]] = [ValueError]
+    model = one_layer_each(ON_HOST, Function(torch.sin), Function(fail), Function(torch.sin))
+    held = Held(model)
+    with pytest.raises(ValueError, match="in a layer"):
+        model(batch(0))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert held.nbytes() == (0, 0)
+    raises[0] = KeyboardInterrupt  # after which torch calls no hooks
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(0))
+    raises.clear()
+    model(batch(0)).square().mean().backward()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    plain = one_layer_each(None, Function(torch.sin), Function(torch.tanh), Function(torch.sin))
+    plain(batch(0)).square().mean().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and expected.grad is not None
+        assert torch.equal(parameter.grad, expected.grad)
+
+
+@contextlib.contextmanager
+def counting(counts: list[int]) -> Iterator[None]:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        counts[0] += 1
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def test_somebody_elses_hooks_have_the_last_word() -> None:
+    """Around the model, or around a layer: a checkpoint that is given nothing to drop would save nothing."""
+    events: list[Event] = []
+    model = one_layer_each(ON_HOST, Function(torch.tanh), Function(torch.sin), event_sink=events.append)
+    counts = [0]
+    with counting(counts):
+        loss = model(batch(0)).square().mean()
+    assert counts[0] > 6
+    assert not any(event.what for event in events)
+    loss.backward()
+    loss = checkpoint(lambda x: model(x).square().mean(), batch(0), use_reentrant=False)
+    loss.backward()
+    assert not any(event.what for event in events)
+    ran: list[int] = []
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        ran.append(1)
+        return x.sin()
+
+    layers = [Function(count) for _ in range(4)]
+    outside = one_layer_each(ON_HOST, *layers, container=EachCheckpointed, event_sink=events.append)
+    outside(batch(0)).square().mean().backward()
+    assert len(ran) == 2 * 4, "each layer ran again in backward"
+    moved = [(event.kind, event.nbytes) for event in events if event.what]
+    assert set(moved) == {(EventKind.TO_HOST, HIDDEN_NBYTES), (EventKind.TO_DEVICE, HIDDEN_NBYTES)}, "inputs alone"
+
+
+def test_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALLEST_NBYTES", HIDDEN_NBYTES + 1)
+    assert [line for line in moves(Case(checkpointing="full")) if line.startswith("to_")] == []
+
+
+# -- what is refused, and what is said ------------------------------------------------------------------------------
+
+
+def test_what_is_said_and_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(describe(Case().model(ON_HOST))).endswith("; activations on the host")
+    with pytest.raises(ConfigError, match="one unit"):
+        shard_model(Model(), unit_modules=[], offload_policy=ON_HOST, device=torch.device("cpu"))
+    monkeypatch.delenv(SWITCH)  # a CPU is the host itself
+    assert not describe(Case().model(ON_HOST)).offload
