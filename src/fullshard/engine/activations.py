@@ -18,6 +18,7 @@ stay where they are, and nobody can change what is being copied.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -51,10 +52,11 @@ class Activations:
         self._weights = frozenset(bucket.storage_id for unit in units for bucket in unit.buckets)
         self._nothing = torch.empty(0, device=self._device)
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-        self._is_watching = False
-        self._pages: dict[int, _Page] = {}
-        self._page: _Page | None = None
-        self._wanted: _Page | None = None
+        self._is_watching = self._ahead = False
+        self._pages: list[Page] = []
+        self._numbers = itertools.count()
+        self.page: Page | None = None
+        self._wanted: Page | None = None
         self._leaving: tuple[list[_Block], Copies] | None = None
         self._blocks: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()
 
@@ -66,15 +68,15 @@ class Activations:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A forward of the model begins.
+    def begin(self, *, ahead: bool) -> None:
+        """A forward of the model begins; `ahead`: its backward may have two pages on the device.
 
         Nothing is done without autograd, or under hooks of somebody else's: who checkpoints the whole model has decided
         what is kept of it.
         """
         self.end()
-        self._wanted = None
-        self._pages = {number: page for number, page in self._pages.items() if any(page.blocks)}
+        self._ahead, self._wanted = ahead, None
+        self._pages = [page for page in self._pages if any(page.blocks)]
         if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
             self._hooks.__enter__()
             self._is_watching = True
@@ -84,10 +86,10 @@ class Activations:
         if not self._is_watching:
             return
         self._give_up()
-        before, number = self._page, max(self._pages, default=0) + 1
-        self._page = self._pages[number] = _Page(unit, number)
+        before, self.page = self.page, Page(unit, next(self._numbers))
+        self._pages.append(self.page)
         if before is not None:
-            self._send(before, self._page)
+            self._send(before, self.page)
 
     def end(self) -> None:
         """A forward is over, or has failed."""
@@ -96,7 +98,7 @@ class Activations:
             self._hooks.__exit__()
         self._give_up()
 
-    def _send(self, page: _Page, following: _Page) -> None:
+    def _send(self, page: Page, following: Page) -> None:
         """Copy what only this page holds to the host, and leave the rest to the next one."""
         if not page.unit.storage.offload.activations:
             return
@@ -126,16 +128,16 @@ class Activations:
     # -- what autograd calls ------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        if self._page is None or not self._may_move(tensor):
+        if self.page is None or not self._may_move(tensor):
             # Not the tensor itself if the graph made it: that would be a cycle, which nobody frees.
             return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
         if block is None:
             block = self._blocks[storage._cdata] = _Block(storage)
-            self._page.add(block)
-        elif block.page is not self._page:
-            self._page.add(block)
+            self.page.add(block)
+        elif block.page is not self.page:
+            self.page.add(block)
         counter = tensor.detach()
         counter.data = self._nothing  # keeps count of changes, and no memory
         return _Saved(counter, tensor._version, block, _View.of(tensor))
@@ -161,27 +163,28 @@ class Activations:
             )
         if block is None or view is None:
             return saved.tensor
-        if block.page is not self._wanted:
-            self._want(block.page)
+        self.want(block.page)
         assert block.on_device is not None  # noqa: S101 -- its page was wanted
         return view.of_storage(block.on_device.untyped_storage())
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def _want(self, page: _Page) -> None:
+    def want(self, page: Page) -> None:
         """Backward has come to a page: have computing wait for it, and copy the one before it meanwhile."""
+        if page is self._wanted:
+            return
         self._bring(page)
         if page.arriving is not None:
             page.arriving.wait()
             page.arriving = None
         self._wanted = page
-        if page.unit.schedule.prefetches_in_backward:
-            earlier = (self._pages.get(number) for number in range(page.number - 1, min(self._pages) - 1, -1))
-            before = next((p for p in earlier if p is not None and any(p.blocks)), None)
-            if before is not None:
-                self._bring(before)
+        while self._pages and not any(self._pages[-1].blocks):
+            self._pages.pop()  # backward is done with it
+        before = next((p for p in reversed(self._pages) if p.number < page.number and any(p.blocks)), None)
+        if self._ahead and before is not None:
+            self._bring(before)
 
-    def _bring(self, page: _Page) -> None:
+    def _bring(self, page: Page) -> None:
         blocks = [block for block in page.blocks if block.on_device is None]
         if not blocks:
             return
@@ -191,7 +194,7 @@ class Activations:
         page.emit(EventKind.TO_DEVICE, blocks)
 
 
-class _Page:
+class Page:
     """What is saved from one unit's beginning to the next one's; its blocks live as long as the graph wants them."""
 
     def __init__(self, unit: Unit, number: int) -> None:
@@ -221,7 +224,7 @@ class _Block:
 
     __slots__ = ("__weakref__", "nbytes", "on_device", "on_host", "page", "storage_id")
 
-    page: _Page
+    page: Page
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage_id, self.nbytes = storage._cdata, storage.nbytes()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink
-from fullshard.engine.activations import Activations
+from fullshard.engine.activations import Activations, Page
 from fullshard.engine.agree import check_agreement, describe_structure
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
@@ -126,7 +126,7 @@ class Schedule:
         self._last_called = None
         self._forward = []
         if self._activations is not None:
-            self._activations.begin()
+            self._activations.begin(ahead=self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
 
     def note_call(self, unit: Unit) -> Unit | None:
         """A forward that backward may come back to has begun; returns the unit of the one before."""
@@ -207,17 +207,19 @@ class Schedule:
         self._queue.extend((unit, bucket) for bucket in unit.buckets if bucket.gradient is not None)
 
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
-        """Start unsharding what backward needs after `unit`, before `unit`'s own gradients are computed."""
+        """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
         if unit.backward_prefetch is not None:
             for other in unit.backward_prefetch:
                 other.issue_unshard()
-        elif self.prefetches_in_backward:
+        elif self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(call.previous)
+        if self._activations is not None and call.page is not None:
+            self._activations.want(call.page)
 
     @property
-    def prefetches_in_backward(self) -> bool:
-        """Whether what backward needs next is on its way while it is busy with a unit."""
-        return self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    def page(self) -> Page | None:
+        """Where what the forward under way saves belongs, if that may leave for the host."""
+        return None if self._activations is None else self._activations.page
 
     def prefetch_after_backward(self, previous: Unit | None) -> None:
         """The same, after they were."""

@@ -35,6 +35,7 @@ from fullshard.wrap.partition import Slot, UnitPlan
 from fullshard.wrap.quantized import is_exact
 
 if TYPE_CHECKING:
+    from fullshard.engine.activations import Page
     from fullshard.engine.schedule import Schedule
 
 
@@ -62,16 +63,18 @@ class Call:
 
     Attributes:
         previous: the unit whose forward began just before; backward will want it next.
+        page: the activations that backward needs when it reaches the outputs, if any are on the host.
         is_active: backward has reached the outputs and not yet all inputs.
         inputs_left: inputs whose gradient is not there yet; None if no input wants one.
     """
 
-    __slots__ = ("__weakref__", "inputs_left", "is_active", "is_done", "previous")
+    __slots__ = ("__weakref__", "inputs_left", "is_active", "is_done", "page", "previous")
 
     def __init__(self, previous: Unit | None) -> None:
         self.previous = previous
         self.is_active = self.is_done = False
         self.inputs_left: int | None = None
+        self.page: Page | None = None
 
 
 class Unit:
@@ -370,6 +373,7 @@ class Unit:
 
         map_tensors(watch, output)
         if found:
+            call.page = self.schedule.page
             self._calls.add(call)
             return True
         return not _wants_gradient(self)
