@@ -265,6 +265,7 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "offload_compute_shards": ({"method": "lora"}, True),
     "offload_main_weights": ({}, True),
     "offload_optimizer_state": ({}, True),
+    "offload_activations": ({}, True),
     "checkpointing": ({}, "selective"),
     "reentrant": ({"checkpointing": "full"}, True),
     "compile": ({}, True),

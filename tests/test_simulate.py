@@ -40,6 +40,7 @@ SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 64, "intermediate_size": 160, "n
         {"offload": True, "accumulation": 2},
         {"offload_main_weights": True, "strategy": "HYBRID_SHARD", "shard_size": 2, "accumulation": 2},
         {"offload": True, "gather_as": "int8"},
+        {"offload_activations": True, "offload": True, "checkpointing": "full", "seq_len": 512},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())) or "FULL_SHARD",
 )
@@ -48,6 +49,16 @@ def test_events_and_bytes_are_the_planners(settings: dict[str, object], rank: in
     assert result.differences == []
     assert len(result.events) > 30
     assert result.sharding.world_size == 8
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"])
+def test_activations_leave_and_return_when_the_planner_says(prefetch: str) -> None:
+    """Between the same events of the same units; how many bytes is in tests/test_activation_offload.py."""
+    job = {"offload_activations": True, "seq_len": 512, "accumulation": 2, "backward_prefetch": prefetch}
+    result = simulate(transformers_model(SMALL), Job.of(job), world_size=4)
+    found, planned = ([(e.kind, e.unit, e.what) for e in events] for events in (result.events, result.predicted))
+    assert found == planned
+    assert sum(what == "activations" for _, _, what in found) == 2 * 2 * 2
 
 
 def test_a_seventy_billion_model_on_a_thousand_ranks() -> None:

@@ -135,15 +135,18 @@ class PlanCheck:
             self._events.clear()
 
     def _compare(self) -> list[Difference]:
-        layout = _layout_of(self.model, self._units, self._events)
+        moved = [event for event in self._events if event.what == "activations"]
+        events = [event for event in self._events if event.what != "activations"]
+        layout = _layout_of(self.model, self._units, events)
         predicted = self._predict(layout)
-        planned, found = traffic_of(predicted, layout), traffic_of(self._events, layout)
+        planned, found = traffic_of(predicted, layout), traffic_of(events, layout)
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
         trained = [bucket for bucket in buckets if bucket.gradient is not None]
         state, state_nbytes = self._optimizer_state(trained)
         return [
-            _compare_events(predicted, self._events),
+            _compare_events(predicted, events),
             *_copies(planned, found),
+            *([Difference("activations copied", None, sum(event.nbytes for event in moved))] if moved else []),
             Difference("sent to unshard", planned.gather_nbytes, found.gather_nbytes),
             Difference("sent to reduce", planned.reduce_nbytes, found.reduce_nbytes),
             Difference("sent between replicas", planned.replicate_nbytes, found.replicate_nbytes),

@@ -216,6 +216,7 @@ class Page:
         self._blocks.append(weakref.ref(block))
 
     def emit(self, kind: EventKind, blocks: Iterable[_Block]) -> None:
+        """Tell the sink of a copy."""
         self.unit.emit(kind, sum(block.nbytes for block in blocks), what="activations")
 
 

@@ -37,11 +37,13 @@ class LayerActivations:
 
     Attributes:
         kept: from its forward to its backward.
+        inputs: of them, the layer's own input.
         recomputed: made again in its backward, which then holds them on top of `kept`.
         working: temporaries of its backward: gradients of the widest tensors.
     """
 
     kept: int
+    inputs: int
     recomputed: int
     working: int
 
@@ -52,12 +54,22 @@ def layer_activations(block: Block, job: Job) -> LayerActivations:
     whole = _saved_per_token(block, job, width)
     working = width * ((3 if block.gated else 2) * block.active_intermediate + 2 * block.hidden)
     tokens = job.tokens
+    inputs = width * block.hidden * tokens
     if job.checkpointing == "none":
-        return LayerActivations(whole * tokens, 0, working * tokens)
+        return LayerActivations(whole * tokens, inputs, 0, working * tokens)
     if job.checkpointing == "full":
-        return LayerActivations(width * block.hidden * tokens, whole * tokens, working * tokens)
+        return LayerActivations(inputs, inputs, whole * tokens, working * tokens)
     kept = min(_selected_per_token(block, width), whole)
-    return LayerActivations(kept * tokens, (whole - kept) * tokens, working * tokens)
+    return LayerActivations(kept * tokens, inputs, (whole - kept) * tokens, working * tokens)
+
+
+def page_nbytes(block: Block, job: Job) -> int:
+    """Bytes of one layer that are in host memory between its forward and its backward, if any are.
+
+    What selective checkpointing keeps besides the input is its own, not autograd's, and stays on the device.
+    """
+    layer = layer_activations(block, job)
+    return layer.inputs if job.checkpointing == "selective" else layer.kept
 
 
 def _saved_per_token(block: Block, job: Job, width: int) -> int:

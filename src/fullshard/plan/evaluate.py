@@ -12,6 +12,7 @@ from fullshard.core.events import Event
 from fullshard.core.offload import Offload
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.core.strategy import Axis
+from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, lay_out
@@ -103,6 +104,8 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         dtypes=job.dtypes,
         offload=on_host,
     )
+    if on_host.activations:
+        layout = layout.with_pages(lambda block: page_nbytes(block, job))
     shares_memory = is_cpu and 1 < layout.shard_size <= cluster.per_host
     kept = 0
     if budget is not None:
@@ -167,7 +170,7 @@ def _few(layout: ModelLayout, job: Job) -> list[Event]:
 
 def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
     """Bytes between host and device: some of them are copied once per step, and some for each micro-batch."""
-    if job.accumulation == 1 or not any(bucket.offload for bucket in layout.buckets):
+    if job.accumulation == 1 or not any(bucket.offload.has_shards for bucket in layout.buckets):
         return {}  # what the step's traffic says already
     options = [dataclasses.replace(job.schedule, accumulation=number) for number in (1, 2)]
     one, two = (traffic_of(predict_step(layout, option), layout) for option in options)
@@ -274,6 +277,9 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "main weights and optimizer state on the host", {"offload_main_weights": True}
     if not job.on_host.is_everything:
         yield "everything on the host", dict(_EVERYTHING)
+    if not job.offload_activations:
+        what = "what layers keep for backward" if job.checkpointing == "none" else "the inputs of checkpointed layers"
+        yield f"{what} on the host", {"offload_activations": True}
     if job.attention == "eager":
         yield "attention that keeps no scores (sdpa)", {"attention": "sdpa"}
 

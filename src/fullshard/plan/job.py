@@ -66,6 +66,7 @@ class Job(BaseModel):
     offload_compute_shards: bool | None = Field(None, description="What units are gathered from in host memory")
     offload_main_weights: bool | None = Field(None, description="Main weights there, and updated there")
     offload_optimizer_state: bool | None = Field(None, description="Optimizer state there; alone, it visits the device")
+    offload_activations: bool = Field(False, description="What layers keep for backward; checkpointed, their inputs")
     checkpointing: Checkpointing = Field("none", description="Activation checkpointing: none, selective or full")
     reentrant: bool = Field(False, description="Its older implementation; the same memory and events")
     compile: bool = Field(False, description="Each unit's forward is compiled")
@@ -97,7 +98,7 @@ class Job(BaseModel):
                 f"reshard_after_forward = auto decides which units are kept, and {self.strategy} keeps all",
                 hint="use FULL_SHARD or HYBRID_SHARD",
             )
-        if self.on_host and Axis.SHARD not in self.row.placements:
+        if self.on_host.has_shards and Axis.SHARD not in self.row.placements:
             raise ConfigError(
                 f"{self.on_host} on the host: {self.strategy} shards nothing", hint="use FULL_SHARD or SHARD_GRAD_OP"
             )
@@ -155,6 +156,7 @@ class Job(BaseModel):
             "offload_compute_shards": sharding.offload_compute_shards,
             "offload_main_weights": sharding.offload_main_weights,
             "offload_optimizer_state": sharding.offload_optimizer_state,
+            "offload_activations": sharding.offload_activations,
             "checkpointing": sharding.activation_checkpointing_mode if sharding.activation_checkpointing else "none",
             "reentrant": sharding.activation_checkpointing_reentrant,
             "compile": sharding.compile,
@@ -174,7 +176,11 @@ class Job(BaseModel):
     def on_host(self) -> Offload:
         """What lives in host memory, on a device that is not the host itself."""
         return Offload.of(
-            self.offload, self.offload_compute_shards, self.offload_main_weights, self.offload_optimizer_state
+            self.offload,
+            self.offload_compute_shards,
+            self.offload_main_weights,
+            self.offload_optimizer_state,
+            self.offload_activations,
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -161,6 +161,7 @@ class UnitLayout:
         feeds_units: whether a trainable parameter of it is used before the first inner unit (an embedding).
         takes_ids: whether its inputs never want a gradient (token ids).
         block: what it computes.
+        page_nbytes: bytes of what its forward keeps that are in host memory until its backward.
     """
 
     name: str
@@ -170,6 +171,7 @@ class UnitLayout:
     takes_ids: bool
     block: Block | None
     is_head: bool = False
+    page_nbytes: int = 0
 
     @property
     def full_nbytes(self) -> int:
@@ -213,10 +215,19 @@ class ModelLayout:
         """The same with the last `count` of the units that are freed after forward kept until backward."""
         inner = [unit.name for unit in self.calls if unit.reshard_after_forward]
         kept = set(inner[len(inner) - count :])
-        by_name = {
-            unit.name: dataclasses.replace(unit, reshard_after_forward=False) if unit.name in kept else unit
+        return self._with(
+            dataclasses.replace(unit, reshard_after_forward=False) if unit.name in kept else unit for unit in self.units
+        )
+
+    def with_pages(self, nbytes: Callable[[Block], int]) -> ModelLayout:
+        """The same with so many bytes of each block's activations in host memory between forward and backward."""
+        return self._with(
+            unit if unit.block is None else dataclasses.replace(unit, page_nbytes=nbytes(unit.block))
             for unit in self.units
-        }
+        )
+
+    def _with(self, units: Iterable[UnitLayout]) -> ModelLayout:
+        by_name = {unit.name: unit for unit in units}
         return dataclasses.replace(
             self, units=tuple(by_name.values()), calls=tuple(by_name[unit.name] for unit in self.calls)
         )

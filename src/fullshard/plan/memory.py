@@ -5,6 +5,8 @@ What each event changes is what the engine does (`engine/bucket`, `engine/gradie
     unshard issued      `full` of the unit is allocated (with shared memory: is there)    + gathered
     resharded           and freed                                                         - gathered
     forward end         what autograd saved stays                                         + activations (root: + logits)
+    to host             activations are copied out, and those before them freed           - activations
+    to device           and come back ahead of their unit's backward                      + activations
     backward begin      recomputed activations, the reduce input, one parameter's grad    + activations, reduce buffers
     reduce issued       under way; the one before it has shrunk to this rank's interval   + gradients, - reduce buffers
     reduce done         intervals are added to the main gradient                          gradients
@@ -240,6 +242,7 @@ class _Ledger:
     collecting: set[str] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
     leaving: int = 0
+    leaving_page: int = 0
     has_main_gradient: bool = False
     micro_batch: int = 0
     stepping: BucketPlan | None = None
@@ -281,6 +284,12 @@ class _Ledger:
                 self.now["gathered units"] -= self.setting.gathered_nbytes(unit)
             case EventKind.FORWARD_END:
                 return self._end_forward(unit)
+            case EventKind.TO_HOST if event.what == "activations":
+                self._give_up_page()
+                self.leaving_page = event.nbytes
+            case EventKind.TO_DEVICE if event.what == "activations":
+                self._leave_backward()
+                self.now["activations"] += event.nbytes
             case EventKind.BACKWARD_BEGIN:
                 return self._begin_backward(unit)
             case EventKind.BACKWARD_END:
@@ -303,11 +312,19 @@ class _Ledger:
     def _end_forward(self, unit: UnitLayout) -> list[dict[str, int]]:
         if unit is self.root:
             self.now["logits"] += self.logits[0]
-        elif unit.name in self.layers:
+            fullest = self.nbytes
+            self._give_up_page()
+            return [fullest, self.nbytes]
+        if unit.name in self.layers:
             layer = self.layers[unit.name]
             self.now["activations"] += layer.kept
             return self._for_a_moment({"activations": layer.working + self._dequantised(unit)})
         return [self.nbytes]
+
+    def _give_up_page(self) -> None:
+        """The activations that were on their way to the host are there."""
+        self.now["activations"] -= self.leaving_page
+        self.leaving_page = 0
 
     def _begin_backward(self, unit: UnitLayout) -> list[dict[str, int]]:
         self._leave_backward()
@@ -513,6 +530,8 @@ def _host(setting: Setting, ranks_per_host: int) -> tuple[int, int, int]:
     )
     shards = sum(bucket.host_nbytes for bucket in buckets)
     steady = shards + (_state_nbytes(setting) if setting.on_host.optimizer_state else 0)
+    # All pages but the one that is still, or again, on the device: the last never leaves.
+    steady += sum(unit.page_nbytes for unit in setting.layout.calls[:-1])
     # Those of a later micro-batch arrive beside those they are added to.
     times = 2 if setting.job.accumulation > 1 else 1
     steady += sum(times * b.reduced_nbytes for b in buckets if b.trainable and b.main_is_on_host)

@@ -195,6 +195,7 @@ def as_run_config(plan: Plan) -> RunConfig:
             offload_compute_shards=job.offload_compute_shards,
             offload_main_weights=job.offload_main_weights,
             offload_optimizer_state=job.offload_optimizer_state,
+            offload_activations=job.offload_activations,
             compile=job.compile,
             forward_prefetch=job.forward_prefetch,
             backward_prefetch=job.backward_prefetch,

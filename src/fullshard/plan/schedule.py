@@ -69,6 +69,8 @@ class _Run:
     awaiting: set[str] = field(default_factory=set)
     queue: deque[tuple[UnitLayout, BucketPlan]] = field(default_factory=deque)
     ready: set[str] = field(default_factory=set)
+    pages: list[UnitLayout] = field(default_factory=list)
+    wanted: UnitLayout | None = None
     launched: list[tuple[UnitLayout, BucketPlan]] = field(default_factory=list)
     waiting: list[tuple[int, UnitLayout, BucketPlan]] = field(default_factory=list)
     updated: set[str] = field(default_factory=set)
@@ -90,6 +92,23 @@ class _Run:
     def move(self, way: EventKind, unit: UnitLayout, bucket: BucketPlan, nbytes: int, what: str) -> None:
         number = next(i for i, other in enumerate(unit.buckets) if other is bucket)
         self.events.append(Event(way, unit.name, nbytes, what, number))
+
+    def turn(self, unit: UnitLayout) -> None:
+        """Forward goes on to another unit: the activations of this one are copied to the host."""
+        if unit.page_nbytes:
+            self.pages.append(unit)
+            self.events.append(Event(EventKind.TO_HOST, unit.name, unit.page_nbytes, "activations"))
+
+    def bring(self, unit: UnitLayout) -> None:
+        """Backward has come to a unit: its activations are waited for, and those before them copied back."""
+        last = self.model.calls[-1]  # the root's are with the last unit's, which never left
+        wanted = last if unit is self.model.root else unit
+        if wanted is self.wanted:
+            return
+        self.wanted = wanted
+        times = int(wanted in self.pages) + (self.options.backward_prefetch == "BACKWARD_PRE")
+        for page in [self.pages.pop() for _ in range(min(times, len(self.pages)))]:
+            self.events.append(Event(EventKind.TO_DEVICE, page.name, page.page_nbytes, "activations"))
 
     def move_state(self, way: EventKind) -> None:
         for unit in self.model.units:
@@ -119,7 +138,11 @@ class _Run:
 
     def forward(self, *, ahead: bool) -> None:
         calls = self.model.calls
+        _, gives = _gradient_flow(self.model)
+        self.pages, self.wanted = [], None
         for position, unit in enumerate(calls):
+            if position and gives[calls[position - 1].name]:
+                self.turn(calls[position - 1])
             self.unshard(unit)
             if ahead and position + 1 < len(calls):
                 self.issue(calls[position + 1])
@@ -174,6 +197,7 @@ class _Run:
         self.unshard(unit)
         if self.options.backward_prefetch == "BACKWARD_PRE":
             self.prefetch(previous)
+        self.bring(unit)
         self.emit(EventKind.BACKWARD_BEGIN, unit)
 
     def prefetch(self, unit: UnitLayout | None) -> None:

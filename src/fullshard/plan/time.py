@@ -233,6 +233,8 @@ class _Clock:
     communication: float = 0.0
     wires: dict[str, float] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
+    page_left: float = 0.0
+    pages: dict[str, float] = field(default_factory=dict)
     gathered: dict[str, float] = field(default_factory=dict)
     reduced: list[tuple[str, float]] = field(default_factory=list)
     layouts: dict[str, UnitLayout] = field(init=False)
@@ -280,7 +282,14 @@ class _Clock:
                 self._run(self._forward(unit.name) + self.cluster.device.unit_seconds)
                 if unit is self.setting.layout.root:
                     self._run(self.loss)
+                    self._wait(self.page_left)
+            case EventKind.TO_HOST if event.what == "activations":
+                self._wait(self.page_left)
+                self.page_left = self._copy("to host", event.nbytes)
+            case EventKind.TO_DEVICE if event.what == "activations":
+                self.pages[unit.name] = self._copy("to device", event.nbytes)
             case EventKind.BACKWARD_BEGIN:
+                self._wait(self.pages.pop(unit.name, 0.0))
                 again = _recomputed(self.setting.job) if unit.block is not None else 0.0
                 factor = _backward_factor(self.shapes[unit.name])
                 self._run(
