@@ -291,6 +291,24 @@ def test_checkpointing_a_transformers_model_that_would_fill_a_cache() -> None:
         checkpoint_modules(model, unit_modules(model))
 
 
+@pytest.mark.parametrize("kinds", [{}, {"reentrant": True}, {"selective": True}])
+def test_a_cache_is_withheld_that_comes_without_a_name(kinds: dict[str, bool]) -> None:
+    """GPT-2 hands it to its blocks as the second argument; recomputing would fill it twice, and attend to both."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8, bos_token_id=1, eos_token_id=1
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.randint(32, (2, 6))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    checkpoint_modules(model, unit_modules(model), **kinds)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks, and hides its own warning
 def test_compiling_keeps_names_and_composes_with_checkpointing() -> None:
     torch.manual_seed(0)

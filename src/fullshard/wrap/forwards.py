@@ -138,14 +138,15 @@ def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     inner = _inner_forward(self)
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
-    return checkpoint(inner, *args, use_reentrant=False, **_without_cache(self, kwargs))
+    args, kwargs = _without_cache(self, args, kwargs)
+    return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
 
 def _selective_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     inner = _inner_forward(self)
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
-    kwargs = _without_cache(self, kwargs)
+    args, kwargs = _without_cache(self, args, kwargs)
     return checkpoint(inner, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
 
 
@@ -167,7 +168,7 @@ def _reentrant_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     inner = _inner_forward(self)
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
-    kwargs = _without_cache(self, kwargs)
+    args, kwargs = _without_cache(self, args, kwargs)
     keys = tuple(kwargs)
 
     # Reentrant checkpointing takes positional arguments only, and only tensors among them get gradients.
@@ -178,17 +179,20 @@ def _reentrant_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(positional, *args, *kwargs.values(), use_reentrant=True)
 
 
-def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments without an (empty) key/value cache."""
-    caches = [name for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None]
-    if not caches:
-        return kwargs
-    for name in caches:
-        length = getattr(kwargs[name], "get_seq_length", None)
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without an (empty) key/value cache."""
+    caches = {name: kwargs[name] for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
+    positional = {f"argument {i}": arg for i, arg in enumerate(args) if hasattr(arg, "get_seq_length")}
+    if not caches and not positional:
+        return args, kwargs
+    for name, cache in (caches | positional).items():
+        length = getattr(cache, "get_seq_length", None)
         if length is None or length() != 0:
             raise WrapError(
                 f"{type(module).__name__} got a filled key/value cache ({name}) while its activations are checkpointed",
                 hint="prefix tuning and cached prompts do not go with activation checkpointing: switch one off",
             )
     off = {"use_cache": False} if "use_cache" in kwargs else {}
-    return kwargs | dict.fromkeys(caches) | off
+    return tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args), kwargs | dict.fromkeys(caches) | off
