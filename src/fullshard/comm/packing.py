@@ -22,6 +22,8 @@ from fullshard.core.sizes import packed_nbytes, round_up
 _CHUNK_BLOCKS = 512
 """Blocks that are packed in one go: few enough to stay in the cache."""
 _LARGEST = 127
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""Scale: one over less would be infinite. Blocks of magnitudes below 127 times that, 1.5e-36, are off by more."""
 
 
 class Packing(Protocol):
@@ -94,9 +96,8 @@ class _Int8Blocks:
         for elements, multiples, scales in self._chunks(into, values.numel()):
             blocks = values[elements].float().view(multiples.shape)
             room.resize_(multiples.shape)
-            torch.amax(torch.abs(blocks, out=room), 1, keepdim=True, out=scales).div_(_LARGEST)
-            torch.div(blocks, torch.where(scales == 0, 1, scales), out=room).round_().clamp_(-_LARGEST, _LARGEST)
-            multiples.copy_(room)
+            torch.amax(torch.abs(blocks, out=room), 1, keepdim=True, out=scales).div_(_LARGEST).clamp_(min=_SMALLEST)
+            multiples.copy_(torch.mul(blocks, scales.reciprocal(), out=room).round_())
 
     @torch.no_grad()
     def unpack(self, message: torch.Tensor, into: torch.Tensor) -> None:
