@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 # A server that has imported what takes seconds; every process is a fresh copy of it, which takes none.
 _CONTEXT = mp.get_context("forkserver")
-_PRELOADED = ["fullshard.engine", "tests.distributed"]
+_PRELOADED = ["fullshard.checkpoint", "fullshard.engine", "pytest", "torch.distributed.fsdp", "tests.distributed"]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
