@@ -153,16 +153,17 @@ class ResizedBuffer:
     ) -> None:
         self._collectives, self._packing = collectives, packing
         self.full = torch.empty(numel, dtype=dtype, device=device)
+        self._storage, self._whole_nbytes = self.full.untyped_storage(), self.full.nbytes
         self._own = own_interval(self.full, collectives.rank, collectives.size)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storage."""
-        return self.full.untyped_storage().nbytes()
+        return self._storage.nbytes()
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
         """Bring the memory back, copy `main` into its place and launch the all-gather."""
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        self._storage.resize_(self._whole_nbytes)
         if self._packing is not None and not exactly:
             return self._gather_packed(main, self._packing, tag)
         self._own.copy_(main)
@@ -176,7 +177,7 @@ class ResizedBuffer:
 
     def free(self) -> None:
         """Resize to nothing."""
-        self.full.untyped_storage().resize_(0)
+        self._storage.resize_(0)
 
     def settle(self) -> None:
         """Nothing: what the others read is a copy of the main weights, made when the gather was launched."""

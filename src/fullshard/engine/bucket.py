@@ -14,6 +14,7 @@ How `full` becomes whole is the business of its buffer, `comm.base.FullBuffer`; 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ from fullshard.wrap.quantized import aliases, is_exact
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Bucket:
@@ -97,11 +100,13 @@ class Bucket:
             ShardedParameter(self, i, requires_grad=slot.parameter.requires_grad) for i, slot in enumerate(slots)
         ]
         self.trainable_count = len(slots) if first.requires_grad else 0
-        self._places = [
+        places = [
             (module._parameters, attribute, slot.parameter, sharded)
             for slot, sharded in zip(slots, self.sharded_parameters, strict=True)
             for module, attribute in slot.owners
         ]
+        self._holders, self._attributes, self._unsharded, self._sharded = zip(*places, strict=True)
+        self._bound = self._unsharded
         self.gradient = Gradient(self, self.reduce_dtype) if first.requires_grad else None
 
     def _allocate(self, weights: WeightSource | None) -> None:
@@ -140,6 +145,7 @@ class Bucket:
             # own; `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
             for tensor in (slot.parameter, *aliases(slot.parameter)):
                 tensor.data = self._view(self.full, index)
+        self._originals = tuple(slot.parameter for slot in self.slots)
         self.reshard()
 
     def _allocate_compute_shard(self) -> torch.Tensor:
@@ -220,8 +226,7 @@ class Bucket:
             self._gathering.wait()
             self._gathering = None
             if self._versions is not None:
-                originals = tuple(slot.parameter for slot in self.slots)
-                torch._C._autograd._unsafe_set_version_counter(originals, tuple(self._versions))
+                torch._C._autograd._unsafe_set_version_counter(self._originals, tuple(self._versions))
                 self._versions = None
 
     def reshard(self) -> None:
@@ -230,7 +235,7 @@ class Bucket:
         if self.buffer.is_zeroed and self._versions is None:
             # Whoever reads them before they are unsharded again gets an error from autograd, not zeros.
             self._versions = self.versions()
-            torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
+            torch.autograd.graph.increment_version(self._originals)
         self.buffer.free()
 
     def write_back(self) -> None:
@@ -247,12 +252,13 @@ class Bucket:
 
     def versions(self) -> list[int]:
         """How often each original parameter has been changed in place."""
-        return [slot.parameter._version for slot in self.slots]
+        return [parameter._version for parameter in self._originals]
 
     def bind(self, *, unsharded: bool) -> None:
         """Make the modules hold the original or the sharded parameters."""
-        for parameters, attribute, original, sharded in self._places:
-            parameters[attribute] = original if unsharded else sharded
+        self._bound = self._unsharded if unsharded else self._sharded
+        for parameters, attribute, parameter in zip(self._holders, self._attributes, self._bound, strict=True):
+            parameters[attribute] = parameter
 
     def check_binding(self) -> None:
         """Refuse to bind over what is not ours.
@@ -260,7 +266,10 @@ class Bucket:
         Raises:
             LifecycleError: somebody has put another parameter in place of the original or sharded one.
         """
-        for parameters, attribute, original, sharded in self._places:
+        if all(map(operator.is_, map(dict.get, self._holders, self._attributes), self._bound)):
+            return
+        places = zip(self._holders, self._attributes, self._unsharded, self._sharded, strict=True)
+        for parameters, attribute, original, sharded in places:
             current = parameters.get(attribute)
             if current is not sharded and current is not original:
                 raise LifecycleError(
@@ -270,7 +279,10 @@ class Bucket:
 
     def sync_requires_grad(self) -> None:
         """Carry a `requires_grad` the user changed on the sharded parameters over to the original ones."""
-        self.trainable_count = sum(sharded.requires_grad for sharded in self.sharded_parameters)
+        wanted = list(map(_requires_grad, self.sharded_parameters))
+        self.trainable_count = sum(wanted)
+        if wanted == list(map(_requires_grad, self._originals)):
+            return
         for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
             if slot.parameter.requires_grad != sharded.requires_grad:
                 slot.parameter.requires_grad_(sharded.requires_grad)

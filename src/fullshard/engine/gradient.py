@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from fullshard.comm.base import Work
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
+from fullshard.engine.parameter import plain_gradients
 from fullshard.engine.uses import add_rows
 
 if TYPE_CHECKING:
@@ -28,11 +30,13 @@ if TYPE_CHECKING:
 class Gradient:
     """The gradient side of a trainable bucket.
 
+    Whoever calls `launch`, `advance` and `finish` has turned autograd off.
+
     Attributes:
         dtype: in which gradients are collected and summed over ranks.
         main_dtype: in which they are accumulated over micro-batches: the wider of `dtype` and the stored dtype.
         fired: indices of the parameters whose gradient has appeared in this backward.
-        used: the same since the last `finish`; more than `fired` after backwards under `no_sync`.
+        used: for each parameter, whether it has appeared since the last `finish`, maybe under `no_sync`.
         divisor: what the sum over all ranks is divided by.
         requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
         has_stepped: an optimizer has used it up within this backward (`engine.stepping`).
@@ -42,12 +46,12 @@ class Gradient:
         self.bucket, self.dtype = bucket, dtype
         self.main_dtype = torch.promote_types(dtype, bucket.dtype)
         self.fired: set[int] = set()
-        self.used: set[int] = set()
+        self.used = bytearray(len(bucket.slots))
         self.divisor = float(bucket.mesh.world_size)
         self.requires_all_reduce = True
         self.has_stepped = False
         self._full: torch.Tensor | None = None
-        self._pieces: tuple[torch.Tensor, ...] = ()
+        self._pieces: Sequence[torch.Tensor] = ()
         self._filled: set[int] = set()
         self._begun: set[int] = set()
         self._reducing: Work | None = None
@@ -81,15 +85,18 @@ class Gradient:
         """Whether every parameter that wants a gradient has one."""
         return len(self.fired) >= self.bucket.trainable_count
 
-    def collect(self, index: int) -> None:
-        """Take parameter `index`'s fresh `.grad` into `full`. Adds if this parameter has been collected before."""
-        parameter = self.bucket.slots[index].parameter
+    def collect(self, index: int, parameter: torch.Tensor) -> bool:
+        """Take parameter `index`'s fresh `.grad` into `full`, and say whether that completes the bucket.
+
+        Adds if this parameter has been collected before.
+        """
         grad = parameter.grad
         if grad is None:
-            return
+            return False
         parameter.grad = None
-        self._add(index, grad)
+        self._add(index, parameter, grad)
         self.fired.add(index)
+        return len(self.fired) >= self.bucket.trainable_count
 
     def takes_uses(self, index: int) -> bool:
         """Whether the sum over a parameter's uses is the same, bit for bit, if they are collected one by one.
@@ -104,7 +111,7 @@ class Gradient:
         if not self.takes_uses(index):
             return False
         self._begun.add(index)
-        self._add(index, grad)
+        self._add(index, self.bucket.slots[index].parameter, grad)
         return True
 
     def end_backward(self) -> None:
@@ -112,8 +119,7 @@ class Gradient:
         self.fired.clear()
         self._begun.clear()
 
-    def _add(self, index: int, grad: torch.Tensor) -> None:
-        parameter = self.bucket.slots[index].parameter
+    def _add(self, index: int, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         if self.has_stepped:
             raise LifecycleError(
                 f"rank {self.bucket.mesh.rank}, parameter {'='.join(self.bucket.sharded_parameters[index].names)}: "
@@ -138,7 +144,7 @@ class Gradient:
         else:
             piece.copy_(grad.reshape(-1))
         self._filled.add(index)
-        self.used.add(index)
+        self.used[index] = True
 
     def _begin(self) -> torch.Tensor:
         """Memory for the unsharded gradients, and a piece of it for each parameter; zeros between them."""
@@ -149,7 +155,6 @@ class Gradient:
             gap.zero_()
         return self._full
 
-    @torch.no_grad()
     def launch(self) -> None:
         """Reduce what was collected. What was not used counts as zero, so every rank reduces the same shape."""
         full = self._begin() if self._full is None else self._full
@@ -163,7 +168,6 @@ class Gradient:
             full, tag=self.bucket.tag, divisor=self.divisor, packing=self.bucket.reduce_packing
         )
 
-    @torch.no_grad()
     def advance(self) -> None:
         """Once reduced along the shard axis, go on along the replicate axis."""
         if self._reducing is None:
@@ -182,12 +186,11 @@ class Gradient:
         else:
             self._held = shard
 
-    @torch.no_grad()
-    def finish(self, used: set[int]) -> bool:
-        """Wait for the reduction and publish it; False if there is none. The caller clears the attribute `used` then.
+    def finish(self, used: bytearray) -> bool:
+        """Wait for the reduction and publish it; False if there is none. The caller calls `forget_used` later.
 
         Args:
-            used: indices of the parameters that got a gradient on any rank. The others keep `.grad` as it is.
+            used: for each parameter, whether it got a gradient on any rank. The others keep `.grad` as it is.
         """
         self.advance()
         if self._replicating is None:
@@ -199,22 +202,27 @@ class Gradient:
         self._accumulate(shard.to(self.main_dtype), used)
         return True
 
-    def _accumulate(self, shard: torch.Tensor, used: set[int]) -> None:
+    def forget_used(self) -> None:
+        """What was used has been published on all ranks."""
+        self.used = bytearray(len(self.used))
+
+    def _accumulate(self, shard: torch.Tensor, used: bytearray) -> None:
         """Add to the main gradient if the published `.grad`s are still ours, else start a new one from theirs."""
-        parameters, slices = self.bucket.sharded_parameters, self.bucket.slices
-        if self._main is not None and self._is_untouched():
+        parameters = self.bucket.sharded_parameters
+        grads = plain_gradients(parameters)
+        if self._main is not None and self._is_untouched(grads):
             self._main.add_(shard)
         else:
-            for index, parameter in enumerate(parameters):
-                if parameter.grad is not None:
-                    shard[slices[index]].add_(parameter.grad)
+            for part, grad in zip(self.bucket.slices, grads, strict=True):
+                if grad is not None:
+                    shard[part].add_(grad)
             self._main = shard
             self._published = [None] * len(parameters)
         self._rounded = self._main.to(self.bucket.dtype)  # itself, unless the dtypes differ
         pieces, _ = self._shard_cut.apply(self._rounded)
         for index, parameter in enumerate(parameters):
-            grad = parameter.grad
-            if index not in used and grad is None:
+            grad = grads[index]
+            if grad is None and not used[index]:
                 continue
             if grad is None or self._published[index] is None or self._rounded is not self._main:
                 grad = parameter.grad = pieces[index]
@@ -228,21 +236,21 @@ class Gradient:
                 return None
         return self._rounded if self._published else None
 
-    def _is_untouched(self) -> bool:
+    def _is_untouched(self, grads: list[torch.Tensor | None]) -> bool:
         """Whether every `.grad` is the tensor published last, so that the main gradient holds its value.
 
         Where the dtypes differ the published tensor is a rounded copy, so a change in place counts as touched too.
         """
         copied = self.main_dtype != self.bucket.dtype
-        for parameter, published in zip(self.bucket.sharded_parameters, self._published, strict=True):
+        for current, published in zip(grads, self._published, strict=True):
             grad, version = published if published is not None else (None, 0)
-            if parameter.grad is not grad or (copied and grad is not None and grad._version != version):
+            if current is not grad or (copied and grad is not None and grad._version != version):
                 return False
         return any(published is not None for published in self._published)
 
     def release_if_cleared(self) -> None:
         """Give the memory of the main gradient back once the user has set every `.grad` to None."""
-        if self._main is not None and all(p.has_stepped or p.grad is None for p in self.bucket.sharded_parameters):
+        if self._main is not None and all(grad is None for grad in plain_gradients(self.bucket.sharded_parameters)):
             self._main = self._rounded = None
             self._published = []
 
@@ -253,7 +261,8 @@ class Gradient:
                 work.wait()
         self._reducing = self._replicating = self._full = self._earlier = None
         self._pieces = ()
-        self._filled, self._begun, self.fired, self.used = set(), set(), set(), set()
+        self._filled, self._begun, self.fired = set(), set(), set()
+        self.forget_used()
 
 
 class _Cut:
@@ -277,9 +286,9 @@ class _Cut:
         kind.append(len(self._sizes))
         self._sizes.append(numel)
 
-    def apply(self, flat: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    def apply(self, flat: torch.Tensor) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
         """1-D views of the parameters' parts, empty ones included, and of the gaps."""
         pieces = flat.split_with_sizes(self._sizes)
         if not self._gaps:
             return pieces, []
-        return tuple(pieces[i] for i in self._parameters), [pieces[i] for i in self._gaps]
+        return [pieces[i] for i in self._parameters], [pieces[i] for i in self._gaps]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -94,7 +95,7 @@ class ShardedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         # Marked, because torch's clip_grad_norm_ looks at gradients alone and must know that this is only a slice.
         if value is not None:
-            value._fullshard_mesh = self.mesh  # type: ignore[attr-defined]
+            value._fullshard_mesh = self._bucket.mesh  # type: ignore[attr-defined]
         _PLAIN_GRAD.__set__(self, value)
 
     @property
@@ -146,6 +147,11 @@ class ShardedParameter(nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
         """Refused."""
         raise _no_hook(self, "register_post_accumulate_grad_hook")
+
+
+def plain_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor | None]:
+    """Their gradients; None, too, where the optimizer has used one up within backward."""
+    return list(map(_PLAIN_GRAD.__get__, parameters))
 
 
 def gather_interval(local: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:

@@ -238,6 +238,7 @@ class Schedule:
         while self._queue and self._queue[0][1] in self._ready:
             self._launch(*self._queue.popleft())
 
+    @torch.no_grad()
     def _launch(self, unit: Unit, bucket: Bucket) -> None:
         gradient = _gradient(bucket)
         if not unit.reduce_gradients or not bucket.trainable_count:
@@ -263,7 +264,7 @@ class Schedule:
             if is_over and _gradient(bucket).is_complete and unit.is_left:
                 self._finish(unit, bucket, _gradient(bucket).used)
 
-    def _finish(self, unit: Unit, bucket: Bucket, used: set[int]) -> None:
+    def _finish(self, unit: Unit, bucket: Bucket, used: bytearray) -> None:
         """Publish a bucket's gradient, and step it if this is the time."""
         del self._waiting[bucket]
         if not _gradient(bucket).finish(used):
@@ -287,6 +288,7 @@ class Schedule:
         except RuntimeError as error:
             raise unit.communication_error("reduce", error) from error
 
+    @torch.no_grad()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
         if self._stepping:  # others wait for it before they step, and then are here, too
@@ -301,7 +303,7 @@ class Schedule:
         for bucket, (unit, _) in list(self._waiting.items()):
             self._finish(unit, bucket, used[bucket])
         for bucket in self._finished:
-            _gradient(bucket).used = set()
+            _gradient(bucket).forget_used()
         for unit in self.units:
             unit.finish_backward()
         self._end_backward()
@@ -323,8 +325,8 @@ class Schedule:
         self._finished.clear()
         self._stepping = []
 
-    def _agree_on_used(self) -> dict[Bucket, set[int]]:
-        """Which parameters of the reduced buckets got a gradient on any rank.
+    def _agree_on_used(self) -> dict[Bucket, bytearray]:
+        """For each parameter of the reduced buckets, whether it got a gradient on any rank.
 
         A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
         says whether any rank has collected more than it reduced (reentrant checkpointing does that, or a unit that ran
@@ -335,19 +337,18 @@ class Schedule:
         """
         trainable = [(unit, bucket) for unit in self.units for bucket in unit.buckets if bucket.gradient is not None]
         launched = {bucket for _, bucket in self._launched}
-        flags: list[bool] = []
+        flags = bytearray()
         for _, bucket in trainable:
-            flags += [bucket in launched, bucket not in launched, _gradient(bucket).is_collecting]
-            flags += [index in _gradient(bucket).used for index in range(len(bucket.slots))]
-        if self.mesh.control_group is not None:
-            message = torch.tensor(flags, dtype=torch.uint8)
+            gradient, has_launched = _gradient(bucket), bucket in launched
+            flags += bytes((has_launched, not has_launched, gradient.is_collecting)) + gradient.used
+        if self.mesh.control_group is not None and flags:
+            message = torch.frombuffer(flags, dtype=torch.uint8)  # the same memory
             try:
                 dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
             except RuntimeError as error:
                 last = self._forward[-1] if self._forward else self.units[-1]
                 raise last.communication_error("end of backward (the last unit that ran forward)", error) from error
-            flags = [bool(flag) for flag in message.tolist()]
-        used: dict[Bucket, set[int]] = {}
+        used: dict[Bucket, bytearray] = {}
         position = 0
         for unit, bucket in trainable:
             on_some, not_on_all, has_more = flags[position : position + 3]
@@ -361,7 +362,7 @@ class Schedule:
                 )
             if has_more:
                 self._launch(unit, bucket)
-            used[bucket] = {i for i in range(len(bucket.slots)) if flags[position + i]}
+            used[bucket] = flags[position : position + len(bucket.slots)]
             position += len(bucket.slots)
         return used
 

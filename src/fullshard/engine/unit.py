@@ -50,12 +50,12 @@ class UnitState(Enum):
     """the modules hold the original, whole parameters"""
 
 
-_TRANSITIONS = {
+_TRANSITIONS = (  # not a set: an enum's hash is computed in Python
     (UnitState.SHARDED, UnitState.GATHERING),
     (UnitState.GATHERING, UnitState.UNSHARDED),
     (UnitState.GATHERING, UnitState.SHARDED),
     (UnitState.UNSHARDED, UnitState.SHARDED),
-}
+)
 
 
 class Call:
@@ -127,7 +127,7 @@ class Unit:
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._calls: set[weakref.ref[Call]] = set()
         self._current: list[Call] = []
         self._ran: set[int] = set()
         self._part: nn.Module | None = None
@@ -223,12 +223,16 @@ class Unit:
     @property
     def has_live_calls(self) -> bool:
         """Whether autograd may still come back to a forward of this unit."""
-        return len(self._calls) > 0
+        return bool(self._calls)
+
+    def _live_calls(self) -> list[Call]:
+        # A copy first: a call may go at any moment, and takes its reference out of the set then.
+        return [call for reference in tuple(self._calls) if (call := reference()) is not None]
 
     @property
     def awaits_backward(self) -> bool:
         """Whether it has not yet come back to one of them."""
-        return any(not call.is_done for call in self._calls)
+        return any(not call.is_done for call in self._live_calls())
 
     @property
     def is_left(self) -> bool:
@@ -298,7 +302,7 @@ class Unit:
         if len(self._ran) == len(self.modules):
             self._ran.clear()
             keep = in_backward or self.is_kept_for_backward or not self.reshard_after_forward
-            if (failed and not in_backward) or not (keep or any(call.is_active for call in self._calls)):
+            if (failed and not in_backward) or not (keep or any(call.is_active for call in self._live_calls())):
                 self.reshard()
         if not in_backward:
             self.schedule.end_forward(self, failed=failed)
@@ -374,7 +378,7 @@ class Unit:
         map_tensors(watch, output)
         if found:
             call.page = self.schedule.page
-            self._calls.add(call)
+            self._calls.add(weakref.ref(call, self._calls.discard))
             return True
         return not _wants_gradient(self)
 
@@ -398,7 +402,7 @@ class Unit:
         """Backward has passed all inputs of `call`."""
         call.is_active, call.is_done = False, True
         self.emit(EventKind.BACKWARD_END)
-        pending = [c for c in self._calls if not c.is_done]
+        pending = [c for c in self._live_calls() if not c.is_done]
         if not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending):
             self._after_backward(call.previous)
         if not pending:
@@ -406,16 +410,11 @@ class Unit:
                 self.schedule.reduce_when_due(self, bucket)
         self.schedule.step_when_final()
 
-    def gradient_appeared(self, bucket: Bucket, index: int) -> None:
-        """Autograd has accumulated the gradient of one parameter of `bucket`."""
-        gradient = bucket.gradient
-        assert gradient is not None  # noqa: S101 -- only trainable buckets have the hook
-        self.schedule.begin_backward(self)
-        gradient.collect(index)
-        if gradient.is_complete:
-            self.schedule.reduce_when_due(self, bucket)
-            self._reshard_if_complete()
-            self.schedule.step_when_final()
+    def gradients_complete(self, bucket: Bucket) -> None:
+        """Autograd has accumulated the gradients of all parameters of `bucket`."""
+        self.schedule.reduce_when_due(self, bucket)
+        self._reshard_if_complete()
+        self.schedule.step_when_final()
 
     def _reshard_if_complete(self) -> None:
         """Reshard once all gradients are there, where nothing else tells that backward has left the unit.
@@ -424,8 +423,9 @@ class Unit:
         """
         if any(b.gradient is None or not b.gradient.is_complete for b in self.buckets):
             return
-        if all(call.inputs_left is None for call in self._calls):
-            for call in self._calls:
+        calls = self._live_calls()
+        if all(call.inputs_left is None for call in calls):
+            for call in calls:
                 call.is_active, call.is_done = False, True
             self._after_backward(None)
 
@@ -436,7 +436,7 @@ class Unit:
 
     def finish_backward(self) -> None:
         """The whole backward is over: forget its calls and leave nothing unsharded."""
-        for call in self._calls:
+        for call in self._live_calls():
             call.is_active, call.is_done = False, True
         self.is_kept_for_backward = False
         if self.reshard_after_backward:
@@ -453,20 +453,31 @@ def _gradient_hook(bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]
     reference = weakref.ref(bucket)
 
     def hook(parameter: torch.Tensor) -> None:
-        if (bucket := reference()) is not None:
-            with _located(bucket.unit, "gradient"):
-                bucket.unit.gradient_appeared(bucket, index)
+        bucket = reference()
+        if bucket is None or (gradient := bucket.gradient) is None:
+            return
+        unit = bucket.unit
+        try:
+            if not gradient.fired:
+                unit.schedule.begin_backward(unit)
+            if gradient.collect(index, parameter):
+                unit.gradients_complete(bucket)
+        except BaseException as error:
+            _locate(error, unit, "gradient")
+            raise
 
     return hook
 
 
 def _take_use(bucket: Bucket, index: int, gradient: torch.Tensor) -> bool:
     """One use of a tied parameter has its gradient; others follow."""
-    with _located(bucket.unit, "gradient"):
+    try:
         bucket.unit.schedule.begin_backward(bucket.unit)
         assert bucket.gradient is not None  # noqa: S101 -- only trainable buckets have the hook
         return bucket.gradient.take(index, gradient)
-    return False
+    except BaseException as error:
+        _locate(error, bucket.unit, "gradient")
+        raise
 
 
 class _OutputHook:
@@ -476,8 +487,11 @@ class _OutputHook:
         self.unit, self.call = unit, call
 
     def __call__(self, gradient: Any) -> None:
-        with _located(self.unit, "pre-backward"):
+        try:
             self.unit.pre_backward(self.call)
+        except BaseException as error:
+            _locate(error, self.unit, "pre-backward")
+            raise
 
 
 class _InputHook:
@@ -494,22 +508,17 @@ class _InputHook:
         if self.fired == call.inputs_left:
             self.fired = 0
             if call.is_active:
-                with _located(self.unit, "post-backward"):
+                try:
                     self.unit.post_backward(call)
+                except BaseException as error:
+                    _locate(error, self.unit, "post-backward")
+                    raise
 
 
-class _located:
-    """Adds rank, unit and phase to errors that do not say them."""
-
-    def __init__(self, unit: Unit, phase: str) -> None:
-        self.unit, self.phase = unit, phase
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, FullshardError):
-            error.add_note(f"fullshard: rank {self.unit.mesh.rank}, unit {self.unit.name!r}, {self.phase}")
+def _locate(error: BaseException, unit: Unit, phase: str) -> None:
+    """Add rank, unit and phase to an error that does not say them."""
+    if not isinstance(error, FullshardError):
+        error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")
 
 
 def _by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
@@ -533,13 +542,13 @@ def _uncompiled(function: Any) -> Any:
     """Keep dynamo out of a hook, without importing dynamo, which takes seconds, where nobody else has."""
     eager = None
 
-    def hook(*args: Any, **kwargs: Any) -> Any:
+    def hook(*args: Any) -> Any:
         nonlocal eager
         if get_eval_frame_callback() is None:  # nothing is being compiled, and asking is cheaper than `disable`
-            return function(*args, **kwargs)
+            return function(*args)
         if eager is None:
             eager = sys.modules["torch._dynamo"].disable(function)
-        return eager(*args, **kwargs)
+        return eager(*args)
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     hook._torchdynamo_disable_msg = "fullshard runs its hooks outside the graph"  # type: ignore[attr-defined]
