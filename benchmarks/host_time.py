@@ -8,14 +8,21 @@ engine's own work. The model is a Llama of 32 small layers, so that arithmetic i
 are timed apart from the optimizer step; the time of the unsharded model is subtracted. In the rows `lora` the base is
 frozen and PEFT's LoRA adapters train: many tiny parameters.
 
-Times are CPU times of the one thread there is, so other processes disturb little. Engines take turns within every
-repeat; medians go to `benchmarks/results/host-time.json`. Losses have no meaning here.
+Times are CPU times of the one thread there is, but what else the machine does still shows in them. So engines take
+turns, and what counts is the median over the turns of what one costs beyond the bare model, and of its ratio to FSDP2
+within a turn; they go to `benchmarks/results/host-time.json`. Losses have no meaning here.
+
+Python's garbage collector works between turns only, and freed memory stays with the process: a full collection costs
+what all three models together have made, and giving memory back to the kernel is paid by whichever engine happens to be
+at the end of the heap. Neither says anything about an engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -34,7 +41,9 @@ RESULT = Path(__file__).parent / "results" / "host-time.json"
 LAYERS = 32
 ENGINES = ("bare", "fsdp2", "fullshard")
 STEPS = 5
-"""Steps per repeat, of which the median counts."""
+"""Steps of each engine per turn, of which the median counts."""
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+"""Has glibc keep what is freed; the second is the largest that it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +132,17 @@ def measure(world_size: int, repeats: int, *, lora: bool, fused: bool) -> dict[s
         candidates[engine] = Candidate(model, torch.optim.AdamW(trained, lr=1e-3, fused=fused))
     seconds: dict[str, list[tuple[float, float]]] = {engine: [] for engine in ENGINES}
     for repeat in range(repeats + 1):
+        gc.collect()
         for engine, candidate in candidates.items():
             steps = [candidate.step(tokens) for _ in range(STEPS)]
             if repeat:  # the first warms up
                 seconds[engine].append(tuple(statistics.median(part) for part in zip(*steps, strict=True)))
     units = LAYERS + 1
 
-    def per_unit(engine: str) -> float:
-        extra = [a[0] - b[0] for a, b in zip(seconds[engine], seconds["bare"], strict=True)]
-        return statistics.median(extra) / units * 1e3
+    def per_unit(engine: str) -> list[float]:
+        return [(a[0] - b[0]) / units * 1e3 for a, b in zip(seconds[engine], seconds["bare"], strict=True)]
+
+    ratios = [a / b for a, b in zip(per_unit("fullshard"), per_unit("fsdp2"), strict=True)]
 
     def step(engine: str) -> float:
         return statistics.median(value[1] for value in seconds[engine]) * 1e3
@@ -140,8 +151,8 @@ def measure(world_size: int, repeats: int, *, lora: bool, fused: bool) -> dict[s
         "world_size": world_size,
         "trained": "lora" if lora else "all",
         "adamw": "fused" if fused else "default",
-        "unit_ms": {engine: round(per_unit(engine), 4) for engine in ENGINES[1:]},
-        "unit_ratio": round(per_unit("fullshard") / per_unit("fsdp2"), 3),
+        "unit_ms": {engine: round(statistics.median(per_unit(engine)), 4) for engine in ENGINES[1:]},
+        "unit_ratio": round(statistics.median(ratios), 3),
         "optimizer_ms": {engine: round(step(engine), 3) for engine in ENGINES},
         "optimizer_ratio": round(step("fullshard") / step("fsdp2"), 3),
     }
@@ -152,6 +163,7 @@ def _play(world_size: int, repeats: int) -> list[dict[str, object]]:
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     torch.set_num_threads(1)
+    gc.disable()
     rows = [measure(world_size, repeats, lora=lora, fused=fused) for lora in (False, True) for fused in (True, False)]
     dist.destroy_process_group()
     return rows
@@ -172,7 +184,8 @@ def main(show: Callable[[str], None] = print) -> None:
     for world_size in arguments.world_sizes:
         command = [sys.executable, "-m", "benchmarks.host_time", "--play", "--repeats", str(arguments.repeats)]
         command += ["--world-sizes", str(world_size)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800)
+        environment = os.environ | KEEP_MEMORY
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800, env=environment)
         rows += json.loads(done.stdout.splitlines()[-1])
     record = {"torch": version("torch"), "layers": LAYERS, "repeats": arguments.repeats, "rows": rows}
     arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
