@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import create_autospec
 
 import torch
 from torch import nn
@@ -110,3 +111,34 @@ SLOW_CASES = {
 
 SCHEDULED = [name for name in (*CASES, *SLOW_CASES) if name not in ("frozen", "stored in bfloat16")]
 """Gradients and state of what is stored in half precision the planner takes for float32, wherever they are."""
+
+
+STREAM = torch.Stream
+
+
+class Log:
+    """Stands in for an accelerator's streams, of which it keeps what they are told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.computing = self.stream("computing")
+        self.names = iter(("to device", "to host"))
+
+    def stream(self, name: str) -> Any:
+        stream = create_autospec(STREAM, instance=True)
+        stream.label = name
+        stream.wait_stream.side_effect = lambda other: self.said.append(f"{name} waits for {other.label}")
+        stream.wait_event.side_effect = lambda event: self.said.append(f"{name} waits for {event.label}")
+        stream.synchronize.side_effect = lambda: self.said.append(f"the host waits for {name}")
+        stream.__enter__ = lambda _: self.said.append(f"onto {name}")
+        stream.__exit__ = lambda *_: self.said.append(f"off {name}")
+
+        def record() -> Any:
+            self.said.append(f"{name} records")
+            event = create_autospec(torch.Event, instance=True)
+            event.label = f"the event of {name}"
+            event.synchronize.side_effect = lambda: self.said.append(f"the host waits for the event of {name}")
+            return event
+
+        stream.record_event.side_effect = record
+        return stream

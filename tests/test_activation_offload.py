@@ -10,21 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, activations, describe, shard_model, units_of
+from fullshard.engine import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    activations,
+    describe,
+    fully_shard,
+    shard_model,
+    units_of,
+)
 from fullshard.engine.offload import SWITCH
 from fullshard.plan.activations import layer_activations, page_nbytes
 from fullshard.plan.evaluate import changes_that_fit, evaluate
@@ -35,6 +48,8 @@ from fullshard.plan.library import load_model
 from fullshard.wrap.policies import checkpoint_modules, compile_modules, unit_modules
 from tests.differential import compare, ddp, gradients, optimizer_state, parameters, torch_engine
 from tests.distributed import run_ranks
+from tests.hosts import are_possible, run_hosts
+from tests.offload import Log
 
 WIDTH, DEPTH, TOKENS, STEPS = 64, 4, 256, 2
 HIDDEN_NBYTES = 4 * TOKENS * WIDTH
@@ -191,7 +206,7 @@ def test_training_is_bitwise_the_same_everywhere(world_size: int, comm: str, mon
 @pytest.mark.parametrize("checkpointing", ["", "full"])
 def test_compiled_units(checkpointing: str) -> None:
     """A graph saves its tensors like any other function."""
-    for found in run_ranks(differences, 2, [Case(checkpointing=checkpointing, compiled=True)]):
+    for found in run_ranks(differences, 1, [Case(checkpointing=checkpointing, compiled=True)]):
         assert set(found.values()) == {0.0}, found
     [said] = run_ranks(moves, 1, Case(checkpointing=checkpointing, compiled=True))
     assert [line.split(": ")[0] for line in said if "to_host" in line] == [f"to_host {i}" for i in range(DEPTH - 1)], (
@@ -207,10 +222,10 @@ def language_model(family: str) -> nn.Module:
 
     torch.manual_seed(0)
     if family == "gpt2":
-        config = transformers.GPT2Config(vocab_size=61, n_embd=WIDTH, n_layer=3, n_head=4, n_positions=TOKENS)
+        config = transformers.GPT2Config(vocab_size=61, n_embd=WIDTH, n_layer=4, n_head=4, n_positions=TOKENS)
         model: nn.Module = transformers.GPT2LMHeadModel(config)
         return model
-    options = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    options = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
     llama: nn.Module = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(vocab_size=61, hidden_size=WIDTH, intermediate_size=2 * WIDTH, **options)
     )
@@ -636,6 +651,97 @@ def test_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line for line in moves(Case(checkpointing="full")) if line.startswith("to_")] == []
 
 
+def test_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an accelerator is told: memory is given up after its copy, and copied into after what used it before."""
+    log = Log()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: log.computing)
+    layers = [Function(torch.tanh) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    shard_model(model, unit_modules=layers, offload_policy=ON_HOST, device=torch.device("cpu"))
+    host = units_of(model)[-1].storage.host
+    assert host is not None
+    for name in ("_to_host", "_to_device"):
+        monkeypatch.setattr(host, name, log.stream(name.strip("_").replace("_", " ")))
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: log.said.append(f"forward {index}"))
+    with monkeypatch.context() as within:
+        within.setattr(host, "settle", lambda: None)  # of shards, which are on the device
+        x = batch(0).requires_grad_() * 1
+        loss = model(x).square().mean()
+        copied = ["to host waits for computing", "onto to host", "off to host", "to host records"]
+        given_up = "computing waits for the event of to host"
+        assert log.said == [
+            *("forward 0", "forward 1"),  # the first layer's input is the caller's, its output the second's input
+            *(*copied, "forward 2", given_up),
+            *(*copied, "forward 3", given_up),
+        ]
+        log.said.clear()
+        loss.backward()
+    brought = ["to device waits for computing", "onto to device", "off to device", "to device records"]
+    arrived = "computing waits for the event of to device"
+    assert log.said == [*brought, arrived, *brought, arrived]
+
+
+# -- a rank that dies -----------------------------------------------------------------------------------------------
+
+OFFLOADED = {
+    "everything and activations": OffloadPolicy(compute_shards=True, main_weights=True, activations=True),
+    "optimizer state and activations": OffloadPolicy(optimizer_state=True, activations=True),
+    "frozen and activations": OffloadPolicy(compute_shards=True, activations=True),
+    "main weights": OffloadPolicy(main_weights=True),
+}
+
+
+def train_until_killed(name: str, moment: str) -> str:
+    """Rank 0 is killed in the second step; the others learn of it, and have nothing left under way."""
+    case = Case(BFLOAT16, is_frozen="frozen" in name)
+    model = case.model(OFFLOADED[name])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+    def die(*_: Any) -> None:
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    begin = time.monotonic()
+    try:
+        for step in range(4):
+            if step == 1:
+                layer = model.get_submodule("layers.1")
+                if moment == "forward":
+                    layer.register_forward_pre_hook(die)
+                elif moment == "backward":
+                    layer.register_full_backward_hook(die)
+                else:
+                    optimizer.register_step_pre_hook(die)
+                begin = time.monotonic()
+            case.backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    except CommunicationError as error:
+        assert time.monotonic() - begin < 30
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        message = str(error)
+    else:
+        raise AssertionError("nobody was missed")
+    gc.collect()
+    if "activations" in name:
+        assert Held(model).nbytes() == (0, 0)
+    return message
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not are_possible(), reason="this machine makes no namespaces")
+@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
+@pytest.mark.parametrize("name", OFFLOADED)
+@pytest.mark.parametrize("ranks_per_host", [(2,), (2, 1)])
+def test_a_rank_is_killed(ranks_per_host: tuple[int, ...], name: str, moment: str) -> None:
+    """The others say which unit they waited in, in time, and no shared memory is left."""
+    results = run_hosts(train_until_killed, ranks_per_host, name, moment, dies=0)
+    assert results[0] is None
+    assert all("unit" in words for words in results[1:]), results
+    assert list(Path("/dev/shm").glob("*fullshard*")) == []
+
+
 # -- what is refused, and what is said ------------------------------------------------------------------------------
 
 
@@ -643,5 +749,8 @@ def test_what_is_said_and_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> Non
     assert str(describe(Case().model(ON_HOST))).endswith("; activations on the host")
     with pytest.raises(ConfigError, match="one unit"):
         shard_model(Model(), unit_modules=[], offload_policy=ON_HOST, device=torch.device("cpu"))
+    alone = fully_shard(nn.Linear(WIDTH, WIDTH), offload_policy=ON_HOST)
+    with pytest.raises(ConfigError, match="one unit"):  # until now it could have become a layer of another
+        alone(batch(0))
     monkeypatch.delenv(SWITCH)  # a CPU is the host itself
     assert not describe(Case().model(ON_HOST)).offload

@@ -27,6 +27,9 @@ POLICIES = {
     "main weights": OffloadPolicy(main_weights=True),
     "optimizer state": OffloadPolicy(optimizer_state=True),
     "frozen": OffloadPolicy(compute_shards=True),
+    "activations": OffloadPolicy(activations=True),
+    "everything and activations": OffloadPolicy(compute_shards=True, main_weights=True, activations=True),
+    "activations, not pinned": OffloadPolicy(activations=True, pin_memory=False),
 }
 
 
@@ -76,7 +79,7 @@ def test_training_is_the_same_with_and_without_streams(name: str, monkeypatch: p
     in_turn = trained(POLICIES[name])
     assert all(map(torch.equal, streams, in_turn))
     for value, expected in zip(streams, plain, strict=True):
-        if name in ("optimizer state", "frozen"):
+        if name in ("optimizer state", "frozen") or name.startswith("activations"):
             assert torch.equal(value, expected)
         else:
             torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4)
@@ -93,3 +96,60 @@ def test_what_is_on_the_host_is_page_locked_and_takes_nothing_of_the_device() ->
     model(torch.randn(8, WIDTH, device=device())).float().mean().backward()
     assert all(p.grad is None or p.grad.is_pinned() for p in model.parameters())
     assert torch.accelerator.memory_allocated() - before < WIDTH * WIDTH  # no shard of a layer has stayed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", [None, OffloadPolicy(activations=True)])
+def test_activations_leave_the_device_for_page_locked_memory(policy: OffloadPolicy | None) -> None:
+    """Of twelve layers two pages stay, and what is on the host is page-locked; without offload all of them stay."""
+    rows, nbytes = 4096, 4096 * WIDTH * 4
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(12)]
+    model = nn.Sequential(*layers)
+    shard_model(model, unit_modules=layers, offload_policy=policy, device=device())
+    x = torch.randn(rows, WIDTH, device=device())
+    model(x).mean().backward()  # what is there from the first step on
+    model.zero_grad()
+    before = torch.accelerator.memory_allocated()
+    loss = model(x).mean()
+    after_forward = torch.accelerator.memory_allocated() - before
+    kept = units_of(model)[-1].schedule._activations
+    if policy is None:
+        assert kept is None and after_forward >= 22 * nbytes
+        return
+    assert kept is not None
+    on_host = [block.on_host for page in kept._pages for block in page.blocks if block.on_host is not None]
+    assert len(on_host) == 21  # eleven pages of two tensors, without the batch, which the caller holds
+    assert all(tensor.is_pinned() for tensor in on_host)
+    assert after_forward < 5 * nbytes
+    torch.accelerator.reset_peak_memory_stats()
+    loss.backward()
+    peak = torch.accelerator.max_memory_allocated() - before
+    assert peak < 10 * nbytes + 4 * sum(p.nbytes for p in layers[0].parameters()) + sum(
+        p.nbytes for p in model.parameters()
+    )
+
+
+@pytest.mark.gpu
+def test_copies_overlap_with_computing_and_do_not_disturb_it() -> None:
+    """Fifty steps whose temporaries take the memory that pages give up, at once: a copy that came late would differ."""
+
+    def losses(policy: OffloadPolicy | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(16)]
+        model = nn.Sequential(*layers)
+        shard_model(model, unit_modules=layers, offload_policy=policy, device=device())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        found = []
+        for step in range(50):
+            x = torch.randn(2048, 512, generator=torch.Generator().manual_seed(step)).to(device())
+            loss = model(x).square().mean()
+            junk = [torch.full((2048, 2048), float("nan"), device=device()) for _ in range(4)]
+            del junk
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return [loss.cpu() for loss in found]
+
+    assert all(map(torch.equal, losses(OffloadPolicy(activations=True)), losses(None)))

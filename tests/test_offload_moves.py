@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from tests.distributed import run_ranks
-from tests.offload import BFLOAT16, CASES, DEPTH, POLICIES, SCHEDULED, SLOW_CASES, Case, allowed
+from tests.offload import BFLOAT16, CASES, DEPTH, POLICIES, SCHEDULED, SLOW_CASES, Case, Log, allowed
 
 pytestmark = pytest.mark.usefixtures("rehearsed")
 
@@ -175,37 +174,6 @@ def test_a_frozen_base_on_the_host_leaves_the_adapters_on_the_device() -> None:
     base = plain.memory.persistent - frozen.memory.persistent
     assert base > 0.5 * 0.5 * model.numel, "half a byte per element, over two ranks"
     assert frozen.traffic.to_host_nbytes == 0 < base < frozen.traffic.to_device_nbytes <= 2 * base
-
-
-STREAM = torch.Stream
-
-
-class Log:
-    """Stands in for an accelerator's streams, of which it keeps what they are told."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.computing = self.stream("computing")
-        self.names = iter(("to device", "to host"))
-
-    def stream(self, name: str) -> Any:
-        stream = create_autospec(STREAM, instance=True)
-        stream.label = name
-        stream.wait_stream.side_effect = lambda other: self.said.append(f"{name} waits for {other.label}")
-        stream.wait_event.side_effect = lambda event: self.said.append(f"{name} waits for {event.label}")
-        stream.synchronize.side_effect = lambda: self.said.append(f"the host waits for {name}")
-        stream.__enter__ = lambda _: self.said.append(f"onto {name}")
-        stream.__exit__ = lambda *_: self.said.append(f"off {name}")
-
-        def record() -> Any:
-            self.said.append(f"{name} records")
-            event = create_autospec(torch.Event, instance=True)
-            event.label = f"the event of {name}"
-            event.synchronize.side_effect = lambda: self.said.append(f"the host waits for the event of {name}")
-            return event
-
-        stream.record_event.side_effect = record
-        return stream
 
 
 def test_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,13 @@ CASES = {
     "offload, fp32": Case(offload=CPUOffloadPolicy(), precision="fp32", optimizer="adamw-fused", accumulation=2),
     "main weights": Case(offload=OffloadPolicy(main_weights=True), optimizer="adamw-fused"),
     "optimizer state": Case(offload=OffloadPolicy(optimizer_state=True), optimizer="adamw-fused"),
+    "activations": Case(offload=OffloadPolicy(activations=True), micro_batch=4),
+    "activations, checkpointing": Case(
+        offload=OffloadPolicy(activations=True), checkpointing="full", micro_batch=8, seq_len=2048
+    ),
+    "everything and activations": Case(
+        offload=OffloadPolicy(compute_shards=True, main_weights=True, activations=True), optimizer="adamw-fused"
+    ),
     "grad op, sgd, long": Case(strategy="SHARD_GRAD_OP", optimizer="sgd", micro_batch=1, seq_len=4096),
 }
 

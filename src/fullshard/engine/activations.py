@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fullshard.core.errors import LifecycleError
+from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.offload import Copies, Host
 
@@ -37,6 +37,19 @@ if TYPE_CHECKING:
 SMALLEST_NBYTES = 2**16
 """What is smaller stays: a copy takes some microseconds whatever its size, in which PCIe moves as much. Those are the
 statistics of norms and attention, four bytes per token beside thousands."""
+
+
+def check_pages(units: int) -> None:
+    """Refuse a model of one unit.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if units == 1:
+        raise ConfigError(
+            "activations on the host with the whole model as one unit: backward begins with all of them",
+            hint="make its layers units, too, or leave activations on the device",
+        )
 
 
 class Activations:

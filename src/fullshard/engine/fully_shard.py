@@ -19,6 +19,7 @@ from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import EventSink
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy, parse_strategy
+from fullshard.engine.activations import check_pages
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, unit_of, units_of
 from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy, Storage, offload_of
@@ -230,11 +231,8 @@ def _check_reshard(value: object) -> None:
 
 
 def _check_offload(offload: Offload, plans: Sequence[UnitPlan]) -> None:
-    if offload.activations and len(plans) == 1:
-        raise ConfigError(
-            "activations on the host with the whole model as one unit: backward begins with all of them",
-            hint="make its layers units (unit_modules), or leave activations on the device",
-        )
+    if offload.activations:
+        check_pages(len(plans))
     parameters = [slot.parameter for plan in plans for slot in plan.slots]
     if offload.compute_shards and not offload.main_weights and all(p.requires_grad for p in parameters):
         raise ConfigError(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink
-from fullshard.engine.activations import Activations, Page
+from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.agree import check_agreement, describe_structure
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
@@ -116,6 +116,8 @@ class Schedule:
             if self.after_step is not None:
                 self.after_step(self.steps)
         if not self._is_verified:
+            if self._activations is not None:
+                check_pages(len(self.units))
             check_agreement(self.mesh, describe_structure(self.units[::-1]), what="the sharded model")
             self._is_verified = True
         for unit in self.units:
