@@ -11,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +30,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from fullshard import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import (
@@ -740,6 +744,47 @@ def test_a_rank_is_killed(ranks_per_host: tuple[int, ...], name: str, moment: st
     assert results[0] is None
     assert all("unit" in words for words in results[1:]), results
     assert list(Path("/dev/shm").glob("*fullshard*")) == []
+
+
+# -- as a user asks for it ------------------------------------------------------------------------------------------
+
+
+def test_accelerates_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True, activation_checkpointing_offload=True)
+    model = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(Model())
+    held = Held(model)
+    loss = model(batch(0)).mean()
+    assert held.nbytes()[1] == (DEPTH - 1) * HIDDEN_NBYTES
+    loss.backward()
+    capsys.readouterr()
+    monkeypatch.delenv(SWITCH)
+    Accelerator(cpu=True, fsdp_plugin=plugin).prepare(Model())
+    said = capsys.readouterr()
+    assert "offload_activations saves nothing here" in said.out + said.err
+
+
+@pytest.mark.full
+def test_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("one and two and three and " * 8000, encoding="utf-8")
+    options = {"nproc": 2, "device": "cpu", "data": tmp_path / "data.txt", "vocab-size": 320, "steps": 4}
+    options |= {"batch-size": 2, "seq-len": 512, "save-every": 0, "sample-tokens": 0}
+
+    def run(name: str, *flags: str) -> str:
+        texts = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        code = "from fullshard.cli.main import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "train", "--no-plot", "--no-export", "--output-dir", name, *texts, *flags],
+            capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    said = run("moved", "--offload-activations", "--activation-checkpointing", "--check-plan")
+    assert "activations on the host" in said
+    assert "step 3: as planned" in said and "activations copied: not planned, found " in said, said
+    plain = run("plain", "--activation-checkpointing")
+    losses = [re.findall(r"loss[= ]+([0-9.]+)", text) for text in (said, plain)]
+    assert losses[0] and losses[0] == losses[1]
 
 
 # -- what is refused, and what is said ------------------------------------------------------------------------------
