@@ -299,11 +299,16 @@ class Unit:
         call = self._current.pop() if self._current else None
         if call is not None and not failed and not self._watch_outputs(call, output):
             self.is_kept_for_backward = True  # nothing will announce its backward
-        if len(self._ran) == len(self.modules):
-            self._ran.clear()
-            keep = in_backward or self.is_kept_for_backward or not self.reshard_after_forward
-            if (failed and not in_backward) or not (keep or any(call.is_active for call in self._live_calls())):
-                self.reshard()
+        try:
+            if len(self._ran) == len(self.modules):
+                self._ran.clear()
+                keep = in_backward or self.is_kept_for_backward or not self.reshard_after_forward
+                if (failed and not in_backward) or not (keep or any(call.is_active for call in self._live_calls())):
+                    self.reshard()
+        except BaseException:  # another rank has ended, and what it has a part in cannot be given back
+            if not in_backward:
+                self.schedule.leave_forward()
+            raise
         if not in_backward:
             self.schedule.end_forward(self, failed=failed)
         if self.policy.output_dtype is None:
