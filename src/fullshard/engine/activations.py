@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.events import EventKind
-from fullshard.engine.offload import Copies, Host
+from fullshard.engine.offload import Copied, Host
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
@@ -70,7 +70,7 @@ class Activations:
         self._numbers = itertools.count()
         self.page: Page | None = None
         self._wanted: Page | None = None
-        self._leaving: tuple[list[_Block], Copies] | None = None
+        self._leaving: tuple[list[_Block], Copied] | None = None
         self._blocks: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -123,20 +123,21 @@ class Activations:
                 blocks.append(block)
                 self._blocks.pop(block.storage_id)
         if blocks:
-            copies = self._host.copies([t for block in blocks if (t := block.on_device) is not None], to_host=True)
-            for block, copy in zip(blocks, copies.tensors, strict=True):
+            tensors = [t for block in blocks if (t := block.on_device) is not None]
+            copies, copied = self._host.copies(tensors, to_host=True)
+            for block, copy in zip(blocks, copies, strict=True):
                 block.on_host = copy
-            self._leaving = blocks, copies
+            self._leaving = blocks, copied
             page.emit(EventKind.TO_HOST, blocks)
 
     def _give_up(self) -> None:
         """Free the device's memory of the page under way, for what is computed after the copy."""
         if self._leaving is not None:
-            blocks, copies = self._leaving
-            copies.wait()
+            blocks, copied = self._leaving
+            copied.wait()
             for block in blocks:
                 block.on_device = None
-            self._leaving = None
+            self._leaving = self._wanted = None
 
     # -- what autograd calls ------------------------------------------------------------------------------------
 
@@ -156,7 +157,9 @@ class Activations:
         return _Saved(counter, tensor._version, block, _View.of(tensor))
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.device.type != self._device.type:
             return False
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST_NBYTES or storage._cdata in self._weights:
@@ -201,8 +204,9 @@ class Activations:
         blocks = [block for block in page.blocks if block.on_device is None]
         if not blocks:
             return
-        page.arriving = self._host.copies([t for block in blocks if (t := block.on_host) is not None], to_host=False)
-        for block, copy in zip(blocks, page.arriving.tensors, strict=True):
+        tensors = [t for block in blocks if (t := block.on_host) is not None]
+        copies, page.arriving = self._host.copies(tensors, to_host=False)
+        for block, copy in zip(blocks, copies, strict=True):
             block.on_device, block.on_host = copy, None
         page.emit(EventKind.TO_DEVICE, blocks)
 
@@ -212,7 +216,7 @@ class Page:
 
     def __init__(self, unit: Unit, number: int) -> None:
         self.unit, self.number = unit, number
-        self.arriving: Copies | None = None
+        self.arriving: Copied | None = None
         self._blocks: list[weakref.ref[_Block]] = []
 
     @property

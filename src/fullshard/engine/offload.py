@@ -173,8 +173,11 @@ class Host:
             copy = torch.empty(flat.numel(), dtype=flat.dtype, device=self._device)
         return copy.copy_(flat, non_blocking=self._pins)
 
-    def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> Copies:
-        """Copies of 1-D tensors on the other side, made beside computing once what computing has launched is over."""
+    def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> tuple[list[torch.Tensor], Copied]:
+        """Copies of 1-D tensors on the other side, made beside computing once what computing has launched is over.
+
+        Whoever reads them, or frees what they are made of, waits first.
+        """
         stream = self._to_host if to_host else self._to_device
         with self._beside(stream):
             if to_host:
@@ -183,7 +186,7 @@ class Host:
                 made = [torch.empty(t.numel(), dtype=t.dtype, device=self._device) for t in tensors]
             for copy, tensor in zip(made, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=stream is not None)
-        return Copies(made, None if stream is None else stream.record_event(), self._device)
+        return made, Copied(None if stream is None else stream.record_event(), self._device)
 
     def finish(self) -> None:
         """Wait until all copies made by `copy_of` are there."""
@@ -212,17 +215,16 @@ def host_of(device: torch.device, *, pins: bool, overlaps: bool) -> Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """Tensors on the other side of a copy that may be under way."""
+class Copied:
+    """The end of a copy that may be under way."""
 
-    tensors: list[torch.Tensor]
-    copied: torch.Event | None
+    event: torch.Event | None
     device: torch.device
 
     def wait(self) -> None:
-        """Have the current stream wait until they are there, and what they were copied from may be freed."""
-        if self.copied is not None:
-            torch.accelerator.current_stream(self.device).wait_event(self.copied)
+        """Have the current stream wait for it."""
+        if self.event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
 @dataclass(slots=True)
