@@ -54,7 +54,8 @@ _ABSENT = {
     "GlobalContext": "there is no global state",
     "ops": "torch.nn.functional.scaled_dot_product_attention takes the fastest kernel there is; Transformers models "
     "take attn_implementation",
-    "utils": "activations go to the host for the whole model at once: fullshard launch --offload_activations true",
+    "utils": "TorchAcc's Config has no field for activations on the host, so take fullshard.shard_model(..., "
+    "offload_policy=OffloadPolicy(activations=True)) for it, or config.memory.gc, which recomputes them",
 }
 
 
