@@ -151,17 +151,23 @@ class Schedule:
         """Whether a forward is under way."""
         return self._depth > 0
 
+    def leave_forward(self) -> bool:
+        """A unit's forward is over, whatever becomes of its memory; whether it was the outermost one."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return False
+        if self._activations is not None:
+            self._activations.end()
+        return True
+
     def end_forward(self, unit: Unit, *, failed: bool) -> None:
         """A unit has run forward, or failed to.
 
         After a failure nothing is communicated: the other ranks may be elsewhere, and waiting for them would hide the
         error.
         """
-        self._depth = max(0, self._depth - 1)
-        if self._depth:
+        if not self.leave_forward():
             return
-        if self._activations is not None:
-            self._activations.end()
         if not self._is_order_verified and not failed:
             names = [f"forward {i}: unit {u.name!r}" for i, u in enumerate(self._forward)]
             check_agreement(self.mesh, names, what="the order in which units run")
