@@ -158,6 +158,7 @@ def planned_nbytes(job: Job) -> int:
     if shape.family != "GPT-2" or row.dtype == "bf16only":
         return 0
     sizes = {"n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.heads, "n_positions": 1024}
+    sizes |= {"resid_pdrop": 0, "attn_pdrop": 0}
     model, _ = from_config({"model_type": "gpt2", "vocab_size": 50257, **sizes}, where=job.row.name)
     values = {"precision": row.dtype, "micro_batch": row.sequences, "seq_len": row.tokens, "optimizer": "adamw-fused"}
     planned = PlannedJob.of({**values, "attention": "sdpa"})

@@ -6,17 +6,20 @@ queries and the keys (heads times head size). What autograd saves in a layer as 
 | tensor | bytes per token | why |
 |---|---|---|
 | each norm's input | 4 H | RMS norms compute in float32: `pow` and `mul` save that copy; LayerNorm: b H |
-| each norm's output before its weight | b H | for the weight's gradient; not if the weight is frozen |
-| each norm's output | b H | the input of the projections after it |
+| an RMS norm's output before its weight | b H, Gemma's 4 H | for the weight's gradient; not if the weight is frozen |
+| what attention and the feed-forward part read | b H each | the input of their projections |
 | q, k, v after rotation, and attention's output | b (2 q + 2 kv) | attention's backward, the projection after it |
-| attention's scores, `eager` only | (4 + b) heads x sequence | softmax in float32, and its copy for the product |
+| the projection that v is a slice of | b (q + kv) | a slice keeps all of it; not `eager`, which copies |
+| written out: scores, keys per head | `_scores` | softmax, its copy for the product, dropout's mask |
 | gated feed-forward | 4 b I | gate (SiLU), its activation and up (product), the product (down projection) |
 | plain feed-forward | 2 b I | before and after the activation |
+| an activation of several operations | `KEPT_BY_ACTIVATION` | each keeps what it needs |
 | mixture | that of each of k experts, + 2 b k H | the tokens gathered for them and their weighted outputs |
+| dropout | b H each on a CPU, else H | its mask |
 
 Compiled, norms and activations fuse, and the partitioner recomputes what is cheap (PyTorch's min-cut partitioner): the
-norms' float32 copies and the activation's output go. Checked against what a real forward saves
-(`tests/test_plan_activations.py`).
+norms' float32 copies and the activation's output go. Checked against what a real forward saves, for every family and
+activation (`tests/test_plan_activations.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +32,36 @@ from fullshard.plan.shapes import Block, ModelShape, itemsize
 BACKWARD_LOSS_NBYTES = 12
 """Per logit at the worst moment of the loss's backward: log-softmax's output, its gradient and that of its input, each
 in float32. `cross_entropy` saves nothing else."""
+
+KEPT_BY_ACTIVATION = {
+    "gelu": 1,
+    "gelu_10": 2,
+    "gelu_accurate": 4,
+    "gelu_fast": 7,
+    "gelu_new": 4,
+    "gelu_python": 3,
+    "gelu_python_tanh": 4,
+    "gelu_pytorch_tanh": 1,
+    "hardswish": 1,
+    "laplace": 1,
+    "leaky_relu": 1,
+    "linear": 0,
+    "mish": 1,
+    "prelu": 1,
+    "quick_gelu": 2,
+    "relu": 0,
+    "relu2": 1,
+    "relu6": 1,
+    "sigmoid": 0,
+    "silu": 1,
+    "sqrtsoftplus": 1,
+    "swish": 1,
+    "tanh": 0,
+}
+"""Tensors that autograd saves in each of Transformers' activations, besides the output, which what follows saves.
+
+One kernel keeps its input or its output. `gelu_new` and others are several operations: the input, tanh's output, and
+the two factors of the last product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +81,10 @@ class LayerActivations:
     working: int
 
 
-def layer_activations(block: Block, job: Job) -> LayerActivations:
-    """What one layer needs."""
+def layer_activations(block: Block, job: Job, *, on_cpu: bool = False) -> LayerActivations:
+    """What one layer needs; `on_cpu`: by torch's CPU kernels, which draw dropout's masks in the compute dtype."""
     width = itemsize(job.compute_dtype)
-    whole = _saved_per_token(block, job, width)
+    whole = _saved_per_token(block, job, width, on_cpu=on_cpu)
     working = width * ((3 if block.gated else 2) * block.active_intermediate + 2 * block.hidden)
     tokens = job.tokens
     inputs = width * block.hidden * tokens
@@ -72,28 +105,73 @@ def page_nbytes(block: Block, job: Job) -> int:
     return layer.inputs if job.checkpointing == "selective" else layer.kept
 
 
-def _saved_per_token(block: Block, job: Job, width: int) -> int:
-    queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
-    trains_norms = job.method == "full"
-    if not block.rms or job.compile:
-        norm = 2 * width * block.hidden
-    else:
-        own = max(4, width) + (width if trains_norms else 0)
-        norm = (own + width) * block.hidden
-    attention = width * (2 * queries + 2 * keys)
-    if job.attention == "eager":
-        copies = 4 if width == 4 else 4 + width
-        attention += copies * block.heads * job.seq_len
-        attention += width * 2 * (queries - keys)  # keys and values are repeated for every head
+def _saved_per_token(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
+    mask = width if on_cpu else 1
+    sublayers = 3 if block.cross_attention else 2
+    normed = (1 if block.parallel else block.norms) * block.hidden
+    if block.head_norms:
+        normed += (block.heads + block.kv_heads) * block.head_dim
+    attention = _attention(block, job, width, on_cpu=on_cpu, has_trained_bias=block.trained_bias)
     if block.cross_attention:
-        attention *= 2
-    tensors = 4 if block.gated else 2
-    if job.compile:
-        tensors -= 1
-    feed_forward = tensors * width * block.active_intermediate
+        attention += _attention(block, job, width, on_cpu=on_cpu, has_trained_bias=False)
+    saved = _norm(block, job, width) * normed + width * sublayers * block.hidden + attention
+    saved += width * _feed_forward_tensors(block, job) * block.active_intermediate
     if block.experts:
-        feed_forward += 2 * width * block.experts_per_token * block.hidden
-    return block.norms * norm + attention + feed_forward
+        saved += 2 * width * block.experts_per_token * block.hidden
+    if block.shared_intermediate:
+        saved += width * block.hidden  # its output, which is multiplied by a gate
+    if block.dropout:
+        saved += mask * sublayers * block.hidden
+    if block.inner_dropout:
+        saved += (mask + width) * block.intermediate
+    return saved
+
+
+def _norm(block: Block, job: Job, width: int) -> int:
+    """Per element of its input; its output is what comes after it to keep."""
+    if block.norm == "layer" or job.compile:
+        return width
+    before_weight = 0 if job.method != "full" else 4 if block.norm == "rms-float32-weight" else width
+    uncast = width if block.norm == "rms-mixed" and width < 4 else 0
+    return max(4, width) + before_weight + uncast
+
+
+def _attention(block: Block, job: Job, width: int, *, on_cpu: bool, has_trained_bias: bool) -> int:
+    """Queries, keys, values, the output, and the scores where they exist."""
+    queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
+    if job.attention == "eager":
+        softmax = max(4, width) if block.float32_scores else width
+        return width * 4 * queries + _scores(block, job, softmax, width, mask=width if on_cpu else 1)
+    if on_cpu and (block.attention_dropout or has_trained_bias):
+        # The fused kernel takes neither, and what torch falls back to computes in float32.
+        return width * queries + 4 * 3 * queries + _scores(block, job, 4, 4, mask=4)
+    saved = 2 * queries + 2 * keys
+    if block.sliced_values:
+        # On a CPU the output has the rotated queries' layout, so that the projection after it reads a copy.
+        saved += queries + keys + (queries if on_cpu else 0)
+    return width * saved
+
+
+def _scores(block: Block, job: Job, softmax: int, width: int, *, mask: int) -> int:
+    """Of each query with every key: softmax's output, what is multiplied by the values, masks. In bytes of each."""
+    each = softmax
+    if block.attention_dropout or softmax != width:
+        each += width
+    if block.attention_dropout:
+        each += mask
+    if block.capped_scores:
+        each += width
+    return each * block.heads * job.seq_len
+
+
+def _feed_forward_tensors(block: Block, job: Job) -> int:
+    """Of the feed-forward part's width."""
+    if job.compile:
+        return 3 if block.gated else 1
+    kept = KEPT_BY_ACTIVATION.get(block.activation, 1)
+    if not block.gated:
+        return kept + 1
+    return max(kept, 1 if block.fused_gate else 0) + 3
 
 
 def _selected_per_token(block: Block, width: int) -> int:
@@ -105,16 +183,30 @@ def _selected_per_token(block: Block, width: int) -> int:
     return width * (2 * block.hidden + 2 * queries + keys + block.active_intermediate)
 
 
-def logits_nbytes(model: ModelShape, job: Job) -> tuple[int, int]:
-    """Bytes of the logits and what the loss makes of them: (at the end of forward, at the worst in backward).
+@dataclass(frozen=True, slots=True)
+class LogitsNbytes:
+    """Bytes of the logits and of what the loss makes of them.
 
-    Forward: the logits in the compute dtype and the float32 copy that Transformers' loss makes, and log-softmax's
-    output. A fused loss (Liger and others) holds one chunk of a few per cent of them, which is left out.
+    Attributes:
+        forward: at the end of forward: the logits in the compute dtype, the float32 copy that Transformers' loss makes,
+            and log-softmax's output.
+        loss: at the worst moment of the loss's backward.
+        head: while the head's own backward runs: the logits and their gradient.
     """
+
+    forward: int
+    loss: int
+    head: int
+
+
+def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
+    """What a micro-batch needs. A fused loss (Liger and others) holds one chunk, a few per cent, which is left out."""
     if not model.vocab or job.loss == "fused":
-        return 0, 0
+        return LogitsNbytes(0, 0, 0)
     width = itemsize(job.compute_dtype)
     elements = job.tokens * model.vocab
     copy = 4 if width < 4 else 0
     # Transformers hands the logits back to the caller, so they live on in the output while backward runs.
-    return elements * (width + copy + 4), elements * (width + BACKWARD_LOSS_NBYTES)
+    return LogitsNbytes(
+        elements * (width + copy + 4), elements * (width + BACKWARD_LOSS_NBYTES), elements * (width + width)
+    )

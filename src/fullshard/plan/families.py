@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.core.errors import ConfigError
-from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
+from fullshard.plan.activations import KEPT_BY_ACTIVATION
+from fullshard.plan.shapes import Block, ModelShape, Norm, ParameterShape, UnitShape
 
 _LLAMA_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -53,6 +54,28 @@ class Fields:
         """Whether the field is there."""
         return self.values.get(name) is not None
 
+    def text(self, *names: str, default: str) -> str:
+        """The first of `names` that is set to a word.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        value = next((self.values[name] for name in names if self.is_set(name)), default)
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where}: {' or '.join(names)} is {value!r}, expected a word")
+        return value
+
+    def is_dropped(self, *names: str, default: float = 0.0) -> bool:
+        """Whether something is dropped out: the first of `names` that is set is more than 0.
+
+        Raises:
+            ConfigError: it is no number.
+        """
+        value = next((self.values[name] for name in names if self.is_set(name)), default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{self.where}: {' or '.join(names)} is {value!r}, expected a number")
+        return value > 0
+
 
 Weights = list[ParameterShape]
 
@@ -89,6 +112,9 @@ class _Decoder:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     experts: str = ""
     tied: bool = False
+    norm: Norm = "rms"
+    activation: str = "silu"
+    caps_scores: bool = False
 
 
 def _llama_like(fields: Fields, kind: _Decoder) -> ModelShape:
@@ -104,7 +130,20 @@ def _llama_like(fields: Fields, kind: _Decoder) -> ModelShape:
         attention = _attention(f"{prefix}.self_attn", kind, hidden, heads, kv_heads, head_dim, bias=bias)
         feed_forward, block = _feed_forward(fields, kind, f"{prefix}.mlp", index)
         norms = [p for norm in kind.norms for p in _norm(f"{prefix}.{norm}", hidden)]
-        layer = dataclasses.replace(block, heads=heads, kv_heads=kv_heads, head_dim=head_dim, norms=len(kind.norms))
+        layer = dataclasses.replace(
+            block,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            activation=fields.text("hidden_activation", "hidden_act", default=kind.activation),
+            norms=len(kind.norms),
+            norm=kind.norm,
+            head_norms=kind.head_norms or kind.whole_head_norms,
+            sliced_values=kind.fused,
+            capped_scores=kind.caps_scores and fields.values.get("attn_logit_softcapping", 50.0) is not None,
+            dropout=kind.fused and fields.is_dropped("resid_pdrop"),
+            attention_dropout=fields.is_dropped("attention_dropout"),
+        )
         units.append(UnitShape(prefix, (*attention, *feed_forward, *norms), layer))
     head = [] if tied else _head("lm_head", hidden, vocab)
     root = [*_embedding("model.embed_tokens", vocab, hidden), *_norm("model.norm", hidden), *head]
@@ -154,7 +193,7 @@ def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tu
             )
         else:
             weights = _gated(prefix, hidden, width, bias=bias)
-        return weights, Block(hidden, 1, 1, 1, width)
+        return weights, Block(hidden, 1, 1, 1, width, fused_gate=kind.fused)
     experts = fields.number("num_local_experts", "num_experts")
     width = fields.number("moe_intermediate_size", "intermediate_size")
     stacked = [
@@ -174,6 +213,7 @@ def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tu
         1,
         1,
         width,
+        fused_gate=True,
         experts=experts,
         experts_per_token=fields.number("num_experts_per_tok"),
         shared_intermediate=shared,
@@ -191,7 +231,19 @@ def _gpt2(fields: Fields) -> ModelShape:
     hidden, heads = fields.number("n_embd"), fields.number("n_head")
     inner, vocab = fields.number("n_inner", default=4 * hidden), fields.number("vocab_size")
     positions = fields.number("n_positions", "n_ctx")
-    block = Block(hidden, heads, heads, hidden // heads, inner, gated=False, rms=False)
+    block = Block(
+        hidden,
+        heads,
+        heads,
+        hidden // heads,
+        inner,
+        gated=False,
+        activation=fields.text("activation_function", default="gelu_new"),
+        norm="layer",
+        float32_scores=False,
+        dropout=fields.is_dropped("resid_pdrop", default=0.1),
+        attention_dropout=fields.is_dropped("attn_pdrop", default=0.1),
+    )
     units = []
     for index in range(fields.number("n_layer")):
         prefix = f"transformer.h.{index}"
@@ -217,7 +269,20 @@ def _gpt2(fields: Fields) -> ModelShape:
 def _gpt_neox(fields: Fields) -> ModelShape:
     hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     inner, vocab = fields.number("intermediate_size"), fields.number("vocab_size")
-    block = Block(hidden, heads, heads, hidden // heads, inner, gated=False, rms=False)
+    block = Block(
+        hidden,
+        heads,
+        heads,
+        hidden // heads,
+        inner,
+        gated=False,
+        activation=fields.text("hidden_act", default="gelu"),
+        norm="layer",
+        parallel=fields.flag("use_parallel_residual", True),
+        sliced_values=True,
+        dropout=fields.is_dropped("hidden_dropout"),
+        attention_dropout=fields.is_dropped("attention_dropout"),
+    )
     bias = fields.flag("attention_bias", True)
     units = []
     for index in range(fields.number("num_hidden_layers")):
@@ -257,7 +322,19 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
     others = [*types, *norm, *positions] if is_roberta else [*positions, *types, *norm]
     tied = fields.flag("tie_word_embeddings", True)
     embeddings = [*others] if tied else [*words, *others]
-    block = Block(hidden, heads, heads, hidden // heads, inner, gated=False, rms=False)
+    block = Block(
+        hidden,
+        heads,
+        heads,
+        hidden // heads,
+        inner,
+        gated=False,
+        activation=fields.text("hidden_act", default="gelu"),
+        norm="layer",
+        float32_scores=False,
+        dropout=fields.is_dropped("hidden_dropout_prob", default=0.1),
+        attention_dropout=fields.is_dropped("attention_probs_dropout_prob", default=0.1),
+    )
     units = [UnitShape(f"{prefix}.embeddings", tuple(embeddings))]
     for index in range(fields.number("num_hidden_layers")):
         at = f"{prefix}.encoder.layer.{index}"
@@ -289,7 +366,12 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
 def _t5(fields: Fields) -> ModelShape:
     hidden, heads, head_dim = fields.number("d_model"), fields.number("num_heads"), fields.number("d_kv")
     inner, vocab = fields.number("d_ff"), fields.number("vocab_size")
-    gated = fields.flag("is_gated_act", str(fields.values.get("feed_forward_proj", "relu")).startswith("gated"))
+    projection = fields.text("feed_forward_proj", default="relu")
+    gated = fields.flag("is_gated_act", projection.startswith("gated"))
+    # T5's own reading of "gated-gelu".
+    activation = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
+    activation = fields.text("dense_act_fn", default=activation)
+    is_dropped = fields.is_dropped("dropout_rate", default=0.1)
     units = []
     encoder = fields.number("num_layers")
     for side, count in (("encoder", encoder), ("decoder", fields.number("num_decoder_layers", default=encoder))):
@@ -311,9 +393,22 @@ def _t5(fields: Fields) -> ModelShape:
                 weights += _linear(f"{at}.DenseReluDense.{name}", hidden, inner)
             weights += _linear(f"{at}.DenseReluDense.wo", inner, hidden) + _norm(f"{at}.layer_norm", hidden)
             block = Block(
-                hidden, heads, heads, head_dim, inner, gated=gated, norms=len(attentions) + 1,
+                hidden,
+                heads,
+                heads,
+                head_dim,
+                inner,
+                gated=gated,
+                activation=activation,
+                norms=len(attentions) + 1,
+                norm="rms-mixed",
                 cross_attention=side == "decoder",
-            )  # fmt: skip
+                float32_scores=False,
+                trained_bias=True,
+                dropout=is_dropped,
+                inner_dropout=is_dropped,
+                attention_dropout=is_dropped,
+            )
             units.append(UnitShape(prefix, tuple(weights), block))
     tied = fields.flag("tie_word_embeddings", True)
     root = [
@@ -336,15 +431,23 @@ _FOUR_NORMS = (
     "post_feedforward_layernorm",
 )
 
+_GEMMA: dict[str, Any] = {
+    "tied": True,
+    "bias_flag": "attention_bias",
+    "norm": "rms-float32-weight",
+    "activation": "gelu_pytorch_tanh",
+}
+
 FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "llama": _decoder(bias_flag="attention_bias"),
     "mistral": _decoder(),
     "qwen2": _decoder(qkv_bias=True),
     "qwen3": _decoder(head_norms=True, bias_flag="attention_bias"),
-    "gemma": _decoder(tied=True, bias_flag="attention_bias"),
-    "gemma2": _decoder(tied=True, norms=_FOUR_NORMS, bias_flag="attention_bias"),
-    "gemma3_text": _decoder(tied=True, norms=_FOUR_NORMS, head_norms=True, bias_flag="attention_bias"),
+    "gemma": _decoder(**_GEMMA),
+    "gemma2": _decoder(**_GEMMA, norms=_FOUR_NORMS, caps_scores=True),
+    "gemma3_text": _decoder(**_GEMMA, norms=_FOUR_NORMS, head_norms=True),
     "olmo2": _decoder(
+        norm="rms-float32-weight",
         whole_head_norms=True,
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         bias_flag="attention_bias",
@@ -394,4 +497,6 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         notes.append(f"{where}: model_type {kind!r} is not known; planned as a Llama of the same sizes")
         kind = "llama"
     shape = FAMILIES[kind](fields)
+    unknown = sorted({block.activation for block in shape.blocks} - KEPT_BY_ACTIVATION.keys())
+    notes += [f"{where}: activation {name!r} is not known; planned as one that keeps its input" for name in unknown]
     return dataclasses.replace(shape, name=name or kind), notes

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from fullshard.core.events import Event, EventKind
 from fullshard.core.offload import Offload
-from fullshard.plan.activations import LayerActivations, layer_activations, logits_nbytes
+from fullshard.plan.activations import LayerActivations, LogitsNbytes, layer_activations, logits_nbytes
 from fullshard.plan.job import STATE_NBYTES, Job
 from fullshard.plan.layout import BucketPlan, ModelLayout, UnitLayout
 from fullshard.plan.shapes import ModelShape, itemsize
@@ -259,14 +259,14 @@ class _Ledger:
         for unit in self.setting.layout.units:
             if unit.block is not None:
                 if unit.block not in known:
-                    known[unit.block] = layer_activations(unit.block, self.setting.job)
+                    known[unit.block] = layer_activations(unit.block, self.setting.job, on_cpu=self.setting.on_cpu)
                 self.layers[unit.name] = known[unit.block]
         self.logits = logits_nbytes(self.setting.model, self.setting.job)
 
     units: dict[str, UnitLayout] = field(init=False)
     root: UnitLayout = field(init=False)
     layers: dict[str, LayerActivations] = field(init=False)
-    logits: tuple[int, int] = field(init=False)
+    logits: LogitsNbytes = field(init=False)
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -311,7 +311,7 @@ class _Ledger:
 
     def _end_forward(self, unit: UnitLayout) -> list[dict[str, int]]:
         if unit is self.root:
-            self.now["logits"] += self.logits[0]
+            self.now["logits"] += self.logits.forward
             fullest = self.nbytes
             self._give_up_page()
             return [fullest, self.nbytes]
@@ -329,11 +329,9 @@ class _Ledger:
     def _begin_backward(self, unit: UnitLayout) -> list[dict[str, int]]:
         self._leave_backward()
         if unit.is_head:
-            self.now["logits"] = self.logits[1]
-            return [self.nbytes, *self._collect(unit)]
+            return [*self._leave_loss(), *self._collect(unit)]
         if unit is self.root:
-            self.now["logits"] = self.logits[1]
-            moments = [self.nbytes]
+            moments = self._leave_loss()
             # The head's gradient comes now, the embedding's last, and one buffer holds both until then.
             if any(p.trainable and p.role in ("head", "other") for p in self.setting.model.root.parameters):
                 moments += self._collect(unit)
@@ -346,6 +344,13 @@ class _Ledger:
             self.now["activations"] += layer.recomputed
             working = layer.working + self._dequantised(unit)
         return [*self._for_a_moment({"activations": working}), *self._collect(unit, working)]
+
+    def _leave_loss(self) -> list[dict[str, int]]:
+        """The loss's backward, and what is left of it when the head's begins."""
+        self.now["logits"] = self.logits.loss
+        moments = [self.nbytes]
+        self.now["logits"] = self.logits.head
+        return moments
 
     def _dequantised(self, unit: UnitLayout) -> int:
         """A 4-bit layer unpacks its weight for each product: the largest, two elements per byte, in compute dtype."""

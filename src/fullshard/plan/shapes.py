@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from fullshard.core.errors import ConfigError
 
@@ -81,6 +82,11 @@ class ParameterShape:
         return self.numel * itemsize(self.dtype)
 
 
+Norm = Literal["layer", "rms", "rms-float32-weight", "rms-mixed"]
+"""LayerNorm; RMS norms, whose statistics are float32: Llama's, whose weight multiplies in the compute dtype; Gemma's,
+whose weight multiplies before the result is cast; T5's, which multiplies the uncast input."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """What a transformer layer computes, per token.
@@ -90,11 +96,22 @@ class Block:
         heads, kv_heads, head_dim: of attention.
         intermediate: width of the feed-forward part; of one expert in a mixture.
         gated: whether the feed-forward part multiplies two projections (SwiGLU and friends).
+        fused_gate: whether those two are one matrix product, so that one tensor holds both.
+        activation: its name in Transformers.
         norms: normalisations of width `hidden`.
-        rms: whether they are RMS norms (no mean, no bias).
+        norm: their kind.
+        head_norms: whether queries and keys are normalised, too.
+        parallel: whether attention and the feed-forward part read the same input.
         experts, experts_per_token: of a mixture; 0 and 0 for a dense layer.
         shared_intermediate: width of the expert that every token passes, 0 for none.
         cross_attention: whether it also attends to an encoder.
+        sliced_values: whether values are a slice of one projection, of which queries and keys are rotated copies.
+        float32_scores: whether softmax, where it is written out, is in float32.
+        capped_scores: whether scores pass a tanh before it.
+        trained_bias: whether what is added to the scores of self-attention is trained.
+        dropout: whether a sublayer's result is dropped out.
+        inner_dropout: whether the activation's is, too.
+        attention_dropout: whether attention's scores are.
     """
 
     hidden: int
@@ -103,12 +120,23 @@ class Block:
     head_dim: int
     intermediate: int
     gated: bool = True
+    fused_gate: bool = False
+    activation: str = "silu"
     norms: int = 2
-    rms: bool = True
+    norm: Norm = "rms"
+    head_norms: bool = False
+    parallel: bool = False
     experts: int = 0
     experts_per_token: int = 0
     shared_intermediate: int = 0
     cross_attention: bool = False
+    sliced_values: bool = False
+    float32_scores: bool = True
+    capped_scores: bool = False
+    trained_bias: bool = False
+    dropout: bool = False
+    inner_dropout: bool = False
+    attention_dropout: bool = False
 
     @property
     def active_intermediate(self) -> int:

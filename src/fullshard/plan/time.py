@@ -254,7 +254,7 @@ class _Clock:
         self.forwards[model.root.name] += _head_flops(model, job) / speed
         device = self.cluster.device
         bandwidth = device.memory_bandwidth * device.link_efficiency
-        known = {block: layer_activations(block, job) for block in set(model.blocks)}
+        known = {block: layer_activations(block, job, on_cpu=device.is_cpu) for block in set(model.blocks)}
         saved = {block: (layer.kept + layer.recomputed) / bandwidth for block, layer in known.items()}
         self.passes = {unit.name: saved[unit.block] if unit.block else 0.0 for unit in model.units}
         self.ops = {unit.name: device.op_seconds if unit.block else 0.0 for unit in model.units}
