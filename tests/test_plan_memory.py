@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from fullshard.api.planning import model_shape
 from fullshard.comm.arena import Arena
@@ -33,6 +34,8 @@ from fullshard.plan.schedule import predict_step
 from tests.distributed import run_ranks
 
 WIDTH, DEPTH, VOCAB = 320, 4, 500
+TOKENS = 64
+"""Of a GPT-2, whose activations are something."""
 
 
 class Layer(nn.Module):
@@ -81,12 +84,15 @@ class Case:
     reduce_dtype: str | None = None
     gloo: bool = False
     step_in_backward: bool = False
+    vocab: int = 0
+    """of a GPT-2 that takes the toy's place"""
 
     @property
     def job(self) -> Job:
         names = ("strategy", "shard_size", "precision", "optimizer", "accumulation", "reduce_dtype")
         prefetch = ("backward_prefetch", "forward_prefetch", "step_in_backward")
-        return Job.of({name: getattr(self, name) for name in (*names, *prefetch)} | {"seq_len": 1})
+        values = {name: getattr(self, name) for name in (*names, *prefetch)}
+        return Job.of(values | {"seq_len": TOKENS if self.vocab else 1, "attention": "sdpa"})
 
 
 CASES = {
@@ -114,12 +120,21 @@ CASES = {
     "step in backward, hybrid": Case("HYBRID_SHARD", 4, 2, step_in_backward=True),
     "step in backward, accumulation, bf16": Case(accumulation=2, precision="bf16", step_in_backward=True),
     "frozen base, grad op": Case("SHARD_GRAD_OP", frozen=True, precision="bf16"),
+    "gpt2, whose head decides": Case(vocab=8000, optimizer="sgd"),
+    "gpt2, whose layers decide": Case(vocab=500, optimizer="sgd"),
+    "gpt2, bf16": Case(vocab=8000, precision="bf16", optimizer="sgd-momentum"),
 }
 QUICK = ("full shard", "grad op", "bf16", "accumulation", "frozen base", "one rank")
 
 
-def build(case: Case) -> Model:
+def build(case: Case) -> nn.Module:
     torch.manual_seed(0)
+    if case.vocab:
+        sizes = {"n_embd": 128, "n_layer": DEPTH, "n_head": 4, "n_positions": TOKENS, "vocab_size": case.vocab}
+        tokens = {"bos_token_id": 0, "eos_token_id": 0}
+        dropouts = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+        model: nn.Module = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, **dropouts, use_cache=False))
+        return model
     model = Model()
     if case.frozen:
         for name, parameter in model.named_parameters():
@@ -207,7 +222,7 @@ def _train(case: Case) -> Any:
     model = build(case)
     shard_model(
         model,
-        unit_modules=list(model.layers),
+        unit_modules=list(cast(Any, model).transformer.h if case.vocab else cast(Any, model).layers),
         strategy=case.strategy,
         shard_size=case.shard_size,
         mp_policy=MixedPrecisionPolicy(
@@ -224,12 +239,17 @@ def _train(case: Case) -> Any:
         optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if case.optimizer == "sgd-momentum" else 0)
     if case.step_in_backward:
         step_in_backward(optimizer)
-    tokens = torch.tensor([[1]])
+    tokens = torch.arange(TOKENS)[None] if case.vocab else torch.tensor([[1]])
 
     def step() -> None:
         for number in range(case.accumulation):
             cast(FSDPModule, model).set_is_last_backward(number == case.accumulation - 1)
-            model(tokens).float().square().mean().backward()
+            if case.vocab:
+                output = model(tokens, labels=tokens)
+                output.loss.backward()
+                del output
+            else:
+                model(tokens).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

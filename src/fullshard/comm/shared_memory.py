@@ -26,9 +26,11 @@ import torch.distributed as dist
 
 from fullshard.comm.arena import Arena
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
+from fullshard.comm.heap import TRIM_NBYTES, Heap
 from fullshard.comm.host_memory import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import GlooCollectives
+from fullshard.core.sizes import LONG_NBYTES
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _BUFFERS_START = FILE_NBYTES // 2
@@ -40,8 +42,6 @@ _LETTERS = 2048
 """Gradients that may be under way; a rank waits for its peers before it posts more."""
 _MAX_BUFFERS = 2**16
 """Buckets of all models that ever use these collectives."""
-_HEAP_NBYTES = 2**25
-"""Longer tensors glibc maps anew each time, which costs more than it saves."""
 _BLOCK_NBYTES = 256 * 1024
 """Of a sum that is made in one go: short enough that it is still in the cache when it is divided."""
 
@@ -78,7 +78,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Collectives.staging`."""
-        return self._post.arena.empty(numel, dtype)
+        return self._post.staging(numel, dtype)
 
     def reduce_scatter(
         self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
@@ -301,7 +301,14 @@ class Post:
         self._mailboxes = [_Mailbox(memory, peers.size) for memory in self._memories]
         self._own = self._mailboxes[peers.rank]
         self.arena = Arena(self._memories[peers.rank], _MAILBOX_NBYTES)
+        self._heap = Heap()
         self._under_way: deque[_Averaging] = deque()
+
+    def staging(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of shape (numel,) that peers can read."""
+        if numel * dtype.itemsize >= TRIM_NBYTES:  # that of an embedding and head: a step is fullest when it begins
+            self._heap.trim()
+        return self.arena.empty(numel, dtype)
 
     def post(self, full: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
         """Let the peers read `full`, or a copy of it if they cannot reach it.
@@ -331,7 +338,9 @@ class Post:
                 rank = self._peers.group_rank(source)
                 raise RuntimeError(f"rank {rank} of the group is in collective {other}, this rank in {tag}")
 
-    def add_up(self, number: int, full: torch.Tensor, position: int, divisor: float = 1.0) -> torch.Tensor:
+    def add_up(
+        self, number: int, full: torch.Tensor, position: int, divisor: float = 1.0, *, may_keep: bool = False
+    ) -> torch.Tensor:
         """The sum over the ranks of this host, in their order, of the interval of rank `position` of the group.
 
         Args:
@@ -339,6 +348,7 @@ class Post:
             full: what this rank posted.
             position: whose interval.
             divisor: what the sum is divided by.
+            may_keep: whether a long sum may take the place of this rank's own term, and keep `full` alive.
         """
         own = own_interval(full, position, self._peers.num_hosts * self._peers.size)
         if own.numel() == 0:
@@ -348,8 +358,12 @@ class Post:
             start = mailbox.letter(number)[1] + position * own.nbytes
             there = source != self._peers.rank
             terms.append(torch.frombuffer(memory, dtype=own.dtype, count=own.numel(), offset=start) if there else own)
-        # Nobody else reads the sum. The allocator has room for it, which activations left; see `_HEAP_NBYTES`.
-        into = torch.empty_like(own) if own.nbytes < _HEAP_NBYTES else self.arena.empty(own.numel(), own.dtype)
+        # Nobody else reads this interval, or the sum.
+        if own.nbytes < LONG_NBYTES:  # where activations were, which backward has freed
+            into = torch.empty_like(own)
+            self._heap.note(own.nbytes)
+        else:
+            into = own if may_keep else self.arena.empty(own.numel(), own.dtype)
         return average(terms, into, divisor)
 
     def mark_read(self, number: int, *, patiently: bool = False) -> None:
@@ -371,7 +385,7 @@ class Post:
             first = self._under_way[0]
             assert first.full is not None  # noqa: S101 -- it is not done
             self.wait_for(first.number, first.tag)
-            first.result = self.add_up(first.number, first.full, self._peers.rank, first.divisor)
+            first.result = self.add_up(first.number, first.full, self._peers.rank, first.divisor, may_keep=True)
             self.mark_read(first.number)
             first.full = None
             self._under_way.popleft()
@@ -407,14 +421,18 @@ class _Averaging:
 
 @torch.no_grad()
 def average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
-    """The sum of `terms`, added up in their order, over `divisor`."""
+    """The sum of `terms`, added up in their order, over `divisor`. `into` may be one of them."""
     length = _BLOCK_NBYTES // into.itemsize
+    room = torch.empty_like(into[:length]) if len(terms) > 2 else into
     for start in range(0, into.numel(), length):
         block = into[start : start + length]
         first, second, *others = (term[start : start + length] for term in terms)
-        torch.add(first, second, out=block)
+        total = room[: block.numel()] if others else block
+        torch.add(first, second, out=total)
         for other in others:
-            block.add_(other)
+            total.add_(other)
         if divisor != 1:
-            block.div_(divisor)
+            total.div_(divisor)
+        if others:
+            block.copy_(total)
     return into

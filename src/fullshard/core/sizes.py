@@ -4,6 +4,9 @@ from __future__ import annotations
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
+LONG_NBYTES = 2**25
+"""Of a tensor that glibc maps anew each time, which costs more than it saves."""
+
 
 def format_nbytes(nbytes: int) -> str:
     """Bytes as text in the largest binary unit that keeps the number at or above 1: `1.50 GiB`."""

@@ -21,7 +21,7 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.parameter import plain_gradients
-from fullshard.engine.uses import add_rows
+from fullshard.engine.uses import Product, add_rows
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
@@ -106,7 +106,7 @@ class Gradient:
         is_rounded = self.bucket.compute_dtype != self.dtype
         return not is_rounded and (index not in self._filled or index in self._begun)
 
-    def take(self, index: int, grad: torch.Tensor) -> bool:
+    def take(self, index: int, grad: torch.Tensor | Product) -> bool:
         """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
         if not self.takes_uses(index):
             return False
@@ -119,7 +119,7 @@ class Gradient:
         self.fired.clear()
         self._begun.clear()
 
-    def _add(self, index: int, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    def _add(self, index: int, parameter: torch.Tensor, grad: torch.Tensor | Product) -> None:
         if self.has_stepped:
             raise LifecycleError(
                 f"rank {self.bucket.mesh.rank}, parameter {'='.join(self.bucket.sharded_parameters[index].names)}: "
@@ -132,19 +132,25 @@ class Gradient:
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
                 hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
             )
-        if grad.requires_grad:
-            grad = grad.detach()  # under create_graph it would bring its graph with it
         if self._full is None:
             self._begin()
         piece = self._pieces[index]
-        if grad.is_sparse:
-            add_rows(piece, grad, is_first=index not in self._filled)
-        elif index in self._filled:
-            piece.add_(grad.reshape(-1))
-        else:
-            piece.copy_(grad.reshape(-1))
+        is_first = index not in self._filled
         self._filled.add(index)
         self.used[index] = True
+        if isinstance(grad, Product):
+            if is_first:
+                grad.write(piece)
+                return
+            grad = grad.value()
+        if grad.requires_grad:
+            grad = grad.detach()  # under create_graph it would bring its graph with it
+        if grad.is_sparse:
+            add_rows(piece, grad, is_first=is_first)
+        elif is_first:
+            piece.copy_(grad.reshape(-1))
+        else:
+            piece.add_(grad.reshape(-1))
 
     def _begin(self) -> torch.Tensor:
         """Memory for the unsharded gradients, and a piece of it for each parameter; zeros between them."""

@@ -30,7 +30,7 @@ from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
-from fullshard.engine.uses import watch_uses
+from fullshard.engine.uses import Product, watch_uses
 from fullshard.wrap.partition import Slot, UnitPlan
 from fullshard.wrap.quantized import is_exact
 
@@ -474,7 +474,7 @@ def _gradient_hook(bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]
     return hook
 
 
-def _take_use(bucket: Bucket, index: int, gradient: torch.Tensor) -> bool:
+def _take_use(bucket: Bucket, index: int, gradient: torch.Tensor | Product) -> bool:
     """One use of a tied parameter has its gradient; others follow."""
     try:
         bucket.unit.schedule.begin_backward(bucket.unit)

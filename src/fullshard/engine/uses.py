@@ -4,6 +4,8 @@
                       largest weight at once. What an output layer gives is collected as soon as it is there instead,
                       and taken out of autograd's sum. The weight's first place is left to autograd, so that its own
                       hook still tells when all is there: backward comes to the embedding last.
+    an output layer   A linear layer's product is made where it is to be, in the reduce input, and not beside it first.
+                      To that end its part of the graph is replaced by one node that computes the same.
     an embedding      A step looks up a few rows, and autograd makes a gradient of all of them, almost all zeros. So the
                       lookup is told to give its rows only (`nn.Embedding.sparse`), which are added to the reduce
                       input. On accelerators they would have to be counted, which waits for the device: not there.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +36,24 @@ SWITCH = "FULLSHARD_GRADIENTS"
 _MAX_NODES = 32
 """Of the part of a graph that a module made and that is looked through for its parameter: a layer's few."""
 
-Take = Callable[["Bucket", int, torch.Tensor], bool]
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A gradient that is still to be computed: the product of two matrices."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def value(self) -> torch.Tensor:
+        """In memory of its own."""
+        return self.left.mm(self.right)
+
+    def write(self, piece: torch.Tensor) -> None:
+        """Into `piece`, shape (n,)."""
+        torch.mm(self.left, self.right, out=piece.view(self.left.shape[0], self.right.shape[1]))
+
+
+Take = Callable[["Bucket", int, "torch.Tensor | Product"], bool]
 Wrap = Callable[[Any], Any]
 
 
@@ -126,15 +146,31 @@ class _UseHook:
         # Weakly: autograd keeps hooks where Python's garbage collector does not look.
         self._bucket, self._index, self._take, self._wrap = weakref.ref(bucket), index, take, wrap
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor | None:
         bucket = self._bucket()
         if bucket is None or not isinstance(output, torch.Tensor) or output.grad_fn is None:
-            return
+            return None
         if _is_looked_at(bucket, self._index):
-            return
+            return None
+        parameter = bucket.slots[self._index].parameter
+        if args and isinstance(args[0], torch.Tensor) and (product := _product(output.grad_fn, args[0], parameter)):
+            made: torch.Tensor = _Linear.apply(args[0], parameter, [output.detach()], self._multiplying(product))
+            return made
         inputs = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
-        for node, place in _givers(output.grad_fn, bucket.slots[self._index].parameter, inputs):
+        for node, place in _givers(output.grad_fn, parameter, inputs):
             node.register_hook(self._wrap(self._taking(node, place)))
+        return None
+
+    def _multiplying(self, accumulate: Node) -> Callable[[Product], torch.Tensor | None]:
+        reference, index, take = self._bucket, self._index, self._take
+
+        def multiply(product: Product) -> torch.Tensor | None:
+            bucket = reference()
+            if bucket is None or torch.is_grad_enabled() or not _will_run(accumulate):
+                return product.value()
+            return None if take(bucket, index, product) else product.value()
+
+        return multiply
 
     def _taking(self, node: Node, place: int) -> Callable[[Any, Any], tuple[torch.Tensor | None, ...] | None]:
         reference, index, take, accumulate = self._bucket, self._index, self._take, node.next_functions[place][0]
@@ -147,6 +183,48 @@ class _UseHook:
             return (*given[:place], None, *given[place + 1 :])
 
         return hook
+
+
+class _Linear(torch.autograd.Function):
+    """Stands in for the graph of a linear layer without a bias; computes what autograd would, in the same order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        output: list[torch.Tensor],
+        multiply: Callable[[Product], torch.Tensor | None],
+    ) -> torch.Tensor:
+        """`output` is what the layer has made of the other two; in a list autograd does not take it for an input."""
+        ctx.save_for_backward(hidden, weight)
+        ctx.multiply = multiply
+        return output.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Of the input, and of the weight unless that has been taken."""
+        hidden, weight = ctx.saved_tensors
+        gradient, of_hidden, of_weight = gradient.reshape(-1, weight.shape[0]), None, None
+        if ctx.needs_input_grad[0]:
+            of_hidden = gradient.mm(weight).view(hidden.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = ctx.multiply(Product(gradient.t(), hidden.reshape(-1, weight.shape[1])))
+        return of_hidden, of_weight, None, None
+
+
+def _product(last: Node, hidden: torch.Tensor, parameter: nn.Parameter) -> Node | None:
+    """Where `parameter`'s gradient goes, if what `last` ends is the product of `hidden` and its transpose."""
+    node = last.next_functions[0][0] if last.name() == "UnsafeViewBackward0" else last
+    if node is None or node.name() != "MmBackward0" or hidden.grad_fn is None:  # then nothing tells it from another
+        return None
+    (rows, _), (transposed, _) = node.next_functions
+    if rows is not None and rows is not hidden.grad_fn and rows.name() in ("ViewBackward0", "ReshapeAliasBackward0"):
+        rows = rows.next_functions[0][0]
+    if rows is not hidden.grad_fn or transposed is None or transposed.name() != "TBackward0":
+        return None
+    accumulate = transposed.next_functions[0][0]
+    return accumulate if getattr(accumulate, "variable", None) is parameter else None
 
 
 def _givers(last: Node, parameter: nn.Parameter, stop: set[Node]) -> list[tuple[Node, int]]:

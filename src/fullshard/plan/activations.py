@@ -191,7 +191,7 @@ class LogitsNbytes:
         forward: at the end of forward: the logits in the compute dtype, the float32 copy that Transformers' loss makes,
             and log-softmax's output.
         loss: at the worst moment of the loss's backward.
-        head: while the head's own backward runs: the logits and their gradient.
+        head: when the gradient of the head's weight is there and that of the logits is not any more.
     """
 
     forward: int
@@ -207,6 +207,4 @@ def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
     elements = job.tokens * model.vocab
     copy = 4 if width < 4 else 0
     # Transformers hands the logits back to the caller, so they live on in the output while backward runs.
-    return LogitsNbytes(
-        elements * (width + copy + 4), elements * (width + BACKWARD_LOSS_NBYTES), elements * (width + width)
-    )
+    return LogitsNbytes(elements * (width + copy + 4), elements * (width + BACKWARD_LOSS_NBYTES), elements * width)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from fullshard.core.events import Event, EventKind
 from fullshard.core.offload import Offload
+from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import LayerActivations, LogitsNbytes, layer_activations, logits_nbytes
 from fullshard.plan.job import STATE_NBYTES, Job
 from fullshard.plan.layout import BucketPlan, ModelLayout, UnitLayout
@@ -299,7 +300,7 @@ class _Ledger:
             case EventKind.REDUCE_DONE if self._steps_in_backward:
                 self._finish_one(unit)
             case EventKind.REDUCE_DONE:
-                self._finish()
+                return self._finish()
             case EventKind.BUCKET_STEP:
                 return self._bucket_step(event.nbytes)
             case EventKind.OPTIMIZER_STEP:
@@ -364,11 +365,18 @@ class _Ledger:
         if unit.name not in self.collecting:
             self.collecting.add(unit.name)
             self.now["reduce buffers"] += sum(bucket.reduce_nbytes for bucket in unit.trainable)
-        largest = max(bucket.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
+        largest = 0 if self._is_product_in_place(unit) else _largest_nbytes(unit)
         if self.setting.on_cpu:
             halves = (b.largest_numel for b in unit.trainable if itemsize(b.compute_dtype) == 2)
             working += 4 * max(halves, default=0)
         return self._for_a_moment({"reduce buffers": largest, "activations": working})
+
+    def _is_product_in_place(self, unit: UnitLayout) -> bool:
+        """Whether the first gradient, the tied head's, is computed where it is to be reduced (`engine.uses`)."""
+        model = self.setting.model
+        has_bias = any(p.shape == (model.vocab,) for p in model.root.parameters)
+        is_exact = all(bucket.compute_dtype == bucket.reduce_dtype for bucket in unit.trainable)
+        return unit is self.root and model.tied and not has_bias and is_exact
 
     def _leave_backward(self) -> None:
         """What was kept for the unit whose backward was under way is freed."""
@@ -384,6 +392,8 @@ class _Ledger:
         moments = []
         if unit is self.root:
             self._leave_backward()
+            if self._is_product_in_place(unit) and not (self.setting.on_cpu and self.setting.layout.world_size > 1):
+                moments = self._for_a_moment({"reduce buffers": _largest_nbytes(unit)})  # the embedding's, mostly zeros
         if unit.name not in self.collecting:
             moments = self._collect(unit)
         waiting = [g for g in self.launched if not g.is_shrunk]
@@ -399,12 +409,12 @@ class _Ledger:
         return moments
 
     def _shrink(self, gradient: _Gradient) -> list[dict[str, int]]:
-        """The reduction is over: this rank's interval is copied out and the rest freed."""
+        """The reduction is over: this rank's interval is copied out and the rest freed, or it stays in its buffer."""
         bucket = gradient.bucket
         self.now["reduce buffers"] -= gradient.extra  # the sum stays in the buffer that this rank contributed
-        self.now["gradients"] += bucket.reduced_nbytes
-        # With one rank the buffer is the result, so nothing is ever there twice.
-        moments = [self.nbytes] if self.setting.layout.shard_size > 1 else []
+        self.now["gradients"] += self._held_nbytes(bucket)
+        stays = self.setting.layout.shard_size == 1 or self._stays(bucket)
+        moments = [] if stays else [self.nbytes]
         self.now["reduce buffers"] -= bucket.reduce_nbytes
         if bucket.main_is_on_host:  # the one before it has left for the host
             self.now["gradients"] -= self.leaving
@@ -412,17 +422,24 @@ class _Ledger:
         gradient.is_shrunk = True
         return moments
 
+    def _stays(self, bucket: BucketPlan) -> bool:
+        """Whether the sum is made in this rank's reduce input, which is long."""
+        return self.setting.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES
+
+    def _held_nbytes(self, bucket: BucketPlan) -> int:
+        """What the reduced gradient keeps."""
+        return bucket.reduce_nbytes if self._stays(bucket) else bucket.reduced_nbytes
+
     @property
     def _steps_in_backward(self) -> bool:
         """Whether the backward under way steps the optimizer: the last of a step, if any."""
         job = self.setting.job
         return job.step_in_backward and (not job.sync_each_micro_batch or self.micro_batch == job.accumulation - 1)
 
-    def _finish(self) -> None:
+    def _finish(self) -> list[dict[str, int]]:
         """At the first of the reductions that are done everything is known to be."""
         self._leave_backward()
-        for gradient in self.launched:
-            self._accumulate(gradient)
+        moments = [moment for gradient in self.launched for moment in self._accumulate(gradient)]
         self.now["gradients"] -= self.leaving
         self.leaving = 0
         if self.launched:
@@ -430,6 +447,7 @@ class _Ledger:
             self.collecting.clear()
             self.has_main_gradient = True
             self.micro_batch += 1
+        return [*moments, self.nbytes]
 
     def _finish_one(self, unit: UnitLayout) -> None:
         """The oldest reduction of the unit is done, and nothing is known of the others."""
@@ -440,19 +458,20 @@ class _Ledger:
         self._accumulate(gradient)
         self.stepping = gradient.bucket
 
-    def _accumulate(self, gradient: _Gradient) -> None:
+    def _accumulate(self, gradient: _Gradient) -> list[dict[str, int]]:
         """Add the reduced gradient to the main gradient, or make it that."""
-        if not gradient.is_shrunk:
-            self._shrink(gradient)
+        moments = [] if gradient.is_shrunk else self._shrink(gradient)
         bucket = gradient.bucket
         if bucket.main_is_on_host:
-            return
+            return moments
         if self.has_main_gradient:
-            self.now["gradients"] -= bucket.reduced_nbytes
-            return
-        self.now["gradients"] += bucket.main_gradient_nbytes - bucket.reduced_nbytes
+            self.now["gradients"] -= self._held_nbytes(bucket)
+            return moments
+        if bucket.main_gradient_dtype != bucket.reduce_dtype:
+            self.now["gradients"] += bucket.main_gradient_nbytes - self._held_nbytes(bucket)
         if bucket.main_gradient_dtype != bucket.dtype:  # `.grad` is a copy in the stored dtype
             self.now["gradients"] += bucket.main_nbytes
+        return moments
 
     def _release_gradients(self) -> None:
         self.now["gradients"] = 0
@@ -464,6 +483,8 @@ class _Ledger:
         assert bucket is not None  # noqa: S101 -- a reduction was done before
         moments = self._for_a_moment({"optimizer temporaries": self._temporaries([bucket])})
         self.now["gradients"] -= nbytes
+        if bucket.main_gradient_dtype == bucket.reduce_dtype:
+            self.now["gradients"] -= self._held_nbytes(bucket) - bucket.reduced_nbytes
         if bucket.main_gradient_dtype != bucket.dtype:
             self.now["gradients"] -= bucket.main_nbytes
         return [*moments, self.nbytes]
@@ -495,6 +516,10 @@ class _Ledger:
         fullest = self.nbytes
         self.now.subtract(extra)
         return [fullest, self.nbytes]
+
+
+def _largest_nbytes(unit: UnitLayout) -> int:
+    return max(bucket.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
 
 
 def _largest_slice(bucket: BucketPlan) -> int:

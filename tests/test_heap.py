@@ -1,0 +1,70 @@
+"""Free pages of the heap go back to the system, and long sums are made where one of their terms is.
+
+pytest tests/test_heap.py
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fullshard.comm.heap import SWITCH, TRIM_NBYTES
+from fullshard.comm.shared_memory import average
+
+HOLES = f"""
+import torch
+from pathlib import Path
+from fullshard.comm.heap import Heap
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+torch.empty(2**23)  # glibc then takes what is shorter from its heap, from the next one on
+torch.ones(2**22).sum()
+heap = Heap()
+kept, freed = [], []
+for _ in range(64):
+    freed.append(torch.ones(2**18))
+    kept.append(torch.ones(2**10))
+before = resident()
+freed.clear()
+heap.note({TRIM_NBYTES - 1})
+few = before - resident()
+heap.note(1)
+print(few >> 20, before - resident() >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no malloc_trim")
+@pytest.mark.parametrize(("switch", "least", "most"), [("trim", 50, 64), ("keep", 0, 8)])
+def test_holes_are_given_back(switch: str, least: int, most: int) -> None:
+    """64 MiB between blocks that stay, once so many bytes have been announced."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOLES],
+        env=os.environ | {SWITCH: switch, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    few, all_of_it = map(int, done.stdout.split())
+    print(f"{switch}: {few} MiB before the limit, {all_of_it} MiB after")
+    assert few <= 8 and least <= all_of_it <= most
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_sum_in_the_place_of_a_term_is_the_same(ranks: int) -> None:
+    torch.manual_seed(1)
+    numel = 150_000  # several blocks, the last of them short
+    terms = [torch.randn(numel) for _ in range(ranks)]
+    whole = average(terms, torch.empty(numel), float(ranks))
+    for own in range(ranks):
+        copies = [term.clone() for term in terms]
+        result = average(copies, copies[own], float(ranks))
+        assert result is copies[own]
+        assert torch.equal(result, whole)
+        assert all(torch.equal(copies[i], terms[i]) for i in range(ranks) if i != own)
