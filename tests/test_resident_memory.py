@@ -1,0 +1,42 @@
+"""Resident memory of a step against the least that the planner says.
+
+pytest -m full tests/test_resident_memory.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.catalog import ROWS
+from benchmarks.record import Job
+from benchmarks.run import run_job
+
+BOUND = 1.20
+"""Of 30 M parameters, where a few MiB of code that only a step loads are much; 124 M and 350 M take less over theirs
+(docs/memory.md)."""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_peak_of_a_rank() -> None:
+    """The proportional size over what the imports took, while the model is built and while it is trained."""
+    job = Job(
+        row=ROWS["30m-fp32-1x128"],
+        engine="fullshard",
+        repeat=0,
+        ranks=2,
+        warmup=1,
+        steps=3,
+        seed=17,
+        lr=1e-3,
+        device="cpu",
+        watch_memory=True,
+    )
+    run = run_job(job, 0, timeout=180)
+    assert run.error is None, run.error
+    for rank, result in enumerate(run.ranks):
+        memory = result.memory
+        for phase, nbytes in (("building", memory.setup_pss_peak_nbytes), ("training", memory.steps_pss_peak_nbytes)):
+            ratio = nbytes / run.planned_nbytes
+            print(f"rank {rank}, {phase}: {nbytes >> 20} MiB of {run.planned_nbytes >> 20}, {ratio:.2f}")
+            assert 0 < ratio <= BOUND
