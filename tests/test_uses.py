@@ -160,6 +160,7 @@ def check() -> None:
 
 def check_product() -> None:
     """The head's gradient is a product in the reduce input, so that autograd has none to add up."""
+    os.environ[SWITCH] = "uses"
     model = Tied()
     fully_shard(model)
     out = model(torch.tensor([[1, 2]]))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from fullshard.comm.arena import Arena
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
-from fullshard.comm.heap import TRIM_NBYTES, Heap
+from fullshard.comm.heap import heap
 from fullshard.comm.host_memory import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import GlooCollectives
@@ -78,7 +78,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Collectives.staging`."""
-        return self._post.staging(numel, dtype)
+        return self._post.arena.empty(numel, dtype)
 
     def reduce_scatter(
         self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
@@ -301,14 +301,7 @@ class Post:
         self._mailboxes = [_Mailbox(memory, peers.size) for memory in self._memories]
         self._own = self._mailboxes[peers.rank]
         self.arena = Arena(self._memories[peers.rank], _MAILBOX_NBYTES)
-        self._heap = Heap()
         self._under_way: deque[_Averaging] = deque()
-
-    def staging(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of shape (numel,) that peers can read."""
-        if numel * dtype.itemsize >= TRIM_NBYTES:  # that of an embedding and head: a step is fullest when it begins
-            self._heap.trim()
-        return self.arena.empty(numel, dtype)
 
     def post(self, full: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
         """Let the peers read `full`, or a copy of it if they cannot reach it.
@@ -361,7 +354,7 @@ class Post:
         # Nobody else reads this interval, or the sum.
         if own.nbytes < LONG_NBYTES:  # where activations were, which backward has freed
             into = torch.empty_like(own)
-            self._heap.note(own.nbytes)
+            heap().note(own.nbytes)
         else:
             into = own if may_keep else self.arena.empty(own.numel(), own.dtype)
         return average(terms, into, divisor)

@@ -153,9 +153,12 @@ class _UseHook:
         if _is_looked_at(bucket, self._index):
             return None
         parameter = bucket.slots[self._index].parameter
-        if args and isinstance(args[0], torch.Tensor) and (product := _product(output.grad_fn, args[0], parameter)):
-            made: torch.Tensor = _Linear.apply(args[0], parameter, [output.detach()], self._multiplying(product))
-            return made
+        is_exact = bucket.gradient is not None and bucket.gradient.takes_uses(self._index)
+        if is_exact and args and isinstance(args[0], torch.Tensor):
+            accumulate = _product(output.grad_fn, args[0], parameter)
+            if accumulate is not None:
+                made: torch.Tensor = _Linear.apply(args[0], parameter, [output.detach()], self._multiplying(accumulate))
+                return made
         inputs = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
         for node, place in _givers(output.grad_fn, parameter, inputs):
             node.register_hook(self._wrap(self._taking(node, place)))
