@@ -763,12 +763,20 @@ def train_until_killed(name: str, moment: str) -> str:
 @pytest.mark.full
 @pytest.mark.skipif(not are_possible(), reason="this machine makes no namespaces")
 @pytest.mark.parametrize(
-    ("ranks_per_host", "moment"),
+    ("name", "ranks_per_host", "moment"),
     # Between steps another host has received a part of the next gather, and waits for the rest as long as Gloo does.
-    [((2,), "forward"), ((2,), "backward"), ((2,), "step"), ((2, 1), "forward"), ((2, 1), "backward")],
+    [
+        ("everything and activations", (2,), "forward"),
+        ("everything and activations", (2,), "backward"),
+        ("everything and activations", (2,), "step"),
+        ("everything and activations", (2, 1), "forward"),
+        ("everything and activations", (2, 1), "backward"),
+        ("optimizer state and activations", (2,), "step"),
+        ("frozen and activations", (2,), "backward"),
+        ("main weights", (2,), "backward"),
+    ],
 )
-@pytest.mark.parametrize("name", OFFLOADED)
-def test_a_rank_is_killed(ranks_per_host: tuple[int, ...], name: str, moment: str) -> None:
+def test_a_rank_is_killed(name: str, ranks_per_host: tuple[int, ...], moment: str) -> None:
     """The others say which unit they waited in, in time, and no shared memory is left."""
     results = run_hosts(train_until_killed, ranks_per_host, name, moment, dies=0)
     assert results[0] is None
