@@ -724,7 +724,7 @@ OFFLOADED = {
 
 
 def train_until_killed(name: str, moment: str) -> str:
-    """Rank 0 is killed in the second step; the others learn of it, and have nothing left under way."""
+    """Rank 0 is killed in the second step; the others learn of it, and torch's hooks are as they were before."""
     case = Case(BFLOAT16, is_frozen="frozen" in name)
     model = case.model(OFFLOADED[name])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -754,9 +754,6 @@ def train_until_killed(name: str, moment: str) -> str:
         message = str(error)
     else:
         raise AssertionError("nobody was missed")
-    gc.collect()
-    if "activations" in name:
-        assert Held(model).nbytes() == (0, 0)
     return message
 
 

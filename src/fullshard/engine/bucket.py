@@ -92,6 +92,7 @@ class Bucket:
         specs = [ParameterSpec(str(i), tuple(slot.parameter.shape)) for i, slot in enumerate(slots)]
         self.layout = BucketLayout.build(specs, itemsize=min(itemsizes), world_size=mesh.shard_size)
         self._gathering: Work | None = None
+        self._is_lost = False
         self._versions: list[int] | None = None
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         with torch.no_grad(), torch.inference_mode(False):
@@ -223,15 +224,21 @@ class Bucket:
     def wait_unshard(self) -> None:
         """Wait for the all-gather, if one is under way."""
         if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+            try:
+                self._gathering.wait()
+            except RuntimeError:  # waiting again would take until the group's timeout
+                self._gathering, self._is_lost = None, True
+                raise
+            self._gathering, self._is_lost = None, False
             if self._versions is not None:
                 torch._C._autograd._unsafe_set_version_counter(self._originals, tuple(self._versions))
                 self._versions = None
 
     def reshard(self) -> None:
-        """Free the memory of `full`."""
+        """Free the memory of `full`, unless its gather has failed: other ranks may write into it still."""
         self.wait_unshard()
+        if self._is_lost:
+            return
         if self.buffer.is_zeroed and self._versions is None:
             # Whoever reads them before they are unsharded again gets an error from autograd, not zeros.
             self._versions = self.versions()
