@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.record import RESULTS, ROOT, load
-from benchmarks.table import align, render_rows, render_summary
+from benchmarks.table import align, render_memory, render_rows, render_summary
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK = re.compile(
@@ -37,6 +37,11 @@ def summary(*names: str) -> str:
 def rows(name: str) -> str:
     """All engines, a table per row of one record."""
     return render_rows(load(RESULTS / name))
+
+
+def memory(*names: str) -> str:
+    """Resident memory, of several records."""
+    return render_memory([load(RESULTS / name) for name in names])
 
 
 def hosts(name: str) -> str:
@@ -115,6 +120,7 @@ def loading(*names: str) -> str:
 KINDS: dict[str, Callable[..., str]] = {
     "summary": summary,
     "rows": rows,
+    "memory": memory,
     "hosts": hosts,
     "host-time": host_time,
     "timeline": timeline,

@@ -115,6 +115,22 @@ def render_summary(records: Sequence[Record]) -> str:
     return "\n".join(align([SUMMARY_HEADINGS, *ordered]))
 
 
+def render_memory(records: Sequence[Record]) -> str:
+    """Peaks of resident memory: a line per row and engine of records that watched it."""
+    lines = []
+    for record in records:
+        by_row: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+        for run in record.runs:
+            by_row[run.job.row.name][run.job.engine].append(run)
+        lines += [
+            (name, *_memory_cells(engine, by_engine))
+            for name, by_engine in by_row.items()
+            for engine in ENGINES
+            if engine in by_engine
+        ]
+    return "\n".join(align([("row", *MEMORY_HEADINGS), *lines]))
+
+
 def _row_block(by_engine: Mapping[str, Sequence[Run]], num_cpus: int) -> str:
     summaries = {engine: summarize(by_engine[engine], num_cpus) for engine in ENGINES if engine in by_engine}
     job = next(iter(by_engine.values()))[0].job

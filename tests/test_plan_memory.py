@@ -124,7 +124,7 @@ CASES = {
     "gpt2, whose layers decide": Case(vocab=500, optimizer="sgd"),
     "gpt2, bf16": Case(vocab=8000, precision="bf16", optimizer="sgd-momentum"),
 }
-QUICK = ("full shard", "grad op", "bf16", "accumulation", "frozen base", "one rank")
+QUICK = ("full shard", "grad op", "bf16", "accumulation", "frozen base", "one rank", "gpt2, whose head decides")
 
 
 def build(case: Case) -> nn.Module:
