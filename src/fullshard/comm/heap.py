@@ -3,7 +3,7 @@
 Activations and reduced gradients take turns: one goes as the other comes. But the allocator seldom has room for a
 gradient of many MiB where activations were, because what lives longer, optimizer state and the odd small block, lies
 between them. So a heap grows to hold both, full of holes. Whole pages of these holes are given back, every so many
-bytes of new gradients and once before a forward, and are mapped again when they are used.
+bytes of new gradients and before a very long one, and are mapped again when they are used.
 
 That takes time, about half a millisecond per MiB, and so is only done where it matters: not in small models.
 """
@@ -27,22 +27,16 @@ class Heap:
     def __init__(self) -> None:
         is_wanted = os.environ.get(SWITCH, "trim") != "keep"
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if is_wanted else None
-        self._grown = self._grown_in_step = 0
+        self._grown = 0
 
     def note(self, nbytes: int) -> None:
         """A gradient of `nbytes` bytes was allocated."""
         self._grown += nbytes
-        self._grown_in_step += nbytes
         if self._grown >= TRIM_NBYTES:
-            self._give_back()
+            self.give_back()
 
-    def begin_forward(self) -> None:
-        """The gradients of the step before have gone, and activations would go elsewhere just as well."""
-        if self._grown_in_step >= TRIM_NBYTES:
-            self._give_back()
-        self._grown_in_step = 0
-
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Give back whole free pages."""
         self._grown = 0
         if self._trim is not None:
             self._trim(ctypes.c_size_t(0))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from fullshard.comm.arena import Arena
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
-from fullshard.comm.heap import heap
+from fullshard.comm.heap import TRIM_NBYTES, heap
 from fullshard.comm.host_memory import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import GlooCollectives
@@ -78,6 +78,8 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Collectives.staging`."""
+        if numel * dtype.itemsize >= TRIM_NBYTES:  # an embedding's and head's: a step is fullest about then
+            heap().give_back()
         return self._post.arena.empty(numel, dtype)
 
     def reduce_scatter(

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.heap import heap
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink
@@ -126,7 +125,6 @@ class Schedule:
                 bucket.sync_requires_grad()
                 if bucket.gradient is not None:
                     bucket.gradient.release_if_cleared()
-        heap().begin_forward()
         self._last_called = None
         self._forward = []
         if self._activations is not None:
