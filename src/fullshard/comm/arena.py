@@ -54,9 +54,19 @@ class Arena:
         offset = tensor.data_ptr() - self._address
         return offset if 0 <= offset < self._top else None
 
-    def _take(self, nbytes: int) -> int:
+    def give_back(self) -> None:
+        """Give the pages of what is handed out to nobody back to the system."""
+        with self._lock:
+            self._collect_returned()
+            for start, nbytes in self._free.items():
+                self._memory.madvise(mmap.MADV_REMOVE, start, nbytes)
+
+    def _collect_returned(self) -> None:
         while self._returned:
-            self._give_back(*self._returned.popleft())
+            self._join(*self._returned.popleft())
+
+    def _take(self, nbytes: int) -> int:
+        self._collect_returned()
         # The smallest that is large enough; of those the first.
         found = min(((size, start) for start, size in self._free.items() if size >= nbytes), default=None)
         if found is not None:
@@ -72,7 +82,7 @@ class Arena:
         self._top = last + nbytes
         return last
 
-    def _give_back(self, start: int, nbytes: int) -> None:
+    def _join(self, start: int, nbytes: int) -> None:
         for before, size in self._free.items():
             if before + size == start:
                 del self._free[before]

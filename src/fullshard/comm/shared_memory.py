@@ -78,9 +78,11 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Collectives.staging`."""
-        if numel * dtype.itemsize >= TRIM_NBYTES:  # an embedding's and head's: a step is fullest about then
+        full = self._post.arena.empty(numel, dtype)
+        if full.nbytes >= TRIM_NBYTES:  # an embedding's and head's: a step is fullest about then
             heap().give_back()
-        return self._post.arena.empty(numel, dtype)
+            self._post.arena.give_back()
+        return full
 
     def reduce_scatter(
         self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
