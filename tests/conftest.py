@@ -6,9 +6,14 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from fullshard.engine.offload import SWITCH as OFFLOAD_SWITCH
 from tests.distributed import end_workers
+
+# A machine that is busy makes any example slow.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="module", autouse=True)

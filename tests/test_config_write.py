@@ -132,9 +132,7 @@ CONFIGS = groups(
     ),
 )
 SCHEMA = json_schema()
-PROPERTY = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
-)
+PROPERTY = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
 def test_the_strategies_reach_every_setting() -> None:

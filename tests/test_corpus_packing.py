@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.core.errors import DataError
@@ -91,7 +91,6 @@ def test_unigram_entropy_of_known_distributions() -> None:
 
 
 @given(count=st.integers(1, 40), batch=st.integers(1, 40), seed=st.integers(0, 5))
-@settings(deadline=None)
 def test_every_epoch_visits_every_sequence_once(count: int, batch: int, seed: int) -> None:
     """Batches laid end to end are the epochs laid end to end: nothing is dropped or repeated at an epoch's end."""
     if batch > count:
@@ -119,7 +118,6 @@ def test_orders_differ_by_epoch_and_seed() -> None:
     world_size=st.integers(1, 7),
     micro=st.one_of(st.none(), st.integers(1, 8)),
 )
-@settings(deadline=None)
 def test_ranks_split_a_batch_exactly(count: int, world_size: int, micro: int | None) -> None:
     """Every rank makes equally many forwards of equal shape, and together they see each sequence once, in order."""
     sequences = PackedSequences(np.arange(1, 23 * 2 + 2, dtype=np.uint16), seq_len=2)

@@ -38,7 +38,6 @@ def fill(layout: BucketLayout) -> list[np.ndarray]:
     ]
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_parameters_are_aligned_and_do_not_overlap(case: tuple[BucketLayout, int]) -> None:
     layout, itemsize = case
@@ -54,7 +53,6 @@ def test_parameters_are_aligned_and_do_not_overlap(case: tuple[BucketLayout, int
     assert layout.padding == (1 - layout.numel / layout.full_numel if layout.full_numel else 0.0)
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_rank_intervals_tile_the_bucket(case: tuple[BucketLayout, int]) -> None:
     layout, itemsize = case
@@ -66,7 +64,6 @@ def test_rank_intervals_tile_the_bucket(case: tuple[BucketLayout, int]) -> None:
     assert all(one.stop == other.start for one, other in itertools.pairwise(intervals))
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_every_element_has_one_owner_in_rank_order(case: tuple[BucketLayout, int]) -> None:
     layout, _ = case
@@ -77,7 +74,6 @@ def test_every_element_has_one_owner_in_rank_order(case: tuple[BucketLayout, int
         assert all(0 <= interval.start <= interval.stop <= spec.numel for interval in intervals)
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_no_atom_is_cut(case: tuple[BucketLayout, int]) -> None:
     layout, _ = case
@@ -89,7 +85,6 @@ def test_no_atom_is_cut(case: tuple[BucketLayout, int]) -> None:
                 assert interval.stop % spec.atom == 0 or interval.stop == spec.numel
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_shard_slice_is_the_interval_inside_the_shard(case: tuple[BucketLayout, int]) -> None:
     layout, _ = case
@@ -105,7 +100,6 @@ def test_shard_slice_is_the_interval_inside_the_shard(case: tuple[BucketLayout, 
                 taken[place] = True
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_shard_then_unshard_is_the_identity(case: tuple[BucketLayout, int]) -> None:
     layout, _ = case
@@ -121,7 +115,6 @@ def test_shard_then_unshard_is_the_identity(case: tuple[BucketLayout, int]) -> N
     assert np.count_nonzero(full) == layout.numel, "padding must stay as it was"
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_names_are_found(case: tuple[BucketLayout, int]) -> None:
     layout, _ = case
@@ -130,7 +123,6 @@ def test_names_are_found(case: tuple[BucketLayout, int]) -> None:
         layout.index("absent")
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_shards_are_no_larger_than_alignment_and_atoms_ask_for(case: tuple[BucketLayout, int]) -> None:
     layout, _ = case
@@ -141,7 +133,7 @@ def test_shards_are_no_larger_than_alignment_and_atoms_ask_for(case: tuple[Bucke
         assert layout.shard_numel < -(-end // layout.world_size) + layout.alignment
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(layouts(), st.integers(1, 64))
 def test_the_same_parameters_give_the_same_layout(case: tuple[BucketLayout, int], world_size: int) -> None:
     layout, itemsize = case
@@ -151,7 +143,6 @@ def test_the_same_parameters_give_the_same_layout(case: tuple[BucketLayout, int]
     assert hash(one) == hash(other)
 
 
-@settings(deadline=None)
 @given(st.tuples(*[st.integers(0, 30)] * 4))
 def test_intersection_is_what_both_contain(numbers: tuple[int, int, int, int]) -> None:
     a, b, c, d = numbers
