@@ -56,10 +56,7 @@ from tests.activations import (
 from tests.differential import compare, ddp, gradients, optimizer_state, parameters, torch_engine
 from tests.distributed import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "rehearse")
+pytestmark = pytest.mark.usefixtures("rehearsed")
 
 
 def trained(case: Case, offload: OffloadPolicy | None) -> dict[str, dict[Any, torch.Tensor | None]]:

@@ -30,7 +30,6 @@ from fullshard.engine import (
     shard_model,
     units_of,
 )
-from fullshard.engine.offload import SWITCH
 from tests.activations import (
     BFLOAT16,
     HIDDEN_NBYTES,
@@ -44,10 +43,7 @@ from tests.activations import (
 from tests.hosts import are_possible, run_hosts
 from tests.offload import Log
 
-
-@pytest.fixture(autouse=True)
-def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "rehearse")
+pytestmark = pytest.mark.usefixtures("rehearsed")
 
 
 class EachCheckpointed(nn.Sequential):

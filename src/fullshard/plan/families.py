@@ -227,19 +227,20 @@ def _is_sparse(fields: Fields, index: int) -> bool:
     return index not in dense and (index + 1) % step == 0
 
 
+def _plain_block(hidden: int, heads: int, inner: int, **more: Any) -> Block:
+    """As many key heads as query heads, one way through the feed-forward part, LayerNorm."""
+    return Block(hidden, heads, heads, hidden // heads, inner, gated=False, norm="layer", **more)
+
+
 def _gpt2(fields: Fields) -> ModelShape:
     hidden, heads = fields.number("n_embd"), fields.number("n_head")
     inner, vocab = fields.number("n_inner", default=4 * hidden), fields.number("vocab_size")
     positions = fields.number("n_positions", "n_ctx")
-    block = Block(
+    block = _plain_block(
         hidden,
         heads,
-        heads,
-        hidden // heads,
         inner,
-        gated=False,
         activation=fields.text("activation_function", default="gelu_new"),
-        norm="layer",
         float32_scores=False,
         dropout=fields.is_dropped("resid_pdrop", default=0.1),
         attention_dropout=fields.is_dropped("attn_pdrop", default=0.1),
@@ -269,15 +270,11 @@ def _gpt2(fields: Fields) -> ModelShape:
 def _gpt_neox(fields: Fields) -> ModelShape:
     hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     inner, vocab = fields.number("intermediate_size"), fields.number("vocab_size")
-    block = Block(
+    block = _plain_block(
         hidden,
         heads,
-        heads,
-        hidden // heads,
         inner,
-        gated=False,
         activation=fields.text("hidden_act", default="gelu"),
-        norm="layer",
         parallel=fields.flag("use_parallel_residual", True),
         sliced_values=True,
         dropout=fields.is_dropped("hidden_dropout"),
@@ -322,15 +319,11 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
     others = [*types, *norm, *positions] if is_roberta else [*positions, *types, *norm]
     tied = fields.flag("tie_word_embeddings", True)
     embeddings = [*others] if tied else [*words, *others]
-    block = Block(
+    block = _plain_block(
         hidden,
         heads,
-        heads,
-        hidden // heads,
         inner,
-        gated=False,
         activation=fields.text("hidden_act", default="gelu"),
-        norm="layer",
         float32_scores=False,
         dropout=fields.is_dropped("hidden_dropout_prob", default=0.1),
         attention_dropout=fields.is_dropped("attention_probs_dropout_prob", default=0.1),
