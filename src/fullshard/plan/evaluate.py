@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.core.errors import ConfigError
@@ -27,33 +29,70 @@ SPENT = 0.9
 """Share of what is free that units kept unsharded may take (`engine/keeping`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
-    """What one rank will need and how fast it will be.
+    """What one rank will need and how fast it will be. Traffic and time are worked out when they are asked for first.
 
     Attributes:
         model: as given, before the training method changed it.
         job, cluster: what was planned.
-        memory, traffic, links, time: the predictions.
-        parameters, trainable: how many, adapters included.
-        units, buckets: how many.
+        setting: the model as it is trained, and how it is laid out.
+        memory: the prediction of what it needs.
+        events: one step's; with a reduction for every micro-batch, one micro-batch's.
+        repeats: how often they come in a step.
         kept: units that stay unsharded between forward and backward with `reshard_after_forward = auto`.
-        padding: share of the buckets that is padding.
     """
 
     model: ModelShape
     job: Job
     cluster: Cluster
+    setting: Setting
     memory: Memory
-    traffic: Traffic
-    links: Links
-    time: StepTime
-    parameters: int
-    trainable: int
-    units: int
+    events: Sequence[Event] = field(repr=False)
+    repeats: int
     kept: int
-    buckets: int
-    padding: float
+
+    @functools.cached_property
+    def traffic(self) -> Traffic:
+        """What each rank sends and copies in a step."""
+        layout = self.setting.layout
+        return dataclasses.replace(traffic_of(self.events, layout).times(self.repeats), **_copied(layout, self.job))
+
+    @functools.cached_property
+    def links(self) -> Links:
+        """The same by link."""
+        return links_of(self.traffic, self.setting.layout, self.cluster.per_host)
+
+    @functools.cached_property
+    def time(self) -> StepTime:
+        """How long a step takes."""
+        return time_of(self.events, self.setting, self.cluster, repeats=self.repeats)
+
+    @property
+    def parameters(self) -> int:
+        """Elements, adapters included."""
+        return self.setting.model.numel
+
+    @property
+    def trainable(self) -> int:
+        """Elements that are trained."""
+        return self.setting.model.trainable_numel
+
+    @property
+    def units(self) -> int:
+        """How many."""
+        return len(self.setting.layout.units)
+
+    @property
+    def buckets(self) -> int:
+        """How many."""
+        return len(self.setting.layout.buckets)
+
+    @property
+    def padding(self) -> float:
+        """Share of the buckets that is padding, 0 to 1."""
+        layouts = [bucket.layout for bucket in self.setting.layout.buckets]
+        return 1 - sum(layout.numel for layout in layouts) / sum(layout.full_numel for layout in layouts)
 
     @property
     def fits(self) -> bool:
@@ -123,23 +162,9 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         on_cpu=is_cpu,
         shares_memory=shares_memory,
     )
-    traffic = dataclasses.replace(traffic_of(events, layout).times(repeats), **_copied(layout, job))
-    full_numel = sum(bucket.layout.full_numel for bucket in layout.buckets)
-    return Plan(
-        model,
-        job,
-        cluster,
-        memory_of(_few(layout, job), setting, ranks_per_host=cluster.per_host),
-        traffic,
-        links_of(traffic, layout, cluster.per_host),
-        time_of(events, setting, cluster, repeats=repeats),
-        parameters=trained.numel,
-        trainable=trained.trainable_numel,
-        units=len(layout.units),
-        kept=kept,
-        buckets=len(layout.buckets),
-        padding=1 - sum(bucket.layout.numel for bucket in layout.buckets) / full_numel,
-    )
+    few = dataclasses.replace(job.schedule, accumulation=min(2, job.accumulation))  # they show all there ever is
+    memory = memory_of(events if few == step else predict_step(layout, few), setting, ranks_per_host=cluster.per_host)
+    return Plan(model, job, cluster, setting, memory, events, repeats, kept)
 
 
 def _count_kept(layout: ModelLayout, budget: int, *, shares_memory: bool) -> int:
@@ -161,11 +186,6 @@ def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
     if job.sync_each_micro_batch:
         return job.accumulation, dataclasses.replace(job.schedule, accumulation=1)
     return 1, job.schedule
-
-
-def _few(layout: ModelLayout, job: Job) -> list[Event]:
-    """As many micro-batches as it takes to see everything that is ever in memory: two."""
-    return predict_step(layout, dataclasses.replace(job.schedule, accumulation=min(2, job.accumulation)))
 
 
 def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
@@ -303,22 +323,27 @@ def _try(plan: Plan, words: str, values: dict[str, Any]) -> Change | None:
 
 def _with_more_devices(plan: Plan) -> list[Change]:
     """The smallest multiple of the devices that is enough; the cost is of a token's device time."""
-    cluster = plan.cluster
+    clusters = list(_multiples(plan.cluster))
+
+    @functools.cache
+    def after(place: int) -> Plan:
+        return evaluate(plan.model, plan.job, clusters[place])
+
+    # A rank never needs more where there are more of them.
+    place = bisect.bisect_left(range(len(clusters)), True, key=lambda place: after(place).fits)
+    if place == len(clusters):
+        return []
+    before, now = (p.time.tokens_per_second / p.cluster.count for p in (plan, after(place)))
+    cluster = clusters[place]
+    return [Change(f"{cluster.count} devices in {cluster.hosts} hosts", after(place), before / now)]
+
+
+def _multiples(cluster: Cluster) -> Iterator[Cluster]:
     for times in (2, 4, 8, 16, 32, 64):
-        more = Cluster(cluster.device, cluster.count * times, _hosts(cluster, times))
-        try:
-            after = evaluate(plan.model, plan.job, more)
-        except ConfigError:
-            continue
-        if after.fits:
-            before, now = (p.time.tokens_per_second / p.cluster.count for p in (plan, after))
-            return [Change(f"{more.count} devices in {more.hosts} hosts", after, before / now)]
-    return []
-
-
-def _hosts(cluster: Cluster, times: int) -> int:
-    count = cluster.count * times
-    return max(cluster.hosts, -(-count // cluster.device.per_host))
+        count = cluster.count * times
+        hosts = max(cluster.hosts, -(-count // cluster.device.per_host))
+        if count % hosts == 0:
+            yield Cluster(cluster.device, count, hosts)
 
 
 # -- the best of all ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 from fullshard.core.layout import BucketLayout, ParameterSpec
 from fullshard.core.offload import Offload
@@ -150,7 +150,7 @@ def _message_nbytes(numel: int, dtype: str, sent_as: str | None) -> int:
     return numel * itemsize(dtype) if sent_as is None else packed_nbytes(numel, itemsize(sent_as))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitLayout:
     """One unit.
 
@@ -173,22 +173,22 @@ class UnitLayout:
     is_head: bool = False
     page_nbytes: int = 0
 
-    @property
+    @cached_property
     def full_nbytes(self) -> int:
         """Bytes of the unsharded unit."""
         return sum(bucket.full_nbytes for bucket in self.buckets)
 
-    @property
+    @cached_property
     def gathered_nbytes(self) -> int:
         """Of them, those that are allocated when it is unsharded."""
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.shares_main)
 
-    @property
+    @cached_property
     def main_nbytes(self) -> int:
         """Bytes of this rank's intervals."""
         return sum(bucket.main_nbytes for bucket in self.buckets)
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[BucketPlan, ...]:
         """The buckets with gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.trainable)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fullshard.core.events import Event, EventKind
 from fullshard.core.offload import Offload
@@ -60,13 +61,12 @@ def fragments_nbytes(transient: int) -> int:
     return max(FRAGMENTS, round(FRAGMENTATION * transient))
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """The ledger right after an event.
 
     Attributes:
         event: what happened.
-        nbytes: by category; categories without bytes are left out.
+        nbytes: by category.
     """
 
     event: Event
@@ -172,9 +172,9 @@ def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int)
     phases = {"load": _load_peak(setting, ledger.nbytes)}
     fullest = {"forward": -1, "backward": -1, "optimizer": -1}
     timeline = []
-    phase = "forward"
+    phase, root = "forward", setting.layout.root.name
     for event in events:
-        if event.kind is EventKind.FORWARD_BEGIN and event.unit == setting.layout.root.name:
+        if event.kind is EventKind.FORWARD_BEGIN and event.unit == root:
             phase = "forward"
         elif event.kind is EventKind.OPTIMIZER_STEP:
             phase = "optimizer"
@@ -182,7 +182,7 @@ def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int)
             if (total := sum(nbytes.values())) > fullest[phase]:
                 fullest[phase], phases[phase] = total, nbytes
             timeline.append(Moment(event, nbytes))
-        if event.kind is EventKind.FORWARD_END and event.unit == setting.layout.root.name:
+        if event.kind is EventKind.FORWARD_END and event.unit == root:
             phase = "backward"
         elif event.kind is EventKind.REDUCE_DONE and not setting.job.step_in_backward:
             phase = "optimizer"  # or the next micro-batch's forward
@@ -197,7 +197,7 @@ def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int)
 
 
 def _in_order(nbytes: dict[str, int]) -> dict[str, int]:
-    return {name: nbytes[name] for name in CATEGORIES if name in nbytes}
+    return {name: nbytes[name] for name in CATEGORIES if nbytes.get(name)}
 
 
 def state_numel(setting: Setting) -> float:
@@ -271,7 +271,7 @@ class _Ledger:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return {name: nbytes for name, nbytes in self.now.items() if nbytes}
+        return dict(self.now)
 
     def apply(self, event: Event) -> list[dict[str, int]]:
         """Change the ledger; the moments to look at, the fullest first where something is there only for a moment."""
@@ -512,9 +512,9 @@ class _Ledger:
         return 2 * max((_largest_slice(bucket) * itemsize(bucket.dtype) for bucket in buckets), default=0)
 
     def _for_a_moment(self, extra: dict[str, int]) -> list[dict[str, int]]:
-        self.now.update(extra)
         fullest = self.nbytes
-        self.now.subtract(extra)
+        for name, nbytes in extra.items():
+            fullest[name] = fullest.get(name, 0) + nbytes
         return [fullest, self.nbytes]
 
 
