@@ -131,8 +131,9 @@ def pefts_losses(words: list[str], adapter: str) -> list[float]:
 
     from fullshard.recipes import sft, sft_arguments
 
-    sft_arguments._sft_config = lambda: trl.SFTConfig
-    arguments = sft_arguments.read_arguments(words, print)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft_arguments, "_sft_config", lambda: trl.SFTConfig)
+        arguments = sft_arguments.read_arguments(words, print)
     training = arguments.training
     training.packing_strategy, training.use_cpu = "wrapped", True
     tokenizer, _ = sft.load_tokenizer(arguments.model)
