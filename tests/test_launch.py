@@ -87,6 +87,30 @@ def test_training_on_two_ranks_with_every_kind_of_log(scripts: Path) -> None:
     assert not any(alive(pid) for pid in pids)
 
 
+ENDS_EARLY = """
+import sys, time, torch
+import torch.distributed as dist
+from fullshard.launch import init_process_group_from_environment
+
+init_process_group_from_environment(torch.device("cpu"))
+group = dist.distributed_c10d._get_default_group()
+tensors = [torch.ones(4)]
+sys.setswitchinterval(60)  # the interpreter is not given up while the thread that runs the operation asks for it
+group.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions())
+del tensors
+end = time.monotonic() + 0.5
+while time.monotonic() < end:
+    pass
+"""
+
+
+def test_the_last_operation_does_not_abort_the_exit(tmp_path: Path) -> None:
+    """Gloo's thread needs the interpreter to let go of its tensors, after the operation is over."""
+    (tmp_path / "train.py").write_text(ENDS_EARLY)
+    done = launch("--num_processes", "1", "--cpu", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 CASES = """
 import os, subprocess, sys, time
 kind, rank = sys.argv[1], int(os.environ["RANK"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import os
 import sys
 import types
@@ -102,10 +103,42 @@ def main() -> None:
 
 
 def leave_process_group() -> None:
-    """Leave a process group that the script left open: its threads may abort the interpreter's shutdown."""
+    """Leave a process group that the script left open, and wait until nothing is left of what it did."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
+    if distributed is None:
+        return
+    if distributed.is_initialized():
         distributed.destroy_process_group()
+    _wait_for_gloo()
+
+
+def _wait_for_gloo() -> None:
+    """Wait until Gloo's threads have let go of the tensors of the last operation.
+
+    They do so after the operation is over, and need the interpreter for it; one that is ending would abort the process
+    (https://github.com/pytorch/pytorch/issues/190489). A thread that neither ran nor was kept from running while this
+    one slept waits for its next operation, and there will be none.
+    """
+    import time
+
+    deadline = time.monotonic() + EXIT_SECONDS
+    before, now = None, _gloo_threads()
+    while now and (now != before or not all(is_asleep for is_asleep, *_ in now)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # twice as long as a thread waits before it asks for the interpreter
+        before, now = now, _gloo_threads()
+
+
+def _gloo_threads() -> list[tuple[bool, list[str]]]:
+    """Whether each of the threads that run operations is asleep, and how often it went to sleep; Linux only."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/status", encoding="utf-8") as file:
+                lines = file.read().splitlines()
+            if lines[0].endswith("pt_gloo_runloop"):
+                asleep = any(line.startswith("State:\tS") for line in lines)
+                found.append((asleep, [line for line in lines if "ctxt_switches" in line]))
+    return found
 
 
 class _ShardTrainers:
