@@ -530,8 +530,14 @@ def mixed_precision(name: str, sync_last_only: bool) -> dict[str, float]:
     return compare(train(lambda m: ours(m, mp_policy=policy), plan), train(lambda m: theirs(m, mp_policy=peer), plan))
 
 
-@pytest.mark.parametrize("sync_last_only", [False, True], ids=["reduce each", "no_sync"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "sync_last_only"),
+    [
+        *((name, False) for name in POLICIES),
+        ("fp16", True),
+        *(pytest.param(name, True, marks=pytest.mark.full) for name in POLICIES if name != "fp16"),
+    ],
+)
 def test_mixed_precision_matches_torch(name: str, sync_last_only: bool) -> None:
     # Torch accumulates micro-batches in the stored dtype, we in the wider one.
     exact = name != "only reduced in double" or sync_last_only
