@@ -54,7 +54,7 @@ def test_it_answers_in_tables() -> None:
 def test_it_takes_about_a_second_and_no_torch(tmp_path: Path, devices: str, most: float) -> None:
     """Of processor time, for a config.json, the whole command, in the best of three, its modules compiled before.
 
-    On 8 devices no change is enough alone, so pairs are compared: 31 plans.
+    On 8 devices no change is enough alone, so pairs are compared: 35 plans.
 
     On a busy machine processor time passes faster, too: the bound is in what importing the command line's libraries
     takes at that moment, a fifth of a second on a quiet one.

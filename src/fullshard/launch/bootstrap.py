@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import os
 import sys
 import types
@@ -123,21 +122,22 @@ def _wait_for_gloo() -> None:
 
     deadline = time.monotonic() + EXIT_SECONDS
     before, now = None, _gloo_threads()
-    while now and (now != before or not all(is_asleep for is_asleep, *_ in now)) and time.monotonic() < deadline:
+    while now and (now != before or not all("S (sleeping)" in state for state in now)) and time.monotonic() < deadline:
         time.sleep(0.01)  # twice as long as a thread waits before it asks for the interpreter
         before, now = now, _gloo_threads()
 
 
-def _gloo_threads() -> list[tuple[bool, list[str]]]:
-    """Whether each of the threads that run operations is asleep, and how often it went to sleep; Linux only."""
+def _gloo_threads() -> list[str]:
+    """Of each of the threads that run operations, its state and how often it was put to sleep; Linux only."""
+    import contextlib
+    import glob
+
     found = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/status", encoding="utf-8") as file:
-                lines = file.read().splitlines()
-            if lines[0].endswith("pt_gloo_runloop"):
-                asleep = any(line.startswith("State:\tS") for line in lines)
-                found.append((asleep, [line for line in lines if "ctxt_switches" in line]))
+    for path in glob.iglob("/proc/self/task/*/status"):
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:  # or it has just ended
+            name, *lines = file.read().splitlines()
+            if name.endswith("pt_gloo_runloop"):
+                found.append(" ".join(line for line in lines if line.startswith("State") or "ctxt_switches" in line))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -323,22 +322,16 @@ def _try(plan: Plan, words: str, values: dict[str, Any]) -> Change | None:
 
 def _with_more_devices(plan: Plan) -> list[Change]:
     """The smallest multiple of the devices that is enough; the cost is of a token's device time."""
-    clusters = list(_multiples(plan.cluster))
-
-    @functools.cache
-    def after(place: int) -> Plan:
-        return evaluate(plan.model, plan.job, clusters[place])
-
-    # A rank never needs more where there are more of them.
-    place = bisect.bisect_left(range(len(clusters)), True, key=lambda place: after(place).fits)
-    if place == len(clusters):
-        return []
-    before, now = (p.time.tokens_per_second / p.cluster.count for p in (plan, after(place)))
-    cluster = clusters[place]
-    return [Change(f"{cluster.count} devices in {cluster.hosts} hosts", after(place), before / now)]
+    for cluster in _multiples(plan.cluster):
+        after = evaluate(plan.model, plan.job, cluster)
+        if after.fits:
+            before, now = (p.time.tokens_per_second / p.cluster.count for p in (plan, after))
+            return [Change(f"{cluster.count} devices in {cluster.hosts} hosts", after, before / now)]
+    return []
 
 
 def _multiples(cluster: Cluster) -> Iterator[Cluster]:
+    """More of the same devices, as far as hosts can share them equally."""
     for times in (2, 4, 8, 16, 32, 64):
         count = cluster.count * times
         hosts = max(cluster.hosts, -(-count // cluster.device.per_host))
