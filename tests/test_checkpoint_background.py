@@ -269,7 +269,7 @@ print("the script is through")
 """
 
 
-@pytest.mark.parametrize("how", ["succeeds", "fails"])
+@pytest.mark.parametrize("how", [pytest.param("succeeds", marks=pytest.mark.full), "fails"])
 def test_a_process_that_ends_waits_and_does_not_hide_an_error(tmp_path: Path, how: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ENDS, str(tmp_path), how], capture_output=True, text=True, timeout=100, check=False

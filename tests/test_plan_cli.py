@@ -178,7 +178,7 @@ def test_pictures(tmp_path: Path, suffix: str) -> None:
 MODELS = st.sampled_from(["GPT-2", "Qwen2.5-0.5B", "Llama-2-7B", "Mixtral-8x7B", "Llama-2-70B"])
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
 @given(
     model=MODELS,
     device=st.sampled_from([name for name in DEVICES if name != "CPU"]),

@@ -336,7 +336,9 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("what", ["gather", "reduce", "settle"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("gather", marks=pytest.mark.full), "reduce", pytest.param("settle", marks=pytest.mark.full)]
+)
 def test_a_killed_rank_is_noticed_within_seconds(tmp_path: Path, what: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [

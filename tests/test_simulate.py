@@ -61,6 +61,7 @@ def test_activations_leave_and_return_when_the_planner_says(prefetch: str) -> No
     assert sum(what == "activations" for _, _, what in found) == 2 * 2 * 2
 
 
+@pytest.mark.full
 def test_a_seventy_billion_model_on_a_thousand_ranks() -> None:
     start = time.monotonic()
     job = Job.of({"seq_len": 128})

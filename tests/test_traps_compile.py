@@ -88,7 +88,7 @@ def check_whole(how: str) -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize("how", ["wrapper", "in place"])
+@pytest.mark.parametrize("how", [pytest.param("wrapper", marks=pytest.mark.full), "in place"])
 def test_compiled_model(how: str) -> None:
     run_ranks(check_whole, 2, how)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import mesh
-from fullshard.comm.base import own_interval
+from fullshard.comm.base import FullBuffer, own_interval
 from fullshard.comm.host_memory import SWITCH, _Offer, _ranks_per_host
 from fullshard.comm.select import collectives_for
 from fullshard.comm.torch_dist import GlooCollectives
@@ -133,31 +133,66 @@ def shared_nbytes(linked: TwoLevelCollectives) -> int:
 
 
 def check_memory() -> None:
-    """What came from the other hosts takes memory from the gather to the last rank's `free` only."""
+    """What came from other hosts takes memory while a rank may read it, and the same from bucket to bucket."""
     linked, _ = connected()
     numel = 1_000_000
     buffers = [linked.full_buffer(linked.size * numel, torch.float32, CPU, holds_main=True) for _ in range(4)]
-    for buffer in buffers:
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+
+    def gather(buffer: FullBuffer) -> None:
         assert buffer.main is not None
         buffer.main.fill_(1.0)
-    linked._gathers.courier.finish()  # what the checks before have freed is gone, on all ranks
+        assert bool((buffer.gather(buffer.main, tag=0).wait() == 1.0).all())
+
+    def free(whole: list[FullBuffer]) -> None:
+        for buffer in whole:
+            buffer.free()
+            stranger = own_interval(buffer.full, (linked.rank + per_host) % linked.size, linked.size)
+            assert int(stranger.count_nonzero()) < 2048  # on two pages
+        for _ in range(2):  # the lender takes back what all have freed
+            linked.settle()
+            linked._gathers.courier.finish()
+            dist.barrier()
+
+    def growth() -> float:
+        """In received parts of a bucket."""
+        dist.barrier()
+        nbytes = shared_nbytes(linked) - before
+        dist.barrier()  # or a rank that is ahead receives already
+        return nbytes / (4 * numel * (linked.size - per_host))
+
+    before = 0
+    for buffer in buffers:
+        gather(buffer)
+    free(buffers)
+    linked._loans._arena.give_back()
     dist.barrier()
     before = shared_nbytes(linked)
-    dist.barrier()  # or a rank that is ahead receives already
-    for buffer in buffers:
-        assert buffer.main is not None
-        buffer.gather(buffer.main, tag=0).wait()
-    dist.barrier()
-    held = shared_nbytes(linked)
     dist.barrier()
     for buffer in buffers:
-        buffer.free()
+        gather(buffer)
+        assert 0.9 < growth() < 1.1
+        free([buffer])
+    for buffer in buffers:
+        gather(buffer)
+    assert 3.9 < growth() < 4.1
+    free(buffers)
+    assert growth() < 2.1
+
+
+def check_dropped() -> None:
+    """A bucket that ends while it is whole is not waited for, nor its memory kept."""
+    linked, _ = connected()
+    buffer = linked.full_buffer(linked.size * 5000, torch.bfloat16, CPU, holds_main=False)
+    lent = len(linked._loans._lent)
+    buffer.gather(torch.ones(5000), tag=0).wait()
+    dist.barrier()
+    linked._gathers.courier.finish()
+    del buffer
+    dist.barrier()
     linked.settle()
     linked._gathers.courier.finish()
-    dist.barrier()
-    intervals = linked.size - int(os.environ["LOCAL_WORLD_SIZE"])
-    assert held - before > 0.9 * len(buffers) * 4 * numel * intervals
-    assert shared_nbytes(linked) - before < 0.1 * len(buffers) * 4 * numel * intervals
+    assert len(linked._loans._lent) <= lent
 
 
 def check_freed() -> None:
@@ -219,6 +254,7 @@ def check_everything(dtypes: tuple[torch.dtype, ...]) -> None:
     check_own_pages()
     check_settled()
     check_memory()
+    check_dropped()
     check_freed()
     check_training()
 

@@ -54,6 +54,13 @@ class Arena:
         offset = tensor.data_ptr() - self._address
         return offset if 0 <= offset < self._top else None
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that were handed out and are not now."""
+        with self._lock:
+            self._collect_returned()
+            return sum(self._free.values())
+
     def give_back(self) -> None:
         """Give the pages of what is handed out to nobody back to the system."""
         with self._lock:

@@ -9,6 +9,8 @@ becoming visible in order, which x86-64 promises.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -19,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +33,15 @@ logger = logging.getLogger(__name__)
 SWITCH = "FULLSHARD_COMM"
 """Environment variable; `gloo` turns shared memory off."""
 
-FILE_NBYTES = 2**44
+FILE_NBYTES = 2**46
 """More than a host has, and little enough for every rank to map some of each."""
 
 Made = TypeVar("Made")
 
 _MAP_NORESERVE = 0x4000
 """Linux' value on x86-64; Python does not name it before 3.13."""
+_MAP_FIXED = 0x10
+"""Linux' value on x86-64; Python does not name it."""
 _SPINS_BEFORE_SLEEP = 200
 _SLEEP_SECONDS = 50e-6
 _PATIENT_SLEEP_SECONDS = 200e-6
@@ -93,6 +97,26 @@ class Peers:
         """
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
         return mmap.mmap(self.files[owner], nbytes, flags=flags, offset=start)
+
+    def map_at(self, memory: mmap.mmap, start: int, nbytes: int, offset: int | None) -> None:
+        """From `start` on, let `memory` have other pages, which are private.
+
+        Args:
+            memory: what has `nbytes` bytes from `start` replaced; both are those of whole pages.
+            start: see there.
+            nbytes: see there.
+            offset: where in the file of rank 0 the new ones are; None for new memory, which is zero.
+
+        Raises:
+            RuntimeError: the kernel refuses.
+        """
+        address = torch.frombuffer(memory, dtype=torch.uint8, count=1, offset=start).data_ptr()
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
+        file = self.files[0]
+        if offset is None:
+            flags, file, offset = flags | mmap.MAP_ANONYMOUS, -1, 0
+        if _mmap()(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset) != address:
+            raise RuntimeError(f"mapping {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
 
     def wait_until(self, is_done: Callable[[], bool], *, patiently: bool = False) -> None:
         """Look again and again, and let other processes run meanwhile.
@@ -230,6 +254,15 @@ def _open(offer: _Offer) -> int:
 def _close(files: set[int]) -> None:
     for file in files:
         os.close(file)
+
+
+@functools.cache
+def _mmap() -> Callable[[int, int, int, int, int, int], int | None]:
+    """The C library's function, which takes an address; Python's takes none."""
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    return cast(Callable[[int, int, int, int, int, int], int | None], function)
 
 
 def _has_ended(pid: int) -> bool:

@@ -33,14 +33,14 @@ from fullshard.comm.torch_dist import GlooCollectives
 from fullshard.core.sizes import LONG_NBYTES
 
 _PAGE_NBYTES = mmap.PAGESIZE
-_BUFFERS_START = FILE_NBYTES // 2
+_BUFFERS_START = FILE_NBYTES // 4
 """In rank 0's file: counters and unsharded buckets begin here; before it, each rank's gradients."""
 _LINE = 8
 """Counters, of 8 bytes each, in a cache line."""
 _MAILBOX_NBYTES = 2**16
 _LETTERS = 2048
 """Gradients that may be under way; a rank waits for its peers before it posts more."""
-_MAX_BUFFERS = 2**16
+MAX_BUFFERS = 2**16
 """Buckets of all models that ever use these collectives."""
 _BLOCK_NBYTES = 256 * 1024
 """Of a sum that is made in one go: short enough that it is still in the cache when it is divided."""
@@ -110,12 +110,12 @@ class Buffers:
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
-        header = 2 * peers.size * _MAX_BUFFERS * 8
+        header = 2 * peers.size * MAX_BUFFERS * 8
         nbytes = header + 2 * host_memory_nbytes()  # no place is used twice
         self.shared = peers.map(0, _BUFFERS_START, nbytes)
         self.own = peers.map(0, _BUFFERS_START, nbytes, private=True)
         counts = np.frombuffer(self.shared, dtype=np.int64, count=header // 8)
-        self.offered, self.freed = counts.reshape(2, peers.size, _MAX_BUFFERS)
+        self.offered, self.freed = counts.reshape(2, peers.size, MAX_BUFFERS)
         self.pending: deque[_Gathering] = deque()
         self._end = header
         self._number = 0
@@ -123,7 +123,7 @@ class Buffers:
     def place(self, nbytes: int) -> tuple[int, int] | None:
         """(number, first byte) for a new bucket of `nbytes` bytes; None if there is no room for it."""
         number, start = self._number, self._end
-        if number == _MAX_BUFFERS or start + nbytes > len(self.shared):
+        if number == MAX_BUFFERS or start + nbytes > len(self.shared):
             return None
         self._number += 1
         self._end += -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
@@ -142,6 +142,10 @@ class Buffers:
     def is_free(self, number: int, gathers: int) -> bool:
         """Whether every rank has freed a bucket after its first `gathers` gathers, so that nobody reads it."""
         return bool((self.freed[:, number] >= gathers).all())
+
+    def end(self, number: int) -> None:
+        """This rank has no tensor any more that shows a bucket."""
+        self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Give the whole pages among those bytes back to the system. For every rank they are zero then."""
@@ -172,7 +176,8 @@ class MappedBuffer:
         self._buffers = buffers
         self._number, self._start = place
         peers, whole = buffers.peers, slice(self._start, self._start + numel * dtype.itemsize)
-        self.full = torch.frombuffer(memoryview(buffers.own)[whole], dtype=torch.uint8).view(dtype)
+        shown = memoryview(buffers.own)[whole]
+        self.full = torch.frombuffer(shown, dtype=torch.uint8).view(dtype)
         nbytes = self.full.nbytes // (peers.num_hosts * peers.size)
         begin = self._start + peers.group_rank(peers.rank) * nbytes
         interval = memoryview(buffers.shared)[begin : begin + nbytes]
@@ -180,6 +185,7 @@ class MappedBuffer:
         self.main = self._interval if holds_main else None
         self._offers = 0
         # With the memory and not with this object: a tensor may outlive it.
+        weakref.finalize(shown, _end, buffers, self._number, os.getpid()).atexit = False
         weakref.finalize(interval, _give_back, buffers, self._number, begin, nbytes, os.getpid()).atexit = False
 
     @property
@@ -250,6 +256,12 @@ class _Gathering:
     def wait(self) -> torch.Tensor:
         """Wait for the peers' intervals."""
         return self.buffer.wait(self.number)
+
+
+def _end(buffers: Buffers, number: int, pid: int) -> None:
+    """Nobody waits for this rank to free a bucket that ended while it was whole."""
+    if os.getpid() == pid:
+        buffers.end(number)
 
 
 def _give_back(buffers: Buffers, number: int, start: int, nbytes: int, pid: int) -> None:
