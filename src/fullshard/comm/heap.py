@@ -5,6 +5,9 @@ gradient of many MiB where activations were, because what lives longer, optimize
 between them. So a heap grows to hold both, full of holes. Whole pages of these holes are given back, every so many
 bytes of new gradients and before a very long one, and are mapped again when they are used.
 
+And tensors of some MiB get pages of their own, which are gone when the tensor is: glibc would do so only above 32 MiB
+once it has seen tensors that large come and go.
+
 That takes time, about half a millisecond per MiB, and so is only done where it matters: not in small models.
 """
 
@@ -21,12 +24,20 @@ TRIM_NBYTES = 2**26
 """Between one time and the next, of what was newly allocated."""
 
 
+_OWN_PAGES_NBYTES = 2**21
+"""Tensors of so many bytes or more do not go into the heap. Less would save more memory, and take more time."""
+_M_MMAP_THRESHOLD = -3
+"""From malloc.h."""
+
+
 class Heap:
     """This process's heap, where its C library is glibc; elsewhere nothing happens."""
 
     def __init__(self) -> None:
         is_wanted = os.environ.get(SWITCH, "trim") != "keep"
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if is_wanted else None
+        library = ctypes.CDLL(None)
+        self._trim = getattr(library, "malloc_trim", None) if is_wanted else None
+        self._set_option = library.mallopt if self._trim is not None else None
         self._grown = 0
 
     def note(self, nbytes: int) -> None:
@@ -38,6 +49,9 @@ class Heap:
     def give_back(self) -> None:
         """Give back whole free pages."""
         self._grown = 0
+        if self._set_option is not None:
+            self._set_option(_M_MMAP_THRESHOLD, _OWN_PAGES_NBYTES)
+            self._set_option = None
         if self._trim is not None:
             self._trim(ctypes.c_size_t(0))
 
