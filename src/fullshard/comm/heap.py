@@ -22,8 +22,6 @@ SWITCH = "FULLSHARD_HEAP"
 
 TRIM_NBYTES = 2**26
 """Between one time and the next, of what was newly allocated."""
-
-
 _OWN_PAGES_NBYTES = 2**21
 """Tensors of so many bytes or more do not go into the heap. Less would save more memory, and take more time."""
 _M_MMAP_THRESHOLD = -3
