@@ -1,10 +1,11 @@
-"""Gradients of tied weights and embeddings, taken use by use, against those that autograd adds up.
+"""Gradients of weights, made where they are to be, against those that autograd makes and adds up.
 
 pytest tests/test_uses.py
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from fullshard.engine import MixedPrecisionPolicy, fully_shard, no_sync
 from fullshard.engine.uses import SWITCH
@@ -175,6 +177,211 @@ def check_all() -> None:
 
 def test_gradients_are_those_of_autograds_sum() -> None:
     run_ranks(check_all, 2)
+
+
+# -- large layers ---------------------------------------------------------------------------------------------------
+
+WIDE = 512
+"""A square matrix of it is 1 MiB, from which on products are made in the reduce input."""
+
+
+class Wide(nn.Module):
+    """Large layers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDE)
+        self.plain = nn.Linear(WIDE, WIDE, bias=False)
+        self.biased = nn.Linear(WIDE, 2 * WIDE)
+        self.back = Conv1D(WIDE, 2 * WIDE)
+        self.last = nn.Linear(WIDE, 4)
+        self.names: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        self.names = []
+        for layer in (self.plain, self.biased, self.back):
+            x = layer(x)
+            self.names.append(type(x.grad_fn).__name__)
+            x = torch.nn.functional.gelu(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+WideStep = Callable[[Wide, torch.Tensor], None]
+
+
+def wide_plain(model: Wide, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def wide_rows(model: Wide, x: torch.Tensor) -> None:
+    """Inputs of two dimensions, which no view makes so."""
+    model(x.flatten(0, 1)).square().mean().backward()
+
+
+def wide_twice(model: Wide, x: torch.Tensor) -> None:
+    """One of the layers is used twice, so that autograd adds up what its uses give."""
+    hidden = torch.tanh(model.plain(torch.tanh(model.plain(torch.tanh(model.first(x))))))
+    model.last(hidden).square().mean().backward()
+
+
+def wide_micro_batches(model: Wide, x: torch.Tensor) -> None:
+    for part in x.split(2):
+        model(part).square().mean().backward()
+
+
+def wide_unreduced(model: Wide, x: torch.Tensor) -> None:
+    with no_sync(model):
+        model(x[:2]).square().mean().backward()
+    model(x[2:]).square().mean().backward()
+
+
+def wide_checkpointed(model: Wide, x: torch.Tensor) -> None:
+    for layer in (model.plain, model.biased, model.back):
+        inner = layer.forward
+        setattr(layer, "forward", functools.partial(checkpoint, inner, use_reentrant=False))  # noqa: B010 -- mypy
+    model(x).square().mean().backward()
+
+
+def wide_of_another_layout(model: Wide, x: torch.Tensor) -> None:
+    hidden = torch.tanh(model.first(x.flatten(0, 1))).t().contiguous().t()
+    model.last(torch.tanh(model.plain(hidden))).square().mean().backward()
+
+
+def wide_under_autocast(model: Wide, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).square().mean()
+    loss.backward()
+
+
+def wide_with_hooks(model: Wide, x: torch.Tensor) -> None:
+    """Of the user's: on a layer's output and on its gradients."""
+    seen: list[torch.Tensor] = []
+    model.biased.register_forward_hook(lambda _module, _args, output: output * 2)
+    model.back.register_full_backward_hook(lambda _module, _inputs, outputs: seen.append(outputs[0].clone()))
+    model(x).square().mean().backward()
+    assert seen
+
+
+def wide_after_failure(model: Wide, x: torch.Tensor) -> None:
+    """A backward that has failed half way leaves nothing that the next one would take for its own."""
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+    hidden = model.first(x)
+    hidden.register_hook(fail)
+    with pytest.raises(ValueError, match="in backward"):
+        model.last(torch.tanh(model.plain(torch.tanh(hidden)))).square().mean().backward()
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def wide_for_its_caller(model: Wide, x: torch.Tensor) -> None:
+    """`torch.autograd.grad` gives its caller a weight's gradient, which is not in the reduce input."""
+    loss = model(x).square().mean()
+    original = next(leaf for leaf in _leaves(loss.grad_fn) if leaf.shape == (2 * WIDE, WIDE))
+    [gradient] = torch.autograd.grad(loss, [original], retain_graph=True)
+    before = gradient.clone()
+    loss.backward()
+    assert torch.equal(gradient, before)
+
+
+def wide_second_derivatives(model: Wide, x: torch.Tensor) -> None:
+    """A penalty on gradients, which have a graph themselves. On one rank only."""
+    x = x.clone().requires_grad_()
+    loss = model(x).square().mean()
+    [slope] = torch.autograd.grad(loss, [x], create_graph=True)
+    (loss + slope.square().sum()).backward()
+
+
+WIDE_STEPS: list[WideStep] = [
+    wide_plain, wide_rows, wide_twice, wide_micro_batches, wide_unreduced, wide_checkpointed, wide_of_another_layout,
+    wide_under_autocast, wide_with_hooks, wide_after_failure, wide_for_its_caller,
+]  # fmt: skip
+
+
+def wide_gradients(step: WideStep, switch: str, policy: MixedPrecisionPolicy | None) -> list[torch.Tensor | None]:
+    os.environ[SWITCH] = switch
+    torch.manual_seed(3)
+    model = Wide()
+    fully_shard(model, mp_policy=policy)
+    for _ in range(2):  # the second time onto what the first has published
+        step(model, torch.randn(4, 3, 8))
+    names = {"_LinearBackward"} if switch == "uses" else {"ViewBackward0", "UnsafeViewBackward0"}
+    if policy is None and step is wide_plain:
+        assert set(model.names) == names
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def check_wide(steps: list[WideStep]) -> None:
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for step in steps:
+        for policy in (None, mixed, half) if step is wide_plain else (None,):
+            mine, theirs = (wide_gradients(step, switch, policy) for switch in ("uses", "whole"))
+            for a, b in zip(mine, theirs, strict=True):
+                assert (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b)), step.__name__
+
+
+def test_large_layers() -> None:
+    """The same bit for bit, whatever else happens to the layers."""
+    run_ranks(check_wide, 2, WIDE_STEPS)
+    run_ranks(check_wide, 1, [wide_second_derivatives])
+
+
+class Large(Wide):
+    """The same with a layer that is most of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biased, self.back = nn.Linear(WIDE, 32 * WIDE), Conv1D(WIDE, 32 * WIDE)
+
+
+def large_peak(switch: str) -> int:
+    """Most that a second step takes over what is there before it, in tenths of one of the large weights."""
+    os.environ[SWITCH] = switch
+    model = Large()
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        with PeakGrowth() as growth:
+            model(torch.randn(1, 8)).square().mean().backward()
+    return growth.nbytes * 10 // (32 * WIDE * WIDE * 4)
+
+
+def test_no_product_is_copied() -> None:
+    """What autograd makes beside the reduce input, a weight of 32 MiB, is not there."""
+    whole, uses = run_ranks(large_peak, 2, "whole")[0], run_ranks(large_peak, 2, "uses")[0]
+    print(f"tenths of the weight: {whole} with autograd's products, {uses} with those in the reduce input")
+    assert whole >= uses + 8
+
+
+def check_compiled() -> None:
+    """No hook of a large layer breaks the graph of what is compiled."""
+    os.environ[SWITCH] = "uses"
+    inner = Wide()
+    model = nn.Sequential(inner, nn.Tanh())
+    fully_shard(inner)
+    fully_shard(model)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return inner.back(torch.tanh(inner.biased(inner.plain(x))))  # type: ignore[no-any-return]
+
+    setattr(inner, "forward", torch.compile(middle, backend=backend, fullgraph=True))  # noqa: B010 -- mypy
+    for _ in range(2):
+        model(torch.randn(2, 3, WIDE)).sum().backward()
+    assert len(graphs) == 1
+    assert inner.plain._forward_hooks
+
+
+def test_compiled_large_layers() -> None:
+    run_ranks(check_compiled, 1)
 
 
 def peak(switch: str) -> int:

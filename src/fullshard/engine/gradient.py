@@ -1,6 +1,7 @@
 """Gradients of one bucket: collected unsharded during backward, reduced, and published as sharded `.grad`s.
 
-    autograd      parameter.grad -> copied (and cast) into `full`, then freed        per parameter, as it appears
+    autograd      parameter.grad -> copied (and cast) into `full`, unless made       per parameter, as it appears
+                  there (`engine.uses`), then freed
     launch        reduce-scatter of `full` along the shard axis, and scale           once per backward
     advance       all-reduce of the shard along the replicate axis                   when the next bucket launches
                   and its way to the host, if main weights are there
@@ -54,6 +55,7 @@ class Gradient:
         self._pieces: Sequence[torch.Tensor] = ()
         self._filled: set[int] = set()
         self._begun: set[int] = set()
+        self._lent: set[int] = set()
         self._reducing: Work | None = None
         self._replicating: Work | None = None
         self._earlier: torch.Tensor | None = None
@@ -114,10 +116,23 @@ class Gradient:
         self._add(index, self.bucket.slots[index].parameter, grad)
         return True
 
+    def lend(self, index: int) -> torch.Tensor | None:
+        """Where parameter `index`'s gradient will be, shape (n,), for who can make it there; None if it must be added.
+
+        `collect` finds it there then, unless autograd has added another use's to it, in other memory.
+        """
+        if self.bucket.compute_dtype != self.dtype or self.has_stepped or index in self._filled or index in self._lent:
+            return None
+        if self._full is None:
+            self._begin()
+        self._lent.add(index)
+        return self._pieces[index]
+
     def end_backward(self) -> None:
         """Forget what appeared in it."""
         self.fired.clear()
         self._begun.clear()
+        self._lent.clear()
 
     def _add(self, index: int, parameter: torch.Tensor, grad: torch.Tensor | Product) -> None:
         if self.has_stepped:
@@ -147,6 +162,8 @@ class Gradient:
             grad = grad.detach()  # under create_graph it would bring its graph with it
         if grad.is_sparse:
             add_rows(piece, grad, is_first=is_first)
+        elif index in self._lent and grad.data_ptr() == piece.data_ptr():
+            pass
         elif is_first:
             piece.copy_(grad.reshape(-1))
         else:
@@ -267,7 +284,7 @@ class Gradient:
                 work.wait()
         self._reducing = self._replicating = self._full = self._earlier = None
         self._pieces = ()
-        self._filled, self._begun, self.fired = set(), set(), set()
+        self._filled, self._begun, self._lent, self.fired = set(), set(), set(), set()
         self.forget_used()
 
 

@@ -1,17 +1,18 @@
-"""Gradients of embeddings and output layers, taken use by use before autograd makes them larger than they are.
+"""Gradients of weights, made where they are to be, and no larger than they are.
 
+    a linear layer    The product of a large one is written into the reduce input, and autograd is handed that memory:
+                      otherwise it would be made beside it and copied. To that end the layer's part of the graph is
+                      replaced by one node that computes the same. On accelerators copying is quicker than such a node.
     a tied weight     Autograd adds up, in new memory, what all uses give, and then hands the sum over: three times the
                       largest weight at once. What an output layer gives is collected as soon as it is there instead,
                       and taken out of autograd's sum. The weight's first place is left to autograd, so that its own
                       hook still tells when all is there: backward comes to the embedding last.
-    an output layer   A linear layer's product is made where it is to be, in the reduce input, and not beside it first.
-                      To that end its part of the graph is replaced by one node that computes the same.
     an embedding      A step looks up a few rows, and autograd makes a gradient of all of them, almost all zeros. So the
                       lookup is told to give its rows only (`nn.Embedding.sparse`), which are added to the reduce
                       input. On accelerators they would have to be counted, which waits for the device: not there.
 
-What is reduced and published is as dense as ever, and the same bit for bit. So a tied weight is left to autograd where
-that could not be (`Gradient.takes_uses`).
+What is reduced and published is as dense as ever, and the same bit for bit. So a weight is left to autograd where that
+could not be (`Gradient.takes_uses`, `Gradient.lend`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 SWITCH = "FULLSHARD_GRADIENTS"
 """Environment variable; `whole` leaves everything to autograd."""
 
+_LARGE_NBYTES = 2**20
+"""Copying so many bytes takes longer than what Python does for a node."""
 _MAX_NODES = 32
 """Of the part of a graph that a module made and that is looked through for its parameter: a layer's few."""
 
@@ -48,12 +51,15 @@ class Product:
         """In memory of its own."""
         return self.left.mm(self.right)
 
-    def write(self, piece: torch.Tensor) -> None:
-        """Into `piece`, shape (n,)."""
-        torch.mm(self.left, self.right, out=piece.view(self.left.shape[0], self.right.shape[1]))
+    def write(self, piece: torch.Tensor) -> torch.Tensor:
+        """Into `piece`, shape (n,); returns it in its own shape."""
+        return torch.mm(self.left, self.right, out=piece.view(self.left.shape[0], self.right.shape[1]))
 
+
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 Take = Callable[["Bucket", int, "torch.Tensor | Product"], bool]
+Multiply = Callable[[Product], "torch.Tensor | None"]
 Wrap = Callable[[Any], Any]
 
 
@@ -68,11 +74,14 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
     """
     if os.environ.get(SWITCH, "uses") == "whole":
         return
-    by_rows = bucket.mesh.device.type == "cpu" and bucket.mesh.world_size > 1
+    is_on_cpu = bucket.mesh.device.type == "cpu"
+    by_rows = is_on_cpu and bucket.mesh.world_size > 1
     for index, slot in enumerate(bucket.slots):
         if not slot.parameter.dtype.is_floating_point:
             continue
         first = slot.owners[0][0]
+        if is_on_cpu and len(slot.owners) == 1 and _is_large_matrix(slot.parameter) and type(first) is not nn.Embedding:
+            first.register_forward_hook(_layer_hook(bucket, index))
         for module in {id(m): m for m, _ in slot.owners if m is not first}.values():
             module.register_forward_hook(wrap(_UseHook(bucket, index, take, wrap)))
         for module, attribute in slot.owners if by_rows else ():
@@ -100,6 +109,10 @@ def add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None
         piece.view(grad.shape).index_add_(0, rows, sums.to(piece.dtype))
     else:
         piece.add_(grad.to_dense().reshape(-1))
+
+
+def _is_large_matrix(parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 2 and parameter.numel() * parameter.itemsize >= _LARGE_NBYTES
 
 
 def _is_looked_at(bucket: Bucket, index: int) -> bool:
@@ -155,16 +168,15 @@ class _UseHook:
         parameter = bucket.slots[self._index].parameter
         is_exact = bucket.gradient is not None and bucket.gradient.takes_uses(self._index)
         if is_exact and args and isinstance(args[0], torch.Tensor):
-            accumulate = _product(output.grad_fn, args[0], parameter)
-            if accumulate is not None:
-                made: torch.Tensor = _Linear.apply(args[0], parameter, [output.detach()], self._multiplying(accumulate))
-                return made
+            layer = _Layer.of(output.grad_fn, args[0], parameter)
+            if layer is not None:
+                return layer.replace(args[0], output, self._multiplying(layer.accumulate))
         inputs = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
         for node, place in _givers(output.grad_fn, parameter, inputs):
             node.register_hook(self._wrap(self._taking(node, place)))
         return None
 
-    def _multiplying(self, accumulate: Node) -> Callable[[Product], torch.Tensor | None]:
+    def _multiplying(self, accumulate: Node) -> Multiply:
         reference, index, take = self._bucket, self._index, self._take
 
         def multiply(product: Product) -> torch.Tensor | None:
@@ -188,46 +200,128 @@ class _UseHook:
         return hook
 
 
+def _layer_hook(bucket: Bucket, index: int) -> Callable[..., torch.Tensor | None]:
+    """Forward hook of a large layer, whose product goes into the reduce input. Compiled code stays as it is."""
+    reference = weakref.ref(bucket)
+
+    def hook(_module: nn.Module, args: Any, output: Any) -> torch.Tensor | None:
+        if torch.compiler.is_compiling():
+            return None
+        bucket = reference()
+        if bucket is None or not isinstance(output, torch.Tensor) or output.grad_fn is None:
+            return None
+        if not args or not isinstance(args[0], torch.Tensor) or _is_looked_at(bucket, index):
+            return None
+        layer = _Layer.of(output.grad_fn, args[0], bucket.slots[index].parameter)
+        if layer is None:
+            return None
+        accumulate = layer.accumulate
+
+        def multiply(product: Product) -> torch.Tensor:
+            bucket = reference()
+            if bucket is None or bucket.gradient is None or torch.is_grad_enabled() or not _will_run(accumulate):
+                return product.value()
+            piece = None if _is_looked_at(bucket, index) else bucket.gradient.lend(index)
+            return product.value() if piece is None else product.write(piece)
+
+        return layer.replace(args[0], output, multiply)
+
+    return hook
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A linear layer, as the graph shows it.
+
+    Attributes:
+        weight: shape (outputs, inputs), or (inputs, outputs) if not `is_transposed`.
+        bias: shape (outputs,); None without one, or if it wants no gradient.
+        is_transposed: whether it is the weight's transpose that inputs are multiplied by.
+        accumulate: the node that the weight's gradient goes to.
+    """
+
+    weight: nn.Parameter
+    bias: torch.Tensor | None
+    is_transposed: bool
+    accumulate: Node
+
+    @classmethod
+    def of(cls, last: Node, hidden: torch.Tensor, weight: nn.Parameter) -> _Layer | None:
+        """The layer, if `last` ends `hidden` times `weight` or its transpose, maybe plus a bias, and no more."""
+        # Without a graph nothing tells `hidden` from another; of another layout autograd takes the products otherwise.
+        if hidden.grad_fn is None or not hidden.is_contiguous():
+            return None
+        node = last.next_functions[0][0] if last.name() in _VIEWS else last
+        if node is None:
+            return None
+        bias = None
+        if node.name() == "AddmmBackward0" and node._saved_alpha == node._saved_beta == 1:  # type: ignore[attr-defined]
+            (adding, _), *factors = node.next_functions
+            if adding is not None:
+                bias = getattr(adding, "variable", None)
+                if bias is None or bias.dim() != 1 or bias.numel() not in weight.shape:
+                    return None
+        elif node.name() == "MmBackward0":
+            factors = list(node.next_functions)
+        else:
+            return None
+        (rows, _), (factor, _) = factors
+        if (
+            rows is not None
+            and rows is not hidden.grad_fn
+            and rows.name() in ("ViewBackward0", "ReshapeAliasBackward0")
+        ):
+            rows = rows.next_functions[0][0]
+        if rows is not hidden.grad_fn or factor is None:
+            return None
+        is_transposed = factor.name() == "TBackward0"
+        accumulate = factor.next_functions[0][0] if is_transposed else factor
+        if accumulate is None or getattr(accumulate, "variable", None) is not weight:
+            return None
+        return cls(weight, bias, is_transposed, accumulate)
+
+    def replace(self, hidden: torch.Tensor, output: torch.Tensor, multiply: Multiply) -> torch.Tensor:
+        """The same output, whose graph is a node that has `multiply` make the weight's gradient."""
+        made: torch.Tensor = _Linear.apply(
+            hidden, self.weight, self.bias, [output.detach()], self.is_transposed, multiply
+        )
+        return made
+
+
 class _Linear(torch.autograd.Function):
-    """Stands in for the graph of a linear layer without a bias; computes what autograd would, in the same order."""
+    """Stands in for the graph of a linear layer; computes what autograd would, in the same order."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        _bias: torch.Tensor | None,
         output: list[torch.Tensor],
-        multiply: Callable[[Product], torch.Tensor | None],
+        is_transposed: bool,
+        multiply: Multiply,
     ) -> torch.Tensor:
-        """`output` is what the layer has made of the other two; in a list autograd does not take it for an input."""
+        """`output` is what the layer has made of the other three; in a list autograd does not take it for an input."""
         ctx.save_for_backward(hidden, weight)
-        ctx.multiply = multiply
+        ctx.is_transposed, ctx.multiply = is_transposed, multiply
         return output.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Of the input, and of the weight unless that has been taken."""
+        """Of the input, of the weight unless that has been taken, and of the bias."""
         hidden, weight = ctx.saved_tensors
-        gradient, of_hidden, of_weight = gradient.reshape(-1, weight.shape[0]), None, None
+        of_hidden = of_weight = of_bias = None
+        back = weight if ctx.is_transposed else weight.t()
+        outputs, inputs = back.shape
+        gradient, rows = gradient.reshape(-1, outputs), hidden.reshape(-1, inputs)
         if ctx.needs_input_grad[0]:
-            of_hidden = gradient.mm(weight).view(hidden.shape)
+            of_hidden = gradient.mm(back).view(hidden.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = ctx.multiply(Product(gradient.t(), hidden.reshape(-1, weight.shape[1])))
-        return of_hidden, of_weight, None, None
-
-
-def _product(last: Node, hidden: torch.Tensor, parameter: nn.Parameter) -> Node | None:
-    """Where `parameter`'s gradient goes, if what `last` ends is the product of `hidden` and its transpose."""
-    node = last.next_functions[0][0] if last.name() == "UnsafeViewBackward0" else last
-    if node is None or node.name() != "MmBackward0" or hidden.grad_fn is None:  # then nothing tells it from another
-        return None
-    (rows, _), (transposed, _) = node.next_functions
-    if rows is not None and rows is not hidden.grad_fn and rows.name() in ("ViewBackward0", "ReshapeAliasBackward0"):
-        rows = rows.next_functions[0][0]
-    if rows is not hidden.grad_fn or transposed is None or transposed.name() != "TBackward0":
-        return None
-    accumulate = transposed.next_functions[0][0]
-    return accumulate if getattr(accumulate, "variable", None) is parameter else None
+            product = Product(gradient.t(), rows) if ctx.is_transposed else Product(rows.t(), gradient)
+            of_weight = ctx.multiply(product)
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.sum(0)
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
 def _givers(last: Node, parameter: nn.Parameter, stop: set[Node]) -> list[tuple[Node, int]]:
