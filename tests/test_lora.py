@@ -17,9 +17,10 @@ from torch import nn
 from fullshard.checkpoint import full_state_dict
 from fullshard.checkpoint.format import read_manifest
 from fullshard.core.errors import LifecycleError
+from tests.differential import PLACE_TOLERANCE, difference, products_are_exact
 from tests.distributed import run_ranks
 from tests.interchange import files_in_use
-from tests.trainers import arguments, build, close, result, samples, trainer
+from tests.trainers import arguments, build, close, keep_layout, result, samples, trainer
 
 CASES = ("plain", "rslora", "dora", "modules_to_save", "embeddings", "tied", "bias", "two", "resized")
 
@@ -190,13 +191,14 @@ def dora_on_quantised(base: str, bits: int, dtype: torch.dtype, storage: torch.d
     model: Any = fullshard.from_pretrained(auto, base, quantization_config=config, dtype=dtype)
     model = fullshard.Accelerator(cpu=True).prepare(peft.get_peft_model(model, adapter))
     reference: Any = auto.from_pretrained(base, quantization_config=config, dtype=dtype)
-    reference = peft.get_peft_model(reference, adapter)
+    reference = keep_layout(peft.get_peft_model(reference, adapter))
     whole = full_state_dict(model, rank0_only=False)
     expected = {name: value for name, value in reference.state_dict().items() if "magnitude" in name}
     assert len(expected) == 14
     assert all(torch.equal(whole[name], value) for name, value in expected.items())
     ids = samples(1)[0]["input_ids"][None]
-    assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)  # B is zero, the norms are not
+    logits = difference(model(input_ids=ids).logits, reference(input_ids=ids).logits)  # B is zero, the norms are not
+    assert logits <= (0.0 if products_are_exact() else PLACE_TOLERANCE)
     model(input_ids=ids, labels=ids).loss.backward()
     gradients = [p.grad for name, p in model.named_parameters() if "magnitude" in name and p.numel()]
     assert gradients and all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
