@@ -5,7 +5,6 @@ pytest tests/test_uses.py
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 
@@ -237,10 +236,52 @@ def wide_unreduced(model: Wide, x: torch.Tensor) -> None:
 
 
 def wide_checkpointed(model: Wide, x: torch.Tensor) -> None:
-    for layer in (model.plain, model.biased, model.back):
-        inner = layer.forward
-        setattr(layer, "forward", functools.partial(checkpoint, inner, use_reentrant=False))  # noqa: B010 -- mypy
-    model(x).square().mean().backward()
+    hidden = torch.tanh(model.first(x))
+
+    def middle(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(model.back(torch.tanh(model.biased(model.plain(hidden)))))
+
+    for reentrant in (False, True):
+        hidden = checkpoint(middle, hidden, use_reentrant=reentrant)
+    model.last(hidden).square().mean().backward()
+
+
+def wide_in_a_backward_inside(model: Wide, x: torch.Tensor) -> None:
+    """Two uses in one graph and one in a backward inside its backward, which ends between theirs."""
+    hidden = model.plain(torch.tanh(model.first(x)))
+    hidden = checkpoint(lambda h: torch.tanh(model.plain(h)), hidden, use_reentrant=True)
+    model.last(torch.tanh(model.plain(hidden))).square().mean().backward()
+
+
+def wide_with_output_hooks(model: Wide, x: torch.Tensor) -> None:
+    """On a layer's output, from a hook of its own and from outside; and a change of it in place."""
+    seen: list[torch.Tensor] = []
+    hidden = model.biased(model.plain(torch.tanh(model.first(x))))
+    hidden.register_hook(lambda gradient: seen.append(gradient.clone()))
+    hidden.retain_grad()
+    out = model.back(torch.tanh(hidden))
+    out *= 2
+    model.last(torch.relu_(out)).square().mean().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], hidden.grad)
+
+
+class Nothing(torch.autograd.Function):
+    """Gives no gradient back."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> None:
+        return None
+
+
+def wide_without_a_gradient(model: Wide, x: torch.Tensor) -> None:
+    """A layer that gets none has none, rather than zeros."""
+    hidden = model.plain(torch.tanh(model.first(x)))
+    cut: torch.Tensor = Nothing.apply(model.back(model.biased(hidden)))
+    model.last(torch.tanh(cut + hidden)).square().mean().backward()
 
 
 def wide_of_another_layout(model: Wide, x: torch.Tensor) -> None:
@@ -297,14 +338,19 @@ def wide_second_derivatives(model: Wide, x: torch.Tensor) -> None:
 
 WIDE_STEPS: list[WideStep] = [
     wide_plain, wide_rows, wide_twice, wide_micro_batches, wide_unreduced, wide_checkpointed, wide_of_another_layout,
-    wide_under_autocast, wide_with_hooks, wide_after_failure, wide_for_its_caller,
+    wide_under_autocast, wide_with_hooks, wide_after_failure, wide_for_its_caller, wide_in_a_backward_inside,
+    wide_with_output_hooks, wide_without_a_gradient,
 ]  # fmt: skip
 
 
-def wide_gradients(step: WideStep, switch: str, policy: MixedPrecisionPolicy | None) -> list[torch.Tensor | None]:
+def wide_gradients(
+    step: WideStep, switch: str, policy: MixedPrecisionPolicy | None, *, layers_are_units: bool = False
+) -> list[torch.Tensor | None]:
     os.environ[SWITCH] = switch
     torch.manual_seed(3)
     model = Wide()
+    for layer in (model.plain, model.biased, model.back) if layers_are_units else ():
+        fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     for _ in range(2):  # the second time onto what the first has published
         step(model, torch.randn(4, 3, 8))
@@ -318,15 +364,29 @@ def check_wide(steps: list[WideStep]) -> None:
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for step in steps:
-        for policy in (None, mixed, half) if step is wide_plain else (None,):
-            mine, theirs = (wide_gradients(step, switch, policy) for switch in ("uses", "whole"))
+        for policy, are_units in [(None, False), (None, True), (mixed, False), (half, False)]:
+            if policy is not None and step is not wide_plain:
+                continue
+            mine, theirs = (
+                wide_gradients(step, switch, policy, layers_are_units=are_units) for switch in ("uses", "whole")
+            )
             for a, b in zip(mine, theirs, strict=True):
                 assert (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b)), step.__name__
 
 
-def test_large_layers() -> None:
+def check_wide_over(comm: str, steps: list[WideStep]) -> None:
+    if comm == "gloo":
+        os.environ["FULLSHARD_COMM"] = comm
+    try:
+        check_wide(steps)
+    finally:
+        os.environ.pop("FULLSHARD_COMM", None)
+
+
+@pytest.mark.parametrize("comm", ["shared memory", "gloo"])
+def test_large_layers(comm: str) -> None:
     """The same bit for bit, whatever else happens to the layers."""
-    run_ranks(check_wide, 2, WIDE_STEPS)
+    run_ranks(check_wide_over, 2, comm, WIDE_STEPS)
     run_ranks(check_wide, 1, [wide_second_derivatives])
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 if TYPE_CHECKING:
@@ -76,14 +77,15 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
         return
     is_on_cpu = bucket.mesh.device.type == "cpu"
     by_rows = is_on_cpu and bucket.mesh.world_size > 1
+    # Before every other hook: what those put on an output's graph would be lost with it.
     for index, slot in enumerate(bucket.slots):
         if not slot.parameter.dtype.is_floating_point:
             continue
         first = slot.owners[0][0]
         if is_on_cpu and len(slot.owners) == 1 and _is_large_matrix(slot.parameter) and type(first) is not nn.Embedding:
-            first.register_forward_hook(_layer_hook(bucket, index))
+            first.register_forward_hook(_layer_hook(bucket, index), prepend=True)
         for module in {id(m): m for m, _ in slot.owners if m is not first}.values():
-            module.register_forward_hook(wrap(_UseHook(bucket, index, take, wrap)))
+            module.register_forward_hook(wrap(_UseHook(bucket, index, take, wrap)), prepend=True)
         for module, attribute in slot.owners if by_rows else ():
             if isinstance(module, nn.Embedding) and attribute == "weight":
                 lookup = _Lookup(bucket, index)
@@ -117,7 +119,9 @@ def _is_large_matrix(parameter: torch.Tensor) -> bool:
 
 def _is_looked_at(bucket: Bucket, index: int) -> bool:
     """Whether somebody else may look at the whole gradient before it is collected."""
-    return bucket.unit.is_pinned or bool(bucket.slots[index].parameter._backward_hooks)
+    parameter = bucket.slots[index].parameter
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+    return bucket.unit.is_pinned or bool(parameter._backward_hooks) or len(after) > 1  # one is the engine's
 
 
 # -- embeddings -----------------------------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ class _UseHook:
         parameter = bucket.slots[self._index].parameter
         is_exact = bucket.gradient is not None and bucket.gradient.takes_uses(self._index)
         if is_exact and args and isinstance(args[0], torch.Tensor):
-            layer = _Layer.of(output.grad_fn, args[0], parameter)
+            layer = _Layer.of(output.grad_fn, args[0], parameter) if _may_be_replaced(output) else None
             if layer is not None:
                 return layer.replace(args[0], output, self._multiplying(layer.accumulate))
         inputs = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
@@ -203,30 +207,68 @@ class _UseHook:
 def _layer_hook(bucket: Bucket, index: int) -> Callable[..., torch.Tensor | None]:
     """Forward hook of a large layer, whose product goes into the reduce input. Compiled code stays as it is."""
     reference = weakref.ref(bucket)
+    left: weakref.WeakSet[_Use] = weakref.WeakSet()
 
     def hook(_module: nn.Module, args: Any, output: Any) -> torch.Tensor | None:
         if torch.compiler.is_compiling():
             return None
         bucket = reference()
-        if bucket is None or not isinstance(output, torch.Tensor) or output.grad_fn is None:
-            return None
-        if not args or not isinstance(args[0], torch.Tensor) or _is_looked_at(bucket, index):
+        if bucket is None or not args or not isinstance(args[0], torch.Tensor) or not _may_be_replaced(output):
             return None
         layer = _Layer.of(output.grad_fn, args[0], bucket.slots[index].parameter)
         if layer is None:
             return None
-        accumulate = layer.accumulate
-
-        def multiply(product: Product) -> torch.Tensor:
-            bucket = reference()
-            if bucket is None or bucket.gradient is None or torch.is_grad_enabled() or not _will_run(accumulate):
-                return product.value()
-            piece = None if _is_looked_at(bucket, index) else bucket.gradient.lend(index)
-            return product.value() if piece is None else product.write(piece)
-
-        return layer.replace(args[0], output, multiply)
+        return layer.replace(args[0], output, _Use(reference, index, layer.accumulate, left))
 
     return hook
+
+
+class _Use:
+    """One use of a large layer, which makes the weight's gradient when backward comes to it.
+
+    Args:
+        left: uses of which no backward has come yet. Only the last may be made in the reduce input: autograd would
+            keep an earlier one there while it computes others, and if one of those is in a backward inside this one,
+            that is collected first.
+    """
+
+    __slots__ = ("__weakref__", "_accumulate", "_index", "_left", "_reference")
+
+    def __init__(
+        self, reference: weakref.ref[Bucket], index: int, accumulate: Node, left: weakref.WeakSet[_Use]
+    ) -> None:
+        self._reference, self._index, self._accumulate, self._left = reference, index, accumulate, left
+        left.add(self)
+
+    def __call__(self, product: Product) -> torch.Tensor | None:
+        """The gradient; None if nobody wants it."""
+        is_last = len(self._left) == 1 and self in self._left
+        self._left.discard(self)
+        try:
+            if not torch._C._will_engine_execute_node(self._accumulate):
+                return None
+        except RuntimeError:  # `torch.autograd.grad` hands it to its caller
+            return product.value()
+        bucket = self._reference()
+        if bucket is None or bucket.gradient is None or torch.is_grad_enabled() or _is_looked_at(bucket, self._index):
+            return product.value()
+        piece = bucket.gradient.lend(self._index) if is_last else None
+        if piece is None or piece.dtype != product.left.dtype:
+            return product.value()
+        return product.write(piece)
+
+
+def _may_be_replaced(output: Any) -> bool:
+    """Whether a layer's output may be given another graph: it has one, and nothing else hangs on it."""
+    return (
+        isinstance(output, torch.Tensor)
+        and output.grad_fn is not None
+        and torch.is_grad_enabled()
+        and not output._backward_hooks
+        and not output.retains_grad
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +307,14 @@ class _Layer:
             factors = list(node.next_functions)
         else:
             return None
-        (rows, _), (factor, _) = factors
+        (rows, number), (factor, _) = factors
         if (
             rows is not None
             and rows is not hidden.grad_fn
             and rows.name() in ("ViewBackward0", "ReshapeAliasBackward0")
         ):
-            rows = rows.next_functions[0][0]
-        if rows is not hidden.grad_fn or factor is None:
+            rows, number = rows.next_functions[0]
+        if rows is not hidden.grad_fn or number != hidden.output_nr or factor is None:
             return None
         is_transposed = factor.name() == "TBackward0"
         accumulate = factor.next_functions[0][0] if is_transposed else factor
@@ -302,13 +344,16 @@ class _Linear(torch.autograd.Function):
         multiply: Multiply,
     ) -> torch.Tensor:
         """`output` is what the layer has made of the other three; in a list autograd does not take it for an input."""
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight)
         ctx.is_transposed, ctx.multiply = is_transposed, multiply
         return output.pop()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         """Of the input, of the weight unless that has been taken, and of the bias."""
+        if gradient is None:
+            return None, None, None, None, None, None
         hidden, weight = ctx.saved_tensors
         of_hidden = of_weight = of_bias = None
         back = weight if ctx.is_transposed else weight.t()
