@@ -39,6 +39,8 @@ _LARGE_NBYTES = 2**20
 """Copying so many bytes takes longer than what Python does for a node."""
 _MAX_NODES = 32
 """Of the part of a graph that a module made and that is looked through for its parameter: a layer's few."""
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+"""Nodes with which a layer makes matrices of its input, and of the product what it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,6 @@ class Product:
         """Into `piece`, shape (n,); returns it in its own shape."""
         return torch.mm(self.left, self.right, out=piece.view(self.left.shape[0], self.right.shape[1]))
 
-
-_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 Take = Callable[["Bucket", int, "torch.Tensor | Product"], bool]
 Multiply = Callable[[Product], "torch.Tensor | None"]
@@ -77,12 +77,12 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
         return
     is_on_cpu = bucket.mesh.device.type == "cpu"
     by_rows = is_on_cpu and bucket.mesh.world_size > 1
-    # Before every other hook: what those put on an output's graph would be lost with it.
     for index, slot in enumerate(bucket.slots):
         if not slot.parameter.dtype.is_floating_point:
             continue
         first = slot.owners[0][0]
         if is_on_cpu and len(slot.owners) == 1 and _is_large_matrix(slot.parameter) and type(first) is not nn.Embedding:
+            # Before every other hook: what those put on an output's graph would be lost with it.
             first.register_forward_hook(_layer_hook(bucket, index), prepend=True)
         for module in {id(m): m for m, _ in slot.owners if m is not first}.values():
             module.register_forward_hook(wrap(_UseHook(bucket, index, take, wrap)), prepend=True)
@@ -204,6 +204,9 @@ class _UseHook:
         return hook
 
 
+# -- large layers, and the node that stands in for one --------------------------------------------------------------
+
+
 def _layer_hook(bucket: Bucket, index: int) -> Callable[..., torch.Tensor | None]:
     """Forward hook of a large layer, whose product goes into the reduce input. Compiled code stays as it is."""
     reference = weakref.ref(bucket)
@@ -301,24 +304,22 @@ class _Layer:
             (adding, _), *factors = node.next_functions
             if adding is not None:
                 bias = getattr(adding, "variable", None)
-                if bias is None or bias.dim() != 1 or bias.numel() not in weight.shape:
+                if bias is None:
                     return None
         elif node.name() == "MmBackward0":
             factors = list(node.next_functions)
         else:
             return None
         (rows, number), (factor, _) = factors
-        if (
-            rows is not None
-            and rows is not hidden.grad_fn
-            and rows.name() in ("ViewBackward0", "ReshapeAliasBackward0")
-        ):
+        if rows is not None and rows is not hidden.grad_fn and rows.name() in _VIEWS:
             rows, number = rows.next_functions[0]
         if rows is not hidden.grad_fn or number != hidden.output_nr or factor is None:
             return None
         is_transposed = factor.name() == "TBackward0"
         accumulate = factor.next_functions[0][0] if is_transposed else factor
         if accumulate is None or getattr(accumulate, "variable", None) is not weight:
+            return None
+        if bias is not None and bias.shape != (weight.shape[0 if is_transposed else 1],):  # another is spread out
             return None
         return cls(weight, bias, is_transposed, accumulate)
 
