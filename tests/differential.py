@@ -127,6 +127,12 @@ def difference(value: torch.Tensor | None, reference: torch.Tensor | None) -> fl
     return max(relative, 1e-30) if relative == relative else float("inf")  # NaN on one side only is no small matter
 
 
+def is_same_product(value: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Whether results of the same products, whose operands lie elsewhere, are equal: bit for bit where they can be."""
+    limit = TOLERANCE if value.dtype is torch.bfloat16 else PLACE_TOLERANCE
+    return difference(value, reference) <= (0.0 if products_are_exact() else limit)
+
+
 def compare(record: Record, reference: Record) -> dict[str, float]:
     """The largest difference per kind of quantity, with the name of the tensor that has it."""
     result: dict[str, float] = {}
