@@ -14,18 +14,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.arena import Arena
-from fullshard.comm.base import FullBuffer, own_interval
+from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.host_memory import SWITCH
 from fullshard.comm.select import collectives_for
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.comm.torch_dist import GlooCollectives
-from fullshard.engine import fully_shard, unsharded
+from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -86,6 +87,49 @@ def check_same_as_gloo() -> None:
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
 def test_same_numbers_as_gloo(size: int) -> None:
     run_ranks(check_same_as_gloo, size)
+
+
+def check_unchanged() -> None:
+    """Nothing is cast for a gather of what is there, and all is for any other; in training that is every second."""
+    shared, _ = connected()
+    buffer = shared.full_buffer(32 * shared.size, torch.bfloat16, CPU, holds_main=False)
+    for value, is_unchanged, expected in [(1.0, True, 1.0), (2.0, True, 1.0), (3.0, False, 3.0)]:
+        assert bool(
+            (buffer.gather(torch.full((32,), value), tag=0, is_unchanged=is_unchanged).wait() == expected).all()
+        )
+        buffer.free()
+        shared.settle()
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for unit in (*model, model):
+        fully_shard(unit, mp_policy=policy)
+    first = model[0].weight
+    assert isinstance(first, ShardedParameter)
+    seen: list[bool] = []
+    mapped = first._bucket.buffer
+    gather = mapped.gather
+
+    def watched(*arguments: Any, is_unchanged: bool = False, **options: Any) -> Work:
+        seen.append(is_unchanged)
+        return gather(*arguments, is_unchanged=is_unchanged, **options)
+
+    mapped.gather = watched  # type: ignore[method-assign]
+    inputs = torch.ones(2, 8)
+    for add in ("step", "data", "nothing"):
+        loss = model(inputs).float().square().mean()
+        if add == "data":  # nothing counts this
+            before = loss.item()
+            first.data.add_(1)
+            assert model(inputs).float().square().mean().item() != before
+        loss.backward()
+        if add == "step":
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert seen == [False, True, False, False, True, False, True]
+
+
+def test_unchanged_weights_are_not_cast_again() -> None:
+    run_ranks(check_unchanged, 2)
 
 
 def check_many_under_way() -> None:

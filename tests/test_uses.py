@@ -15,11 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from fullshard.engine import MixedPrecisionPolicy, fully_shard, no_sync
-from fullshard.engine.uses import SWITCH
+from fullshard.engine.uses import SWITCH, widen
 from tests.distributed import run_ranks
 from tests.memory import PeakGrowth
 
 VOCABULARY, WIDTH = 50, 6
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
 class Tied(nn.Module):
@@ -34,7 +36,7 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor, *, with_embedding: bool = True, with_head: bool = True) -> torch.Tensor:
         if not with_embedding:
-            return self.head(torch.ones(3, WIDTH))  # type: ignore[no-any-return]
+            return self.head(torch.ones(3, WIDTH, dtype=self.head.weight.dtype))  # type: ignore[no-any-return]
         places = torch.arange(tokens.shape[-1])
         hidden: torch.Tensor = torch.tanh(self.embedding(tokens) + self.positions(places))
         return self.head(hidden) if with_head else hidden
@@ -141,22 +143,17 @@ def gradients(step: Step, switch: str, policy: MixedPrecisionPolicy | None = Non
     return [parameter.grad for parameter in model.parameters()]
 
 
-def check_bf16() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for mine, theirs in zip(gradients(plain, "uses", policy), gradients(plain, "whole", policy), strict=True):
-        assert mine is not None and theirs is not None and torch.equal(mine, theirs)
-
-
-def check() -> None:
+def check(policy: MixedPrecisionPolicy | None) -> None:
     for step in STEPS:
-        for mine, theirs in zip(gradients(step, "uses"), gradients(step, "whole"), strict=True):
+        for mine, theirs in zip(gradients(step, "uses", policy), gradients(step, "whole", policy), strict=True):
             assert (mine is None) == (theirs is None), step.__name__
             if mine is None or theirs is None:
                 continue
             if step is twice:  # another order of sums
-                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8, msg=step.__name__)
+                apart = 0.0 if not mine.numel() else ((mine - theirs).abs().max() / theirs.abs().max()).item()
+                assert apart <= (1e-6 if policy is None else 2**-7), (policy, apart)
             else:
-                assert torch.equal(mine, theirs), step.__name__
+                assert torch.equal(mine, theirs), (step.__name__, policy)
 
 
 def check_product() -> None:
@@ -169,9 +166,9 @@ def check_product() -> None:
 
 
 def check_all() -> None:
-    check()
+    check(None)
+    check(MIXED)
     check_product()
-    check_bf16()
 
 
 def test_gradients_are_those_of_autograds_sum() -> None:
@@ -352,6 +349,9 @@ def wide_gradients(
     for layer in (model.plain, model.biased, model.back) if layers_are_units else ():
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    if policy is not None:  # some steps call a layer and not the model, which would cast its inputs
+        for layer in (model.first, model.plain, model.biased, model.back):
+            layer.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
     for _ in range(2):  # the second time onto what the first has published
         step(model, torch.randn(4, 3, 8))
     names = {"_LinearBackward"} if switch == "uses" else {"ViewBackward0", "UnsafeViewBackward0"}
@@ -361,11 +361,9 @@ def wide_gradients(
 
 
 def check_wide(steps: list[WideStep]) -> None:
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for step in steps:
-        for policy, are_units in [(None, False), (None, True), (mixed, False), (half, False)]:
-            if policy is not None and step is not wide_plain:
+        for policy, are_units in [(None, False), (None, True), (MIXED, False), (HALF, False)]:
+            if step is not wide_plain and (policy is HALF or (policy and step is wide_second_derivatives)):
                 continue
             mine, theirs = (
                 wide_gradients(step, switch, policy, layers_are_units=are_units) for switch in ("uses", "whole")
@@ -398,11 +396,19 @@ class Large(Wide):
         self.biased, self.back = nn.Linear(WIDE, 32 * WIDE), Conv1D(WIDE, 32 * WIDE)
 
 
-def large_peak(switch: str) -> int:
+@pytest.mark.parametrize("numel", [1, 2, 2047, 2048, 100_003])
+def test_widening_in_place(numel: int) -> None:
+    values, piece = torch.randn(numel, dtype=torch.bfloat16), torch.empty(numel)
+    narrow = piece.view(torch.bfloat16)[numel:].copy_(values)
+    widen(narrow, piece)
+    assert torch.equal(piece, values.float())
+
+
+def large_peak(switch: str, policy: MixedPrecisionPolicy | None) -> int:
     """Most that a second step takes over what is there before it, in tenths of one of the large weights."""
     os.environ[SWITCH] = switch
     model = Large()
-    fully_shard(model)
+    fully_shard(model, mp_policy=policy)
     for _ in range(2):
         model.zero_grad()
         with PeakGrowth() as growth:
@@ -410,11 +416,12 @@ def large_peak(switch: str) -> int:
     return growth.nbytes * 10 // (32 * WIDE * WIDE * 4)
 
 
-def test_no_product_is_copied() -> None:
-    """What autograd makes beside the reduce input, a weight of 32 MiB, is not there."""
-    whole, uses = run_ranks(large_peak, 2, "whole")[0], run_ranks(large_peak, 2, "uses")[0]
+@pytest.mark.parametrize(("policy", "tenths"), [(None, 8), (MIXED, 4)])
+def test_no_product_is_copied(policy: MixedPrecisionPolicy | None, tenths: int) -> None:
+    """What autograd makes beside the reduce input, a weight of 32 MiB or half of that, is not there."""
+    whole, uses = (run_ranks(large_peak, 2, switch, policy)[0] for switch in ("whole", "uses"))
     print(f"tenths of the weight: {whole} with autograd's products, {uses} with those in the reduce input")
-    assert whole >= uses + 8
+    assert whole >= uses + tenths
 
 
 def check_compiled() -> None:

@@ -44,11 +44,17 @@ class FullBuffer(Protocol):
         """Bytes that `free` would give back now."""
         ...
 
-    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Fill `full` with the intervals of all ranks, this rank's being `main` (cast to the dtype of `full`).
 
         Where intervals are sent packed, `full` has what unpacking gives on every rank, its own interval included,
         unless `exactly`.
+
+        Args:
+            main: shape (S,).
+            tag: see `Collectives`.
+            exactly: see above.
+            is_unchanged: `main` is what it was in the gather before; where that is kept it is not put there again.
         """
         ...
 
@@ -161,7 +167,7 @@ class ResizedBuffer:
         """Bytes of the storage."""
         return self._storage.nbytes()
 
-    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Bring the memory back, copy `main` into its place and launch the all-gather."""
         self._storage.resize_(self._whole_nbytes)
         if self._packing is not None and not exactly:

@@ -197,10 +197,11 @@ class MappedBuffer:
     def _is_gathered(self) -> bool:
         return self._offers > int(self._buffers.freed[self._buffers.peers.rank, self._number])
 
-    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
-        """Offer this rank's interval."""
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
+        """Offer this rank's interval, which others see as it was put there until it is put there again."""
+        is_there = self.main is not None or (is_unchanged and self._offers > 0)
         self._offers += 1
-        gathering = _Gathering(self, self._offers, None if self.main is not None else main)
+        gathering = _Gathering(self, self._offers, None if is_there else main)
         if not gathering.offer_if_free():
             self._buffers.pending.append(gathering)
         return gathering

@@ -96,7 +96,7 @@ class LastingBuffer:
         """Nothing would be given back."""
         return 0
 
-    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Nothing to do."""
         return Done(self.full)
 

@@ -184,7 +184,7 @@ class LinkedBuffer(MappedBuffer):
         self._shown = 0
         self._hide()
 
-    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False) -> Work:
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Send this rank's interval, and receive those of its counterparts."""
         self._offers += 1
         own_main = None if self.main is not None else main

@@ -193,7 +193,12 @@ class Bucket:
         host = self.storage.host
         is_outdated = self._compute_shard is not self.main and self._version != self.main._version
         if host is None or not (self.is_gathered_from_host or is_outdated):
-            self._gathering = self.buffer.gather(self._compute_shard, tag=self.tag, exactly=exactly)
+            # Within a backward only: main weights may be changed through `.data`, which nothing counts.
+            is_unchanged = self.unit.schedule.is_in_backward and self._version == self.main._version
+            self._version = self.main._version
+            self._gathering = self.buffer.gather(
+                self._compute_shard, tag=self.tag, exactly=exactly, is_unchanged=is_unchanged
+            )
             return
         with host.copying_to_device():
             if is_outdated:

@@ -8,6 +8,9 @@
     finish        add to the main gradient, set the sharded parameters' `.grad`      at the end of backward
 
 `full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates.
+
+Where parameters compute in half the width that gradients are summed in, what is made in `full` before autograd hands
+it over is *narrow*: in the second half of its place, and spread out over all of it when it has been handed over.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.parameter import plain_gradients
-from fullshard.engine.uses import Product, add_rows
+from fullshard.engine.uses import Product, add_rows, widen
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
@@ -56,6 +59,7 @@ class Gradient:
         self._filled: set[int] = set()
         self._begun: set[int] = set()
         self._lent: set[int] = set()
+        self._narrow: dict[int, torch.Tensor] = {}
         self._reducing: Work | None = None
         self._replicating: Work | None = None
         self._earlier: torch.Tensor | None = None
@@ -97,22 +101,33 @@ class Gradient:
             return False
         parameter.grad = None
         self._add(index, parameter, grad)
+        self._widen(index)
         self.fired.add(index)
         return len(self.fired) >= self.bucket.trainable_count
 
     def takes_uses(self, index: int) -> bool:
         """Whether the sum over a parameter's uses is the same, bit for bit, if they are collected one by one.
 
-        It is not where autograd's sum is rounded, or where a backward before, under `no_sync`, has left something.
+        It is not where autograd's sum is rounded in another way, or where a backward before, under `no_sync`, has left
+        something.
         """
-        is_rounded = self.bucket.compute_dtype != self.dtype
-        return not is_rounded and (index not in self._filled or index in self._begun)
+        return self._can_be_made_here and (index not in self._filled or index in self._begun)
+
+    @property
+    def _is_narrowed(self) -> bool:
+        return self.bucket.compute_dtype.itemsize * 2 == self.dtype.itemsize
+
+    @property
+    def _can_be_made_here(self) -> bool:
+        return self.bucket.compute_dtype == self.dtype or self._is_narrowed
 
     def take(self, index: int, grad: torch.Tensor | Product) -> bool:
         """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
         if not self.takes_uses(index):
             return False
         self._begun.add(index)
+        if self._is_narrowed and index not in self._filled:
+            self._narrow_place(index)
         self._add(index, self.bucket.slots[index].parameter, grad)
         return True
 
@@ -121,15 +136,36 @@ class Gradient:
 
         `collect` finds it there then, unless autograd has added another use's to it, in other memory.
         """
-        if self.bucket.compute_dtype != self.dtype or self.has_stepped or index in self._filled or index in self._lent:
+        if not self._can_be_made_here or self.has_stepped or index in self._filled or index in self._lent:
             return None
+        self._lent.add(index)
+        return self._narrow_place(index) if self._is_narrowed else self._piece(index)
+
+    def _piece(self, index: int) -> torch.Tensor:
         if self._full is None:
             self._begin()
-        self._lent.add(index)
         return self._pieces[index]
+
+    def _narrow_place(self, index: int) -> torch.Tensor:
+        """The second half of parameter `index`'s piece, shape (n,), in the compute dtype."""
+        piece = self._piece(index)
+        place = self._narrow[index] = piece.view(self.bucket.compute_dtype)[piece.numel() :]
+        return place
+
+    def _widen(self, index: int) -> None:
+        """Spread out what is narrow."""
+        narrow = self._narrow.pop(index, None)
+        if narrow is not None and index in self._filled:
+            widen(narrow, self._pieces[index])
+
+    def _widen_all(self) -> None:
+        """Also of uses without the one that autograd hands over."""
+        for index in tuple(self._narrow):
+            self._widen(index)
 
     def end_backward(self) -> None:
         """Forget what appeared in it."""
+        self._widen_all()
         self.fired.clear()
         self._begun.clear()
         self._lent.clear()
@@ -147,27 +183,26 @@ class Gradient:
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
                 hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
             )
-        if self._full is None:
-            self._begin()
-        piece = self._pieces[index]
+        piece = self._piece(index)
         is_first = index not in self._filled
         self._filled.add(index)
         self.used[index] = True
+        place = self._narrow.get(index, piece)
         if isinstance(grad, Product):
             if is_first:
-                grad.write(piece)
+                grad.write(place)
                 return
             grad = grad.value()
         if grad.requires_grad:
             grad = grad.detach()  # under create_graph it would bring its graph with it
         if grad.is_sparse:
-            add_rows(piece, grad, is_first=is_first)
-        elif index in self._lent and grad.data_ptr() == piece.data_ptr():
+            add_rows(place, grad, is_first=is_first)
+        elif index in self._lent and grad.data_ptr() == place.data_ptr():
             pass
         elif is_first:
-            piece.copy_(grad.reshape(-1))
+            place.copy_(grad.reshape(-1))
         else:
-            piece.add_(grad.reshape(-1))
+            place.add_(grad.reshape(-1))
 
     def _begin(self) -> torch.Tensor:
         """Memory for the unsharded gradients, and a piece of it for each parameter; zeros between them."""
@@ -185,6 +220,7 @@ class Gradient:
             for index, piece in enumerate(self._pieces):
                 if index not in self._filled:
                     piece.zero_()
+        self._widen_all()
         self.advance()  # an earlier reduction of this bucket in the same backward
         self._full, self._pieces, self._filled = None, (), set()
         self._reducing = self.bucket.mesh.reduce.reduce_scatter(
@@ -285,6 +321,7 @@ class Gradient:
         self._reducing = self._replicating = self._full = self._earlier = None
         self._pieces = ()
         self._filled, self._begun, self._lent, self.fired = set(), set(), set(), set()
+        self._narrow = {}
         self.forget_used()
 
 
