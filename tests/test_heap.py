@@ -80,3 +80,6 @@ def test_a_sum_in_the_place_of_a_term_is_the_same(ranks: int) -> None:
         assert result is copies[own]
         assert torch.equal(result, whole)
         assert all(torch.equal(copies[i], terms[i]) for i in range(ranks) if i != own)
+    halves = [term.bfloat16() for term in terms]
+    wider = average(halves, torch.empty(numel), float(ranks))
+    assert torch.equal(wider, average([half.float() for half in halves], torch.empty(numel), float(ranks)))

@@ -79,6 +79,11 @@ def check_same_as_gloo() -> None:
                 shared.reduce_scatter(one, tag=tag, divisor=divisor).wait().float(),
                 gloo.reduce_scatter(other, tag=tag, divisor=divisor).wait().float(),
             )
+            if dtype is torch.bfloat16:  # summed in another dtype than they are collected in
+                one = fill(size * numel, dtype, 20 + rank)
+                summed = shared.reduce_scatter(one, tag=tag, divisor=3.0, dtype=torch.float32).wait()
+                assert summed.dtype == torch.float32
+                assert torch.equal(summed, gloo.reduce_scatter(one.float(), tag=tag, divisor=3.0).wait())
         total = fill(numel, torch.float32, rank)
         expected_total = sum(fill(numel, torch.float32, r) for r in range(size))
         torch.testing.assert_close(shared.all_reduce(total, tag=tag).wait(), expected_total)

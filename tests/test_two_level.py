@@ -70,6 +70,9 @@ def check_same_as_gloo(dtypes: tuple[torch.dtype, ...]) -> None:
         terms = [own_interval(fill(size * numel, dtype, source), rank, size) for source in range(size)]
         reduced = linked.reduce_scatter(full.clone(), tag=tag, divisor=3.0).wait()
         assert torch.equal(reduced, sum_by_host(terms, per_host) / 3.0)
+        if dtype is torch.bfloat16:  # summed in another dtype than they are collected in
+            summed = linked.reduce_scatter(full.clone(), tag=tag, divisor=3.0, dtype=torch.float32).wait()
+            assert torch.equal(summed, sum_by_host([term.float() for term in terms], per_host) / 3.0)
         # Two roundings of the sum's largest term apart from the order of one host, at most.
         flat = gloo.reduce_scatter(full.clone(), tag=tag, divisor=3.0).wait()
         bound = size * torch.finfo(dtype).eps * sum(term.abs() for term in terms)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from fullshard.engine import MixedPrecisionPolicy, fully_shard, no_sync
-from fullshard.engine.uses import SWITCH, widen
+from fullshard.engine.uses import SWITCH
 from tests.distributed import run_ranks
 from tests.memory import PeakGrowth
 
@@ -394,14 +394,6 @@ class Large(Wide):
     def __init__(self) -> None:
         super().__init__()
         self.biased, self.back = nn.Linear(WIDE, 32 * WIDE), Conv1D(WIDE, 32 * WIDE)
-
-
-@pytest.mark.parametrize("numel", [1, 2, 2047, 2048, 100_003])
-def test_widening_in_place(numel: int) -> None:
-    values, piece = torch.randn(numel, dtype=torch.bfloat16), torch.empty(numel)
-    narrow = piece.view(torch.bfloat16)[numel:].copy_(values)
-    widen(narrow, piece)
-    assert torch.equal(piece, values.float())
 
 
 def large_peak(switch: str, policy: MixedPrecisionPolicy | None) -> int:

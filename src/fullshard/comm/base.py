@@ -77,11 +77,13 @@ class Collectives(Protocol):
         rank: this rank's position in the group.
         size: ranks in the group.
         sends: whether anything is sent at all, so that packing it makes a difference.
+        widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy of it.
     """
 
     rank: int
     size: int
     sends: bool = True
+    widens: bool = False
 
     def full_buffer(
         self,
@@ -116,11 +118,24 @@ class Collectives(Protocol):
         ...
 
     def reduce_scatter(
-        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+        self,
+        full: torch.Tensor,
+        *,
+        tag: int,
+        divisor: float = 1.0,
+        packing: Packing | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Work:
         """Sum `full` (1-D, size x S elements) over the ranks, in rank order where the backend leaves the choice.
 
         With a `packing`, what is sent is packed; it is added up in the dtype of `full` all the same.
+
+        Args:
+            full: as above.
+            tag: see `Collectives`.
+            divisor: what the sum is divided by.
+            packing: how intervals are sent, if they are.
+            dtype: what the sum is made and returned in, if another than that of `full`; only if `widens`.
 
         Returns:
             Work for this rank's S elements of the sum over `divisor`, in memory that does not keep `full` alive.

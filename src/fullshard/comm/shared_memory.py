@@ -53,6 +53,7 @@ class SharedMemoryCollectives(GlooCollectives):
     """
 
     sends = False
+    widens = True
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group)
@@ -85,10 +86,16 @@ class SharedMemoryCollectives(GlooCollectives):
         return full
 
     def reduce_scatter(
-        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+        self,
+        full: torch.Tensor,
+        *,
+        tag: int,
+        divisor: float = 1.0,
+        packing: Packing | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Work:
         """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
-        return self._post.send(full, tag, divisor)
+        return self._post.send(full, tag, divisor, dtype or full.dtype)
 
     def settle(self) -> None:
         """See `Collectives.settle`."""
@@ -349,7 +356,14 @@ class Post:
                 raise RuntimeError(f"rank {rank} of the group is in collective {other}, this rank in {tag}")
 
     def add_up(
-        self, number: int, full: torch.Tensor, position: int, divisor: float = 1.0, *, may_keep: bool = False
+        self,
+        number: int,
+        full: torch.Tensor,
+        position: int,
+        dtype: torch.dtype,
+        divisor: float = 1.0,
+        *,
+        may_keep: bool = False,
     ) -> torch.Tensor:
         """The sum over the ranks of this host, in their order, of the interval of rank `position` of the group.
 
@@ -357,23 +371,25 @@ class Post:
             number: of the letter; all ranks of this host have posted it.
             full: what this rank posted.
             position: whose interval.
+            dtype: what the sum is made in; that of `full` or a wider one.
             divisor: what the sum is divided by.
             may_keep: whether a long sum may take the place of this rank's own term, and keep `full` alive.
         """
         own = own_interval(full, position, self._peers.num_hosts * self._peers.size)
         if own.numel() == 0:
-            return own
+            return own.to(dtype)
         terms = []
         for source, (mailbox, memory) in enumerate(zip(self._mailboxes, self._memories, strict=True)):
             start = mailbox.letter(number)[1] + position * own.nbytes
             there = source != self._peers.rank
             terms.append(torch.frombuffer(memory, dtype=own.dtype, count=own.numel(), offset=start) if there else own)
         # Nobody else reads this interval, or the sum.
-        if own.nbytes < LONG_NBYTES:  # where activations were, which backward has freed
-            into = torch.empty_like(own)
-            heap().note(own.nbytes)
+        nbytes = own.numel() * dtype.itemsize
+        if nbytes < LONG_NBYTES:  # where activations were, which backward has freed
+            into = torch.empty(own.numel(), dtype=dtype)
+            heap().note(nbytes)
         else:
-            into = own if may_keep else self.arena.empty(own.numel(), own.dtype)
+            into = own if may_keep and dtype == own.dtype else self.arena.empty(own.numel(), dtype)
         return average(terms, into, divisor)
 
     def mark_read(self, number: int, *, patiently: bool = False) -> None:
@@ -383,9 +399,9 @@ class Post:
         # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
         self._peers.wait_until(lambda: int(self._own.read.min()) > number, patiently=patiently)
 
-    def send(self, full: torch.Tensor, tag: int, divisor: float) -> _Averaging:
-        """Begin to average `full` over the ranks of this host."""
-        averaging = _Averaging(self, *self.post(full, tag), tag, divisor)
+    def send(self, full: torch.Tensor, tag: int, divisor: float, dtype: torch.dtype) -> _Averaging:
+        """Begin to average `full` over the ranks of this host, in `dtype`."""
+        averaging = _Averaging(self, *self.post(full, tag), tag, divisor, dtype)
         self._under_way.append(averaging)
         return averaging
 
@@ -395,7 +411,9 @@ class Post:
             first = self._under_way[0]
             assert first.full is not None  # noqa: S101 -- it is not done
             self.wait_for(first.number, first.tag)
-            first.result = self.add_up(first.number, first.full, self._peers.rank, first.divisor, may_keep=True)
+            first.result = self.add_up(
+                first.number, first.full, self._peers.rank, first.dtype, first.divisor, may_keep=True
+            )
             self.mark_read(first.number)
             first.full = None
             self._under_way.popleft()
@@ -410,10 +428,12 @@ class _Averaging:
         result: this rank's interval of the average.
     """
 
-    __slots__ = ("_post", "divisor", "full", "number", "result", "tag")
+    __slots__ = ("_post", "divisor", "dtype", "full", "number", "result", "tag")
 
-    def __init__(self, post: Post, full: torch.Tensor, number: int, tag: int, divisor: float) -> None:
-        self._post, self.number, self.tag, self.divisor = post, number, tag, divisor
+    def __init__(
+        self, post: Post, full: torch.Tensor, number: int, tag: int, divisor: float, dtype: torch.dtype
+    ) -> None:
+        self._post, self.number, self.tag, self.divisor, self.dtype = post, number, tag, divisor, dtype
         self.full: torch.Tensor | None = full
         self.result: torch.Tensor | None = None
 
@@ -431,12 +451,20 @@ class _Averaging:
 
 @torch.no_grad()
 def average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
-    """The sum of `terms`, added up in their order, over `divisor`. `into` may be one of them."""
+    """The sum of `terms`, added up in their order, over `divisor`; in the dtype of `into`, which may be one of them."""
     length = _BLOCK_NBYTES // into.itemsize
-    room = torch.empty_like(into[:length]) if len(terms) > 2 else into
+    is_wider = into.dtype != terms[0].dtype
+    room = torch.empty_like(into[:length]) if is_wider or len(terms) > 2 else into
     for start in range(0, into.numel(), length):
         block = into[start : start + length]
         first, second, *others = (term[start : start + length] for term in terms)
+        if is_wider:
+            block.copy_(first)
+            for term in (second, *others):
+                block.add_(room[: block.numel()].copy_(term))
+            if divisor != 1:
+                block.div_(divisor)
+            continue
         total = room[: block.numel()] if others else block
         torch.add(first, second, out=total)
         for other in others:

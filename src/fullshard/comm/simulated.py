@@ -36,7 +36,13 @@ class SimulatedCollectives(Collectives):
         return self._done(full, full.nbytes // self.size * (self.size - 1))
 
     def reduce_scatter(
-        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+        self,
+        full: torch.Tensor,
+        *,
+        tag: int,
+        divisor: float = 1.0,
+        packing: Packing | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Work:
         """Count, and take this rank's own interval for the sum."""
         own = own_interval(full, self.rank, self.size)

@@ -133,7 +133,13 @@ class Alone(Collectives):
         return Done(full)
 
     def reduce_scatter(
-        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+        self,
+        full: torch.Tensor,
+        *,
+        tag: int,
+        divisor: float = 1.0,
+        packing: Packing | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Work:
         """`full` is the sum already."""
         return Done(full.div_(divisor) if divisor != 1 else full)
@@ -157,7 +163,13 @@ class NativeCollectives(Collectives):
         return Pending([all_gather_single(full, own, group=self.group, async_op=True)], full)
 
     def reduce_scatter(
-        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+        self,
+        full: torch.Tensor,
+        *,
+        tag: int,
+        divisor: float = 1.0,
+        packing: Packing | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Work:
         """One reduce-scatter into this rank's interval; packed, one all-to-all and a sum."""
         if packing is not None:
@@ -201,7 +213,13 @@ class GlooCollectives(NativeCollectives):
         return Pending(works, full)
 
     def reduce_scatter(
-        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+        self,
+        full: torch.Tensor,
+        *,
+        tag: int,
+        divisor: float = 1.0,
+        packing: Packing | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
         if packing is not None:

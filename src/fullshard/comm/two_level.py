@@ -70,10 +70,16 @@ class TwoLevelCollectives(SharedMemoryCollectives):
         )
 
     def reduce_scatter(
-        self, full: torch.Tensor, *, tag: int, divisor: float = 1.0, packing: Packing | None = None
+        self,
+        full: torch.Tensor,
+        *,
+        tag: int,
+        divisor: float = 1.0,
+        packing: Packing | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Work:
         """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
-        return self._reductions.begin(full, tag, divisor, packing)
+        return self._reductions.begin(full, tag, divisor, packing, dtype or full.dtype)
 
     def settle(self) -> None:
         """See `Collectives.settle`."""
@@ -360,20 +366,21 @@ class _Reductions:
     def __init__(self, streams: _Streams, post: Post) -> None:
         self._streams, self._post = streams, post
 
-    def begin(self, full: torch.Tensor, tag: int, divisor: float, packing: Packing | None) -> Work:
+    def begin(self, full: torch.Tensor, tag: int, divisor: float, packing: Packing | None, dtype: torch.dtype) -> Work:
         """Let the ranks of this host read `full`, and have the rest done by the thread."""
         full, number = self._post.post(full, tag)
-        return _Summing(self._streams.courier.submit(partial(self._reduce, full, number, tag, divisor, packing)))
+        reduce = partial(self._reduce, full, number, tag, divisor, packing, dtype)
+        return _Summing(self._streams.courier.submit(reduce))
 
     def _reduce(
-        self, full: torch.Tensor, number: int, tag: int, divisor: float, packing: Packing | None
+        self, full: torch.Tensor, number: int, tag: int, divisor: float, packing: Packing | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """What the thread does for one reduce-scatter."""
         streams, post, own_host = self._streams, self._post, self._streams.peers.host
         post.wait_for(number, tag, patiently=True)
         arriving, leaving = {}, []
         for host in streams.others:
-            theirs = post.add_up(number, full, streams.counterpart(host))
+            theirs = post.add_up(number, full, streams.counterpart(host), dtype)
             message = theirs
             if packing is not None:
                 message = post.arena.empty(packing.nbytes(theirs.numel()), torch.uint8)
@@ -381,7 +388,7 @@ class _Reductions:
             place = post.arena.empty(message.numel(), message.dtype)
             arriving[host] = (streams.receive(place, host, tag), place, theirs)
             leaving.append((streams.send(message, host, tag), message))
-        total = post.add_up(number, full, streams.counterpart(own_host))
+        total = post.add_up(number, full, streams.counterpart(own_host), dtype)
         post.mark_read(number, patiently=True)
         sums = {own_host: total}
         for host, (work, place, theirs) in arriving.items():

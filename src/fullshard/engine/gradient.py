@@ -7,10 +7,9 @@
                   and its way to the host, if main weights are there
     finish        add to the main gradient, set the sharded parameters' `.grad`      at the end of backward
 
-`full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates.
-
-Where parameters compute in half the width that gradients are summed in, what is made in `full` before autograd hands
-it over is *narrow*: in the second half of its place, and spread out over all of it when it has been handed over.
+`full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. Where the
+reduction casts what it reads (`Collectives.widens`), `full` is in the narrower dtype that parameters compute in, in
+which autograd makes gradients, until a second one is added to one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.parameter import plain_gradients
-from fullshard.engine.uses import Product, add_rows, widen
+from fullshard.engine.uses import Product, add_rows
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
@@ -37,7 +36,7 @@ class Gradient:
     Whoever calls `launch`, `advance` and `finish` has turned autograd off.
 
     Attributes:
-        dtype: in which gradients are collected and summed over ranks.
+        dtype: in which gradients are summed over backwards and ranks.
         main_dtype: in which they are accumulated over micro-batches: the wider of `dtype` and the stored dtype.
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: for each parameter, whether it has appeared since the last `finish`, maybe under `no_sync`.
@@ -55,11 +54,12 @@ class Gradient:
         self.requires_all_reduce = True
         self.has_stepped = False
         self._full: torch.Tensor | None = None
+        widens = bucket.mesh.reduce.widens and torch.promote_types(bucket.compute_dtype, dtype) == dtype
+        self._first_dtype = bucket.compute_dtype if widens else dtype
         self._pieces: Sequence[torch.Tensor] = ()
         self._filled: set[int] = set()
         self._begun: set[int] = set()
         self._lent: set[int] = set()
-        self._narrow: dict[int, torch.Tensor] = {}
         self._reducing: Work | None = None
         self._replicating: Work | None = None
         self._earlier: torch.Tensor | None = None
@@ -73,7 +73,7 @@ class Gradient:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded gradient."""
+        """Bytes of the unsharded gradient in that dtype."""
         return self.bucket.layout.full_numel * self.dtype.itemsize
 
     @property
@@ -101,33 +101,27 @@ class Gradient:
             return False
         parameter.grad = None
         self._add(index, parameter, grad)
-        self._widen(index)
         self.fired.add(index)
         return len(self.fired) >= self.bucket.trainable_count
 
     def takes_uses(self, index: int) -> bool:
         """Whether the sum over a parameter's uses is the same, bit for bit, if they are collected one by one.
 
-        It is not where autograd's sum is rounded in another way, or where a backward before, under `no_sync`, has left
-        something.
+        It is not where autograd's sum is rounded, or where a backward before, under `no_sync`, has left something.
         """
-        return self._can_be_made_here and (index not in self._filled or index in self._begun)
+        return self._is_as_made and (index not in self._filled or index in self._begun)
 
     @property
-    def _is_narrowed(self) -> bool:
-        return self.bucket.compute_dtype.itemsize * 2 == self.dtype.itemsize
-
-    @property
-    def _can_be_made_here(self) -> bool:
-        return self.bucket.compute_dtype == self.dtype or self._is_narrowed
+    def _is_as_made(self) -> bool:
+        """Whether gradients are collected in the dtype that autograd makes them in."""
+        dtype = self._first_dtype if self._full is None else self._full.dtype
+        return dtype == self.bucket.compute_dtype
 
     def take(self, index: int, grad: torch.Tensor | Product) -> bool:
         """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
         if not self.takes_uses(index):
             return False
         self._begun.add(index)
-        if self._is_narrowed and index not in self._filled:
-            self._narrow_place(index)
         self._add(index, self.bucket.slots[index].parameter, grad)
         return True
 
@@ -136,36 +130,15 @@ class Gradient:
 
         `collect` finds it there then, unless autograd has added another use's to it, in other memory.
         """
-        if not self._can_be_made_here or self.has_stepped or index in self._filled or index in self._lent:
+        if not self._is_as_made or self.has_stepped or index in self._filled or index in self._lent:
             return None
-        self._lent.add(index)
-        return self._narrow_place(index) if self._is_narrowed else self._piece(index)
-
-    def _piece(self, index: int) -> torch.Tensor:
         if self._full is None:
             self._begin()
+        self._lent.add(index)
         return self._pieces[index]
-
-    def _narrow_place(self, index: int) -> torch.Tensor:
-        """The second half of parameter `index`'s piece, shape (n,), in the compute dtype."""
-        piece = self._piece(index)
-        place = self._narrow[index] = piece.view(self.bucket.compute_dtype)[piece.numel() :]
-        return place
-
-    def _widen(self, index: int) -> None:
-        """Spread out what is narrow."""
-        narrow = self._narrow.pop(index, None)
-        if narrow is not None and index in self._filled:
-            widen(narrow, self._pieces[index])
-
-    def _widen_all(self) -> None:
-        """Also of uses without the one that autograd hands over."""
-        for index in tuple(self._narrow):
-            self._widen(index)
 
     def end_backward(self) -> None:
         """Forget what appeared in it."""
-        self._widen_all()
         self.fired.clear()
         self._begun.clear()
         self._lent.clear()
@@ -183,35 +156,47 @@ class Gradient:
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
                 hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
             )
-        piece = self._piece(index)
+        if self._full is None:
+            self._begin()
         is_first = index not in self._filled
+        if not is_first and (index not in self._begun or index in self.fired):  # not a part of one of autograd's sums
+            self._widen()
+        piece = self._pieces[index]
         self._filled.add(index)
         self.used[index] = True
-        place = self._narrow.get(index, piece)
         if isinstance(grad, Product):
             if is_first:
-                grad.write(place)
+                grad.write(piece)
                 return
             grad = grad.value()
         if grad.requires_grad:
             grad = grad.detach()  # under create_graph it would bring its graph with it
         if grad.is_sparse:
-            add_rows(place, grad, is_first=is_first)
-        elif index in self._lent and grad.data_ptr() == place.data_ptr():
+            add_rows(piece, grad, is_first=is_first)
+        elif index in self._lent and grad.data_ptr() == piece.data_ptr():
             pass
         elif is_first:
-            place.copy_(grad.reshape(-1))
+            piece.copy_(grad.reshape(-1))
         else:
-            place.add_(grad.reshape(-1))
+            piece.add_(grad.reshape(-1))
 
     def _begin(self) -> torch.Tensor:
         """Memory for the unsharded gradients, and a piece of it for each parameter; zeros between them."""
-        mesh = self.bucket.mesh
-        self._full = mesh.reduce.staging(self.bucket.layout.full_numel, self.dtype, mesh.device)
+        self._full = self._empty(self._first_dtype)
         self._pieces, gaps = self._full_cut.apply(self._full)
         for gap in gaps:
             gap.zero_()
         return self._full
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        mesh = self.bucket.mesh
+        return mesh.reduce.staging(self.bucket.layout.full_numel, dtype, mesh.device)
+
+    def _widen(self) -> None:
+        """Cast what was collected to `dtype`, before something is added to it."""
+        if self._full is not None and self._full.dtype != self.dtype:
+            self._full = self._empty(self.dtype).copy_(self._full)
+            self._pieces, _ = self._full_cut.apply(self._full)
 
     def launch(self) -> None:
         """Reduce what was collected. What was not used counts as zero, so every rank reduces the same shape."""
@@ -220,11 +205,10 @@ class Gradient:
             for index, piece in enumerate(self._pieces):
                 if index not in self._filled:
                     piece.zero_()
-        self._widen_all()
         self.advance()  # an earlier reduction of this bucket in the same backward
         self._full, self._pieces, self._filled = None, (), set()
         self._reducing = self.bucket.mesh.reduce.reduce_scatter(
-            full, tag=self.bucket.tag, divisor=self.divisor, packing=self.bucket.reduce_packing
+            full, tag=self.bucket.tag, divisor=self.divisor, packing=self.bucket.reduce_packing, dtype=self.dtype
         )
 
     def advance(self) -> None:
@@ -321,7 +305,6 @@ class Gradient:
         self._reducing = self._replicating = self._full = self._earlier = None
         self._pieces = ()
         self._filled, self._begun, self._lent, self.fired = set(), set(), set(), set()
-        self._narrow = {}
         self.forget_used()
 
 

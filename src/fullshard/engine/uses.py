@@ -37,7 +37,6 @@ SWITCH = "FULLSHARD_GRADIENTS"
 
 _LARGE_NBYTES = 2**20
 """Copying so many bytes takes longer than what Python does for a node."""
-_WIDENED_AT_ONCE = 1024
 _MAX_NODES = 32
 """Of the part of a graph that a module made and that is looked through for its parameter: a layer's few."""
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
@@ -112,18 +111,6 @@ def add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None
         piece.view(grad.shape).index_add_(0, rows, sums.to(piece.dtype))
     else:
         piece.add_(grad.to_dense().reshape(-1))
-
-
-def widen(narrow: torch.Tensor, piece: torch.Tensor) -> None:
-    """Cast `narrow`, shape (n,) and the second half of the memory of `piece`, shape (n,), into all of it.
-
-    What is written is always before what is still to be read: half of the rest at a time.
-    """
-    start, numel = 0, piece.numel()
-    while (half := (numel - start) // 2) >= _WIDENED_AT_ONCE:
-        piece[start : start + half].copy_(narrow[start : start + half])
-        start += half
-    piece[start:].copy_(narrow[start:].clone())
 
 
 def _is_large_matrix(parameter: torch.Tensor) -> bool:

@@ -160,6 +160,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         peers_at_once=is_cpu and cluster.hosts > 1,
         on_cpu=is_cpu,
         shares_memory=shares_memory,
+        widens=is_cpu and min(layout.shard_size, cluster.per_host) > 1,
     )
     few = dataclasses.replace(job.schedule, accumulation=min(2, job.accumulation))  # they show all there ever is
     memory = memory_of(events if few == step else predict_step(layout, few), setting, ranks_per_host=cluster.per_host)

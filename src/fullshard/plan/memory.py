@@ -144,6 +144,7 @@ class Setting:
         shares_memory: whether the ranks of a shard group are on one host's CPU. Unsharded parameters are then one
             piece of memory for all of them: their main weights, or copies of those that last, in the dtype they
             compute in. Each rank counts its own part.
+        widens: whether reductions cast what they read, so that gradients are collected in the dtype they are made in.
     """
 
     model: ModelShape
@@ -154,10 +155,21 @@ class Setting:
     peers_at_once: bool = False
     on_cpu: bool = False
     shares_memory: bool = False
+    widens: bool = False
 
     def gathered_nbytes(self, unit: UnitLayout) -> int:
         """What unsharding `unit` takes."""
         return 0 if self.shares_memory else unit.gathered_nbytes
+
+    def collected_dtype(self, bucket: BucketPlan) -> str:
+        """In which the unsharded gradient is collected; one that several backwards add to, in that of the sum."""
+        is_added_to = self.job.accumulation > 1 and not self.job.sync_each_micro_batch
+        is_narrower = itemsize(bucket.compute_dtype) < itemsize(bucket.reduce_dtype)
+        return bucket.compute_dtype if self.widens and is_narrower and not is_added_to else bucket.reduce_dtype
+
+    def collected_nbytes(self, bucket: BucketPlan) -> int:
+        """Bytes of the unsharded gradient as it is collected."""
+        return bucket.layout.full_numel * itemsize(self.collected_dtype(bucket))
 
     def copies_nbytes(self, bucket: BucketPlan) -> int:
         """What lasts of a bucket in the dtype it is computed in, besides its main weights."""
@@ -364,7 +376,7 @@ class _Ledger:
             return [self.nbytes]
         if unit.name not in self.collecting:
             self.collecting.add(unit.name)
-            self.now["reduce buffers"] += sum(bucket.reduce_nbytes for bucket in unit.trainable)
+            self.now["reduce buffers"] += sum(self.setting.collected_nbytes(bucket) for bucket in unit.trainable)
         largest = 0 if self._is_product_in_place(unit) else _largest_nbytes(unit)
         if self.setting.on_cpu:
             halves = (b.largest_numel for b in unit.trainable if itemsize(b.compute_dtype) == 2)
@@ -375,7 +387,7 @@ class _Ledger:
         """Whether the first gradient, the tied head's, is computed where it is to be reduced (`engine.uses`)."""
         model = self.setting.model
         has_bias = any(p.shape == (model.vocab,) for p in model.root.parameters)
-        is_exact = all(bucket.compute_dtype == bucket.reduce_dtype for bucket in unit.trainable)
+        is_exact = all(bucket.compute_dtype == self.setting.collected_dtype(bucket) for bucket in unit.trainable)
         return unit is self.root and model.tied and not has_bias and is_exact
 
     def _leave_backward(self) -> None:
@@ -415,7 +427,7 @@ class _Ledger:
         self.now["gradients"] += self._held_nbytes(bucket)
         stays = self.setting.layout.shard_size == 1 or self._stays(bucket)
         moments = [] if stays else [self.nbytes]
-        self.now["reduce buffers"] -= bucket.reduce_nbytes
+        self.now["reduce buffers"] -= self.setting.collected_nbytes(bucket)
         if bucket.main_is_on_host:  # the one before it has left for the host
             self.now["gradients"] -= self.leaving
             self.leaving = bucket.reduced_nbytes
@@ -424,7 +436,8 @@ class _Ledger:
 
     def _stays(self, bucket: BucketPlan) -> bool:
         """Whether the sum is made in this rank's reduce input, which is long."""
-        return self.setting.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES
+        is_cast = self.setting.collected_dtype(bucket) != bucket.reduce_dtype
+        return self.setting.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES and not is_cast
 
     def _held_nbytes(self, bucket: BucketPlan) -> int:
         """What the reduced gradient keeps."""

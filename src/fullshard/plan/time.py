@@ -190,12 +190,12 @@ def _copies(setting: Setting, cluster: Cluster) -> float:
     for bucket in layout.buckets:
         if setting.shares_memory:  # nothing is new, and what is there is not copied
             copied = setting.copies_nbytes(bucket)
-            moved += 2 * (bucket.main_nbytes + copied) if copied else 0
+            moved += bucket.main_nbytes + copied if copied else 0  # backward finds what forward has cast
         elif not bucket.shares_main:
             moved += 2 * (bucket.main_nbytes + bucket.layout.shard_numel * itemsize(bucket.compute_dtype))
             fresh += 2 * _fresh(bucket.full_nbytes)
         if bucket.trainable:
-            moved += bucket.layout.full_numel * itemsize(bucket.compute_dtype) + bucket.reduce_nbytes
+            moved += bucket.layout.full_numel * itemsize(bucket.compute_dtype) + setting.collected_nbytes(bucket)
             fresh += 0 if setting.shares_memory else _fresh(bucket.reduce_nbytes)
     seconds = moved * job.accumulation / (device.memory_bandwidth * device.link_efficiency)
     if device.fresh_bandwidth:
