@@ -6,7 +6,8 @@ Nothing is sent. Each rank writes where its peers read:
                       interval. If ranks compute in the dtype of the main weights, that interval *is* the main weights,
                       and unsharding copies nothing at all; else each rank casts its own into it.
     reduce-scatter    Each rank collects its gradients in memory that the others can read, says where, and adds up its
-                      own interval of everybody's, in rank order, so that the sum is always the same number.
+                      own interval of everybody's, in rank order, so that the sum is always the same number. It casts
+                      what it reads if the sum is to be in a wider dtype.
 
 What remains is to know when. A rank counts how often it has offered and freed each bucket, and how many gradients it
 has posted and read. Main weights change only when no peer can be reading them any more: `settle` waits for that.
