@@ -5,11 +5,13 @@ pytest tests/test_uses.py
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -414,6 +416,43 @@ def test_no_product_is_copied(policy: MixedPrecisionPolicy | None, tenths: int) 
     whole, uses = (run_ranks(large_peak, 2, switch, policy)[0] for switch in ("whole", "uses"))
     print(f"tenths of the weight: {whole} with autograd's products, {uses} with those in the reduce input")
     assert whole >= uses + tenths
+
+
+class Uneven(nn.Module):
+    """Uses one layer or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor, *, takes_first: bool) -> torch.Tensor:
+        return self.first(x) if takes_first else self.second(x)  # type: ignore[no-any-return]
+
+
+def uneven_gradients(comm: str) -> list[list[float] | None]:
+    """Of ranks of which only one adds to what it has collected in half precision, another one in each of two steps."""
+    os.environ["FULLSHARD_COMM"] = comm
+    torch.manual_seed(3)
+    model, rank = Uneven(), dist.get_rank()
+    fully_shard(model, mp_policy=MIXED)
+    found = []
+    for adding in range(2):
+        for last in (False, True):
+            model.set_is_last_backward(last)  # type: ignore[operator]
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * adding + 2 * rank + last))
+            with contextlib.nullcontext() if last else no_sync(model):
+                model(x, takes_first=not last or rank == adding).float().square().mean().backward()
+        found += [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_ranks_that_collect_in_different_dtypes(size: int) -> None:
+    """Reductions read what each rank has, in the dtype it has it in."""
+    shared, gloo = (run_ranks(uneven_gradients, size, comm) for comm in ("auto", "gloo"))
+    assert shared == gloo
+    assert any(values for found in shared for values in found)
 
 
 def check_compiled() -> None:

@@ -39,8 +39,12 @@ _BUFFERS_START = FILE_NBYTES // 4
 _LINE = 8
 """Counters, of 8 bytes each, in a cache line."""
 _MAILBOX_NBYTES = 2**16
+_LETTER = 3
+"""Numbers in one."""
 _LETTERS = 2048
 """Gradients that may be under way; a rank waits for its peers before it posts more."""
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+"""Numbered alike on every rank."""
 MAX_BUFFERS = 2**16
 """Buckets of all models that ever use these collectives."""
 _BLOCK_NBYTES = 256 * 1024
@@ -285,29 +289,29 @@ def _give_back(buffers: Buffers, number: int, start: int, nbytes: int, pid: int)
 class _Mailbox:
     """Where a rank says which of its gradients may be read; at the start of its file.
 
-    Line 0 counts the letters posted, line 1 + r those rank r has read. A letter is (tag, where in the file).
+    Line 0 counts the letters posted, line 1 + r those rank r has read. A letter is (tag, where in the file, dtype).
     """
 
     def __init__(self, memory: mmap.mmap, size: int) -> None:
         numbers = np.frombuffer(memory, dtype=np.int64, count=_MAILBOX_NBYTES // 8)
         self._posted = numbers[:1]
         self.read = numbers[_LINE : _LINE * (1 + size) : _LINE]
-        self._letters = numbers[-2 * _LETTERS :].reshape(_LETTERS, 2)
+        self._letters = numbers[-_LETTER * _LETTERS :].reshape(_LETTERS, _LETTER)
 
     @property
     def posted(self) -> int:
         """Letters so far."""
         return int(self._posted[0])
 
-    def post(self, tag: int, offset: int) -> None:
+    def post(self, tag: int, offset: int, dtype: torch.dtype) -> None:
         """Add one. There must be room."""
-        self._letters[self.posted % _LETTERS] = (tag, offset)
+        self._letters[self.posted % _LETTERS] = (tag, offset, _DTYPES.index(dtype))
         self._posted[0] += 1
 
-    def letter(self, number: int) -> tuple[int, int]:
-        """(tag, offset) of the letter of that number."""
-        tag, offset = self._letters[number % _LETTERS].tolist()
-        return tag, offset
+    def letter(self, number: int) -> tuple[int, int, torch.dtype]:
+        """(tag, offset, dtype) of the letter of that number."""
+        tag, offset, dtype = self._letters[number % _LETTERS].tolist()
+        return tag, offset, _DTYPES[dtype]
 
 
 class Post:
@@ -319,7 +323,7 @@ class Post:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        if _LINE * (1 + peers.size) * 8 > _MAILBOX_NBYTES - 16 * _LETTERS:
+        if _LINE * (1 + peers.size) * 8 > _MAILBOX_NBYTES - _LETTER * 8 * _LETTERS:
             raise OSError(f"no mailbox for {peers.size} ranks")
         nbytes = _MAILBOX_NBYTES + 2 * host_memory_nbytes() // peers.size  # ranks are alike, so each has its part
         self._memories = [peers.map(owner, 0, nbytes) for owner in range(peers.size)]
@@ -340,7 +344,7 @@ class Post:
             offset = self.arena.offset(full) or 0
         self._peers.wait_until(lambda: self._own.posted - int(self._own.read.min()) < _LETTERS)
         number = self._own.posted
-        self._own.post(tag, offset)
+        self._own.post(tag, offset, full.dtype)
         return full, number
 
     def wait_for(self, number: int, tag: int, *, patiently: bool = False) -> None:
@@ -351,7 +355,7 @@ class Post:
         """
         self._peers.wait_until(lambda: all(box.posted > number for box in self._mailboxes), patiently=patiently)
         for source, mailbox in enumerate(self._mailboxes):
-            other, _ = mailbox.letter(number)
+            other, _, _ = mailbox.letter(number)
             if other != tag:
                 rank = self._peers.group_rank(source)
                 raise RuntimeError(f"rank {rank} of the group is in collective {other}, this rank in {tag}")
@@ -381,9 +385,10 @@ class Post:
             return own.to(dtype)
         terms = []
         for source, (mailbox, memory) in enumerate(zip(self._mailboxes, self._memories, strict=True)):
-            start = mailbox.letter(number)[1] + position * own.nbytes
+            _, offset, theirs = mailbox.letter(number)  # one rank may have accumulated what another has not
+            start = offset + position * own.numel() * theirs.itemsize
             there = source != self._peers.rank
-            terms.append(torch.frombuffer(memory, dtype=own.dtype, count=own.numel(), offset=start) if there else own)
+            terms.append(torch.frombuffer(memory, dtype=theirs, count=own.numel(), offset=start) if there else own)
         # Nobody else reads this interval, or the sum.
         nbytes = own.numel() * dtype.itemsize
         if nbytes < LONG_NBYTES:  # where activations were, which backward has freed
@@ -454,22 +459,18 @@ class _Averaging:
 def average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
     """The sum of `terms`, added up in their order, over `divisor`; in the dtype of `into`, which may be one of them."""
     length = _BLOCK_NBYTES // into.itemsize
-    is_wider = into.dtype != terms[0].dtype
-    room = torch.empty_like(into[:length]) if is_wider or len(terms) > 2 else into
+    rooms = torch.empty((3, min(length, into.numel())), dtype=into.dtype)
+
+    def cast(term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        return term if term.dtype == into.dtype else room[: term.numel()].copy_(term)
+
     for start in range(0, into.numel(), length):
         block = into[start : start + length]
         first, second, *others = (term[start : start + length] for term in terms)
-        if is_wider:
-            block.copy_(first)
-            for term in (second, *others):
-                block.add_(room[: block.numel()].copy_(term))
-            if divisor != 1:
-                block.div_(divisor)
-            continue
-        total = room[: block.numel()] if others else block
-        torch.add(first, second, out=total)
+        total = rooms[0, : block.numel()] if others else block
+        torch.add(cast(first, rooms[1]), cast(second, rooms[2]), out=total)
         for other in others:
-            total.add_(other)
+            total.add_(cast(other, rooms[1]))
         if divisor != 1:
             total.div_(divisor)
         if others:
