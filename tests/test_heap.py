@@ -83,3 +83,5 @@ def test_a_sum_in_the_place_of_a_term_is_the_same(ranks: int) -> None:
     halves = [term.bfloat16() for term in terms]
     wider = average(halves, torch.empty(numel), float(ranks))
     assert torch.equal(wider, average([half.float() for half in halves], torch.empty(numel), float(ranks)))
+    mixed = [*halves[:-1], halves[-1].float()]
+    assert torch.equal(average(mixed, mixed[-1], float(ranks)), wider)  # in the place of a term, the others narrower

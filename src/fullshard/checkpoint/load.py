@@ -452,7 +452,9 @@ def _fill(target: _Target, readers: Readers) -> None:
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
     staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
     readers.fill(tensor_bytes(staging), target.kind, target.name, target.record, target.interval, streams=True)
-    if not in_place:
+    if in_place:
+        torch.autograd.graph.increment_version(tensor)  # nothing else tells that it has changed
+    else:
         tensor.copy_(staging)
 
 

@@ -38,7 +38,7 @@ _BUFFERS_START = FILE_NBYTES // 4
 """In rank 0's file: counters and unsharded buckets begin here; before it, each rank's gradients."""
 _LINE = 8
 """Counters, of 8 bytes each, in a cache line."""
-_MAILBOX_NBYTES = 2**16
+_MAILBOX_NBYTES = 2**17
 _LETTER = 3
 """Numbers in one."""
 _LETTERS = 2048
@@ -458,21 +458,24 @@ class _Averaging:
 @torch.no_grad()
 def average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
     """The sum of `terms`, added up in their order, over `divisor`; in the dtype of `into`, which may be one of them."""
-    length = _BLOCK_NBYTES // into.itemsize
-    rooms = torch.empty((3, min(length, into.numel())), dtype=into.dtype)
-
-    def cast(term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        return term if term.dtype == into.dtype else room[: term.numel()].copy_(term)
-
+    length = min(_BLOCK_NBYTES // into.itemsize, into.numel())
+    is_cast = any(term.dtype != into.dtype for term in terms)
+    is_apart = is_cast or len(terms) > 2  # `into` may be a term that is still to be read
+    room = into.new_empty(length if is_apart else 0)
+    cast = into.new_empty(length if is_cast else 0)
     for start in range(0, into.numel(), length):
         block = into[start : start + length]
         first, second, *others = (term[start : start + length] for term in terms)
-        total = rooms[0, : block.numel()] if others else block
-        torch.add(cast(first, rooms[1]), cast(second, rooms[2]), out=total)
+        total = room[: block.numel()] if is_apart else block
+        if is_cast:
+            total.copy_(first)
+            others = [second, *others]
+        else:
+            torch.add(first, second, out=total)
         for other in others:
-            total.add_(cast(other, rooms[1]))
+            total.add_(other if other.dtype == into.dtype else cast[: other.numel()].copy_(other))
         if divisor != 1:
             total.div_(divisor)
-        if others:
+        if is_apart:
             block.copy_(total)
     return into

@@ -25,7 +25,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, ParameterSpec
-from fullshard.engine.gradient import Gradient
+from fullshard.engine.gradient import Gradient, backward_under_way
 from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
@@ -193,8 +193,8 @@ class Bucket:
         host = self.storage.host
         is_outdated = self._compute_shard is not self.main and self._version != self.main._version
         if host is None or not (self.is_gathered_from_host or is_outdated):
-            # Within a backward only: main weights may be changed through `.data`, which nothing counts.
-            is_unchanged = self.unit.schedule.is_in_backward and self._version == self.main._version
+            # Within a backward only: what changes memory past torch, between steps, is not counted.
+            is_unchanged = backward_under_way() != -1 and self._version == self.main._version
             self._version = self.main._version
             self._gathering = self.buffer.gather(
                 self._compute_shard, tag=self.tag, exactly=exactly, is_unchanged=is_unchanged

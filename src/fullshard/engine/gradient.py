@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
 
 
+def backward_under_way() -> int:
+    """The number of the backward that autograd is in, the innermost one; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 class Gradient:
     """The gradient side of a trainable bucket.
 
@@ -58,7 +63,7 @@ class Gradient:
         self._first_dtype = bucket.compute_dtype if widens else dtype
         self._pieces: Sequence[torch.Tensor] = ()
         self._filled: set[int] = set()
-        self._begun: set[int] = set()
+        self._begun: dict[int, int] = {}
         self._lent: set[int] = set()
         self._reducing: Work | None = None
         self._replicating: Work | None = None
@@ -73,7 +78,7 @@ class Gradient:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded gradient in that dtype."""
+        """Bytes of the unsharded gradient in `dtype`, although it may be collected in a narrower one."""
         return self.bucket.layout.full_numel * self.dtype.itemsize
 
     @property
@@ -107,7 +112,8 @@ class Gradient:
     def takes_uses(self, index: int) -> bool:
         """Whether the sum over a parameter's uses is the same, bit for bit, if they are collected one by one.
 
-        It is not where autograd's sum is rounded, or where a backward before, under `no_sync`, has left something.
+        It is not where they are collected in another dtype than autograd adds them up in, or where a backward before,
+        under `no_sync`, has left something.
         """
         return self._is_as_made and (index not in self._filled or index in self._begun)
 
@@ -121,8 +127,8 @@ class Gradient:
         """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
         if not self.takes_uses(index):
             return False
-        self._begun.add(index)
         self._add(index, self.bucket.slots[index].parameter, grad)
+        self._begun[index] = backward_under_way()
         return True
 
     def lend(self, index: int) -> torch.Tensor | None:
@@ -159,7 +165,8 @@ class Gradient:
         if self._full is None:
             self._begin()
         is_first = index not in self._filled
-        if not is_first and (index not in self._begun or index in self.fired):  # not a part of one of autograd's sums
+        is_continued = self._begun.get(index) == backward_under_way() and index not in self.fired
+        if not is_first and not is_continued:  # not a part of the same of autograd's sums
             self._widen()
         piece = self._pieces[index]
         self._filled.add(index)
@@ -304,7 +311,8 @@ class Gradient:
                 work.wait()
         self._reducing = self._replicating = self._full = self._earlier = None
         self._pieces = ()
-        self._filled, self._begun, self._lent, self.fired = set(), set(), set(), set()
+        self._filled, self._lent, self.fired = set(), set(), set()
+        self._begun = {}
         self.forget_used()
 
 

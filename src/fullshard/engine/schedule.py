@@ -57,7 +57,6 @@ class Schedule:
         after_step: called with their number before the first forward after one.
         steppers: step their optimizers in backward.
         is_last_backward: whether the next backward ends an accumulation, so that they may.
-        is_in_backward: whether a backward is under way.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
@@ -70,7 +69,6 @@ class Schedule:
         self.after_step: Callable[[int], None] | None = None
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
         self.is_last_backward = True
-        self.is_in_backward = False
         self._activations = Activations.of(self.units)
         self._has_stepped = False
         self._depth = 0
@@ -80,6 +78,7 @@ class Schedule:
         self._is_verified = self._is_order_verified = False
         self._last_called: Unit | None = None
         self._participants: dict[Unit, None] = {}
+        self._in_backward = False
         self._queued: set[Unit] = set()
         self._queue: deque[tuple[Unit, Bucket]] = deque()
         self._ready: set[Bucket] = set()
@@ -110,7 +109,7 @@ class Schedule:
             unit.abandon_forward()
 
     def _begin_outermost(self) -> None:
-        if self.is_in_backward:
+        if self._in_backward:
             self.reset()  # the last backward ended in an exception
         if self._has_stepped and torch.is_grad_enabled():
             self.steps, self._has_stepped = self.steps + 1, False
@@ -189,9 +188,9 @@ class Schedule:
 
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
-        if not self.is_in_backward:
+        if not self._in_backward:
             self._stepping = self._steppers_at_work()
-            self.is_in_backward = True
+            self._in_backward = True
             # By an order all ranks were seen to share, not by what happened to run or to be alive on this one; without
             # one (a part of the model was called on its own) last forward first.
             participants = list(reversed(self._participants))
@@ -323,7 +322,7 @@ class Schedule:
             for bucket in unit.buckets:
                 if bucket.gradient is not None:
                     bucket.gradient.end_backward()
-        self.is_in_backward = False
+        self._in_backward = False
         self._participants.clear()
         self._last_called = None
         self._queued.clear()

@@ -26,6 +26,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.gradient import backward_under_way
 from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
@@ -274,7 +275,7 @@ class Unit:
         watch_uses(bucket, _take_use, _uncompiled)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        in_backward = _in_backward()
+        in_backward = backward_under_way() != -1
         if not in_backward:
             self.schedule.begin_forward(self)
         self.unshard()
@@ -291,7 +292,7 @@ class Unit:
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        in_backward = _in_backward()
+        in_backward = backward_under_way() != -1
         self.emit(EventKind.FORWARD_END)
         self._ran.add(id(module))
         # Called although forward raised: see always_call.
@@ -537,10 +538,6 @@ def _by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list
 
 def _wants_gradient(unit: Unit) -> bool:
     return any(p.requires_grad for bucket in unit.buckets for p in bucket.sharded_parameters)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _uncompiled(function: Any) -> Any:

@@ -140,6 +140,8 @@ class _Lookup:
         is_compiled = get_eval_frame_callback() is not None  # compiled code takes no such gradient
         if bucket is None or is_compiled or module.scale_grad_by_freq or _is_looked_at(bucket, self._index):
             return
+        if bucket.compute_dtype == torch.float16:  # of which torch adds up no two such gradients
+            return
         is_tied = len(bucket.slots[self._index].owners) > 1
         # Autograd adds the rows to what other uses give one lookup at a time, and so in another order.
         if not is_tied or (bucket.gradient is not None and bucket.gradient.takes_uses(self._index)):

@@ -387,8 +387,8 @@ class _Ledger:
         """Whether the first gradient, the tied head's, is computed where it is to be reduced (`engine.uses`)."""
         model = self.setting.model
         has_bias = any(p.shape == (model.vocab,) for p in model.root.parameters)
-        is_exact = all(bucket.compute_dtype == self.setting.collected_dtype(bucket) for bucket in unit.trainable)
-        return unit is self.root and model.tied and not has_bias and is_exact
+        is_as_made = all(bucket.compute_dtype == self.setting.collected_dtype(bucket) for bucket in unit.trainable)
+        return unit is self.root and model.tied and not has_bias and is_as_made
 
     def _leave_backward(self) -> None:
         """What was kept for the unit whose backward was under way is freed."""
