@@ -458,11 +458,10 @@ class _Averaging:
 @torch.no_grad()
 def average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
     """The sum of `terms`, added up in their order, over `divisor`; in the dtype of `into`, which may be one of them."""
-    length = min(_BLOCK_NBYTES // into.itemsize, into.numel())
+    length = _BLOCK_NBYTES // into.itemsize
     is_cast = any(term.dtype != into.dtype for term in terms)
     is_apart = is_cast or len(terms) > 2  # `into` may be a term that is still to be read
-    room = into.new_empty(length if is_apart else 0)
-    cast = into.new_empty(length if is_cast else 0)
+    room, cast = (into.new_empty(min(length, into.numel()) if wanted else 0) for wanted in (is_apart, is_cast))
     for start in range(0, into.numel(), length):
         block = into[start : start + length]
         first, second, *others = (term[start : start + length] for term in terms)
