@@ -84,6 +84,8 @@ def check_same_as_gloo() -> None:
                 summed = shared.reduce_scatter(one, tag=tag, divisor=3.0, dtype=torch.float32).wait()
                 assert summed.dtype == torch.float32
                 assert torch.equal(summed, gloo.reduce_scatter(one.float(), tag=tag, divisor=3.0).wait())
+                copied = gloo.reduce_scatter(one.clone(), tag=tag, divisor=3.0, dtype=torch.float32).wait()
+                assert torch.equal(summed, copied)
                 # And where one rank has cast already, because it has added to what it collected.
                 mine = one if rank else one.float()
                 summed = shared.reduce_scatter(mine, tag=tag, divisor=3.0, dtype=torch.float32).wait()

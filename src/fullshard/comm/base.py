@@ -77,7 +77,7 @@ class Collectives(Protocol):
         rank: this rank's position in the group.
         size: ranks in the group.
         sends: whether anything is sent at all, so that packing it makes a difference.
-        widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy of it.
+        widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
     """
 
     rank: int
@@ -135,7 +135,8 @@ class Collectives(Protocol):
             tag: see `Collectives`.
             divisor: what the sum is divided by.
             packing: how intervals are sent, if they are.
-            dtype: what the sum is made and returned in, if another than that of `full`; only if `widens`.
+            dtype: what the sum is made and returned in, if another than that of `full`; without `widens`, of a copy
+                of `full` in it.
 
         Returns:
             Work for this rank's S elements of the sum over `divisor`, in memory that does not keep `full` alive.

@@ -45,6 +45,7 @@ class SimulatedCollectives(Collectives):
         dtype: torch.dtype | None = None,
     ) -> Work:
         """Count, and take this rank's own interval for the sum."""
+        full = full.to(dtype or full.dtype)
         own = own_interval(full, self.rank, self.size)
         nbytes = own.nbytes if packing is None else packing.nbytes(own.numel())
         return self._done(own / divisor, nbytes * (self.size - 1))

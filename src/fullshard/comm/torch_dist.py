@@ -142,6 +142,7 @@ class Alone(Collectives):
         dtype: torch.dtype | None = None,
     ) -> Work:
         """`full` is the sum already."""
+        full = full.to(dtype or full.dtype)
         return Done(full.div_(divisor) if divisor != 1 else full)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
@@ -172,6 +173,7 @@ class NativeCollectives(Collectives):
         dtype: torch.dtype | None = None,
     ) -> Work:
         """One reduce-scatter into this rank's interval; packed, one all-to-all and a sum."""
+        full = full.to(dtype or full.dtype)
         if packing is not None:
             return self._reduce_packed(full, tag, divisor, packing)
         own = own_interval(full, self.rank, self.size)
@@ -222,6 +224,7 @@ class GlooCollectives(NativeCollectives):
         dtype: torch.dtype | None = None,
     ) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
+        full = full.to(dtype or full.dtype)
         if packing is not None:
             return self._reduce_packed(full, tag, divisor, packing)
         own = own_interval(full, self.rank, self.size)

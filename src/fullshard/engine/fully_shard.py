@@ -20,6 +20,7 @@ from fullshard.core.events import EventSink
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.engine.activations import check_pages
+from fullshard.engine.gradient import backward_under_way
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, unit_of, units_of
 from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy, Storage, offload_of
@@ -280,7 +281,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             owns them whole (one rank, or NO_SHARD), so that the change cannot be dropped.
     """
     units = units_of(model)
-    if torch._C._current_graph_task_id() != -1 or any(unit.schedule.is_in_forward for unit in units):
+    if backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
         raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
     for unit in units:
         if any(bucket.gather_packing is not None for bucket in unit.buckets):
