@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,26 @@ def test_no_line_is_lost_and_carriage_returns_end_lines(tmp_path: Path) -> None:
     assert {line.removeprefix("[rank 1] ") for line in lines[:-1]} == {"one", "two", "three"}
 
 
+def test_the_launcher_keeps_no_stream_open(tmp_path: Path) -> None:
+    """It may be part of a program that goes on: a notebook, or `plan --calibrate`."""
+    code = """
+        import os
+        from fullshard.launch.local import launch_local
+        opened = []
+        for _ in range(3):
+            assert launch_local("platform", [], nproc=2) == 0
+            opened.append(len(os.listdir("/dev/fd")))
+        assert len(set(opened)) == 1, opened
+    """
+    script = tmp_path / "launches.py"
+    script.write_text(textwrap.dedent(code))
+    command = [sys.executable, "-X", "dev", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1] " in done.stdout
+    assert "unclosed" not in done.stderr
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "terminal", "files"),
@@ -183,8 +204,9 @@ def test_no_line_is_lost_and_carriage_returns_end_lines(tmp_path: Path) -> None:
 def test_tee_and_redirects_as_torchrun_has_them(
     tmp_path: Path, flags: list[str], terminal: set[str], files: set[str]
 ) -> None:
-    script = "import os, sys\nr = os.environ['RANK']\nprint(r + '.out')\nprint(r + '.err', file=sys.stderr)\n"
-    (tmp_path / "say.py").write_text(script)
+    # Each line is written at once: that of the first rank, as it is for the terminal, is not waited for to end.
+    lines = "sys.stdout.write(r + '.out\\n')\nsys.stderr.write(r + '.err\\n')\n"
+    (tmp_path / "say.py").write_text(f"import os, sys\nr = os.environ['RANK']\n{lines}")
     done = launch("--num_processes=2", "--cpu", "--log_dir=logs", *flags, "say.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = {line.removeprefix("[rank 1] ") for line in (done.stdout + done.stderr).splitlines()}

@@ -32,7 +32,7 @@ from fullshard.launch.logs import RankLogs
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
 from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, usable_cpu_count
 from fullshard.launch.rendezvous import LOOPBACK, OneHost, SeveralHosts
-from fullshard.launch.streams import StreamPlan
+from fullshard.launch.streams import STREAMS, StreamPlan
 
 SHUTDOWN_SECONDS = 3
 """How long a process may take to end after a signal before it is killed."""
@@ -274,7 +274,15 @@ class Agent(LocalElasticAgent):
         with _deaf():
             super()._shutdown(death_sig, SHUTDOWN_SECONDS)
             end_descendants(self._groups, spared=self._elsewhere)
+            self._close_files()
             self._logs.drain()
+
+    def _close_files(self) -> None:
+        """Close the ends of streams that torchelastic has opened: it does so only for workers it has to end."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        for stream in (getattr(handler, f"_{name}", None) for handler in handlers.values() for name in STREAMS):
+            if stream is not None:
+                stream.close()
 
 
 def worker_variables(nproc: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:

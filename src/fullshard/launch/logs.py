@@ -49,7 +49,7 @@ class RankLogs(LogsSpecs):
             self.directory = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=plan.directory))
         else:
             self.directory = scratch
-        self._pump = Pump()
+        self._pump: Pump | None = None
         self.variables: dict[str, str] = {}
 
     @property
@@ -59,7 +59,7 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Open what is needed for the workers about to start, and complete their environment."""
-        self._pump = Pump()
+        self._pump = pump = Pump()
         destination = LogsDest()
         for local_rank, environ in envs.items():
             attempt = self.directory / f"attempt_{environ['TORCHELASTIC_RESTART_COUNT']}"
@@ -70,26 +70,25 @@ class RankLogs(LogsSpecs):
             environ |= {**self.variables, "TORCHELASTIC_ERROR_FILE": str(report)}
             prefix = b"[rank %s] " % environ["RANK"].encode() if local_rank else b""
             for stream in STREAMS:
-                path = self._route(local_rank, stream, directory, prefix)
+                path = self._route(pump, local_rank, stream, directory, prefix)
                 (destination.stdouts if stream == "stdout" else destination.stderrs)[local_rank] = path
             destination.error_files[local_rank] = str(report)
-        self._pump.start()
+        pump.start()
         return destination
 
-    def _route(self, local_rank: int, stream: str, directory: Path, prefix: bytes) -> str:
+    def _route(self, pump: Pump, local_rank: int, stream: str, directory: Path, prefix: bytes) -> str:
         to_terminal, to_file = self._plan.of(local_rank, stream)
         path = directory / f"{stream}.log"
         if not to_terminal:
             return str(path)
         if not to_file and not prefix:
             return ""  # torchelastic's word for the terminal itself
-        return self._pump.open(
-            1 if stream == "stdout" else 2, prefix, path.open("ab", buffering=0) if to_file else None
-        )
+        return pump.open(1 if stream == "stdout" else 2, prefix, path.open("ab", buffering=0) if to_file else None)
 
     def drain(self) -> None:
         """Show what the workers, which have ended, have written last."""
-        self._pump.drain()
+        if self._pump is not None:
+            self._pump.drain()
 
 
 @dataclass(slots=True)
