@@ -369,6 +369,7 @@ class Post:
         divisor: float = 1.0,
         *,
         may_keep: bool = False,
+        is_sent: bool = False,
     ) -> torch.Tensor:
         """The sum over the ranks of this host, in their order, of the interval of rank `position` of the group.
 
@@ -379,6 +380,7 @@ class Post:
             dtype: what the sum is made in; that of `full` or a wider one.
             divisor: what the sum is divided by.
             may_keep: whether a long sum may take the place of this rank's own term, and keep `full` alive.
+            is_sent: it is gone soon, and so is made in memory that is used again.
         """
         own = own_interval(full, position, self._peers.num_hosts * self._peers.size)
         if own.numel() == 0:
@@ -391,7 +393,7 @@ class Post:
             terms.append(torch.frombuffer(memory, dtype=theirs, count=own.numel(), offset=start) if there else own)
         # Nobody else reads this interval, or the sum.
         nbytes = own.numel() * dtype.itemsize
-        if nbytes < LONG_NBYTES:  # where activations were, which backward has freed
+        if nbytes < LONG_NBYTES and not is_sent:  # where activations were, which backward has freed
             into = torch.empty(own.numel(), dtype=dtype)
             heap().note(nbytes)
         else:

@@ -380,7 +380,7 @@ class _Reductions:
         post.wait_for(number, tag, patiently=True)
         arriving, leaving = {}, []
         for host in streams.others:
-            theirs = post.add_up(number, full, streams.counterpart(host), dtype)
+            theirs = post.add_up(number, full, streams.counterpart(host), dtype, is_sent=True)
             message = theirs
             if packing is not None:
                 message = post.arena.empty(packing.nbytes(theirs.numel()), torch.uint8)
