@@ -123,6 +123,7 @@ CASES = {
     "gpt2, whose head decides": Case(vocab=8000, optimizer="sgd"),
     "gpt2, whose layers decide": Case(vocab=500, optimizer="sgd"),
     "gpt2, bf16": Case(vocab=8000, precision="bf16", optimizer="sgd-momentum"),
+    "gpt2, accumulation, bf16": Case(vocab=8000, precision="bf16", optimizer="sgd-momentum", accumulation=2),
 }
 QUICK = ("full shard", "grad op", "bf16", "accumulation", "frozen base", "one rank", "gpt2, whose head decides")
 

@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.events import Event, EventKind
+from fullshard.engine.fully_shard import unsharded
 from fullshard.engine.module import units_of
+from fullshard.engine.precision import MixedPrecisionPolicy
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -455,6 +457,28 @@ def check_failure_frees_memory() -> None:
 
 def test_failed_forward_leaves_nothing_unsharded() -> None:
     run_ranks(check_failure_frees_memory, 2)
+
+
+def check_failure_then_new_weights() -> None:
+    """Backward has gathered ahead when it fails; main weights are changed, and looked at."""
+    model: Any = build_sharded(Failing, BLOCKS, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    at_rest = list(model.parameters())
+    run_squared(model, 0, 0)
+    model.fail_in = "backward"
+    with pytest.raises(ArithmeticError):
+        run_squared(model, 1, 0)
+    with torch.no_grad():
+        for parameter in at_rest:
+            parameter.fill_(3)
+    with unsharded(model):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, torch.full_like(parameter, 3)), name
+
+
+@pytest.mark.parametrize("comm", ["gloo", "auto"])
+def test_what_a_failed_backward_gathered_is_not_shown(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    run_ranks(check_failure_then_new_weights, 2)
 
 
 def check_accumulated_gradient_survives() -> None:

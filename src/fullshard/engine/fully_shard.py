@@ -283,6 +283,8 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     units = units_of(model)
     if backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
         raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
+    for schedule in dict.fromkeys(unit.schedule for unit in units):
+        schedule.recover()
     for unit in units:
         if any(bucket.gather_packing is not None for bucket in unit.buckets):
             unit.reshard()  # what was kept is not exact

@@ -109,8 +109,7 @@ class Schedule:
             unit.abandon_forward()
 
     def _begin_outermost(self) -> None:
-        if self._in_backward:
-            self.reset()  # the last backward ended in an exception
+        self.recover()
         if self._has_stepped and torch.is_grad_enabled():
             self.steps, self._has_stepped = self.steps + 1, False
             if self.after_step is not None:
@@ -382,6 +381,11 @@ class Schedule:
             unit.reset()
         self._depth = 0
         self._end_backward()
+
+    def recover(self) -> None:
+        """Between backwards: if the last one ended in an exception, drop what it has left."""
+        if self._in_backward:
+            self.reset()
 
     def before_optimizer_step(self) -> None:
         """Main weights are about to change: nothing gathered from the old ones may be left."""
