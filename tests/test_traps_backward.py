@@ -505,6 +505,26 @@ def test_failed_micro_batch_costs_only_itself() -> None:
     run_ranks(check_accumulated_gradient_survives, 2)
 
 
+def check_cleared_after_failure() -> None:
+    """Micro-batch 1 is reduced, micro-batch 2 fails, `model.zero_grad()` clears what the first has left."""
+    reference = build(Failing)
+    model: Any = build_sharded(Failing, BLOCKS)
+    sharded_step(model, run_squared, 0)
+    model.fail_in = "backward"
+    with pytest.raises(ArithmeticError):
+        run_squared(model, 5, 0)
+    model.fail_in = ""
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in sharded_parameters(model).values())
+    reference_step(reference, run_squared, 1)
+    sharded_step(model, run_squared, 1)
+    assert_same_gradients(model, reference)
+
+
+def test_gradients_are_cleared_after_a_failed_backward() -> None:
+    run_ranks(check_cleared_after_failure, 2)
+
+
 # -- frozen parts -----------------------------------------------------------------------------------------------
 
 

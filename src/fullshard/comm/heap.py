@@ -8,7 +8,8 @@ bytes of new gradients and before a very long one, and are mapped again when the
 And tensors of some MiB get pages of their own, which are gone when the tensor is: glibc would do so only above 32 MiB
 once it has seen tensors that large come and go.
 
-That takes time, about half a millisecond per MiB, and so is only done where it matters: not in small models.
+That takes time, about half a millisecond per MiB, and so is only done where it matters: not in small models, and not
+while the process is smaller than it has been before, as most of a backward is that begins with many activations.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from pathlib import Path
 
 SWITCH = "FULLSHARD_HEAP"
 """Environment variable; `keep` leaves the heap as it is."""
@@ -26,6 +28,8 @@ _OWN_PAGES_NBYTES = 2**21
 """Tensors of so many bytes or more do not go into the heap. Less would save more memory, and take more time."""
 _M_MMAP_THRESHOLD = -3
 """From malloc.h."""
+_KIB = ("VmRSS", "VmHWM")
+"""Resident memory now, and the most there ever was."""
 
 
 class Heap:
@@ -42,16 +46,27 @@ class Heap:
         """A gradient of `nbytes` bytes was allocated."""
         self._grown += nbytes
         if self._grown >= TRIM_NBYTES:
-            self.give_back()
+            self._grown = 0
+            if is_at_peak(TRIM_NBYTES):
+                self.give_back()
 
     def give_back(self) -> None:
         """Give back whole free pages."""
-        self._grown = 0
         if self._set_option is not None:
             self._set_option(_M_MMAP_THRESHOLD, _OWN_PAGES_NBYTES)
             self._set_option = None
         if self._trim is not None:
             self._trim(ctypes.c_size_t(0))
+
+
+def is_at_peak(nbytes: int) -> bool:
+    """Whether `nbytes` more would make this process's resident memory larger than it ever was; True if not known."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name in _KIB}
+        return 1024 * kib["VmRSS"] + nbytes > 1024 * kib["VmHWM"]
+    except (OSError, KeyError):  # not Linux
+        return True
 
 
 @functools.cache

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from fullshard.comm.arena import Arena
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
-from fullshard.comm.heap import TRIM_NBYTES, heap
+from fullshard.comm.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.host_memory import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import GlooCollectives
@@ -85,7 +85,7 @@ class SharedMemoryCollectives(GlooCollectives):
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Collectives.staging`."""
         full = self._post.arena.empty(numel, dtype)
-        if full.nbytes >= TRIM_NBYTES:  # an embedding's and head's: a step is fullest about then
+        if full.nbytes >= TRIM_NBYTES and is_at_peak(full.nbytes):  # an embedding's and head's, where logits were
             heap().give_back()
             self._post.arena.give_back()
         return full

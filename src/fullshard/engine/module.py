@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Self
 
 import torch
@@ -31,6 +31,12 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free this unit's unsharded parameters."""
         _unit(self).reshard()
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As every module has it: sharded parameters, after a backward that failed too."""
+        if hasattr(_unit(self), "schedule"):
+            _unit(self).schedule.recover()
+        return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; False keeps them unsharded, to be reduced by a later backward."""

@@ -24,7 +24,7 @@ from fullshard.core.events import EventKind, EventSink
 from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.agree import check_agreement, describe_structure
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.gradient import Gradient
+from fullshard.engine.gradient import Gradient, backward_under_way
 from fullshard.engine.unit import Call, Unit, UnitState
 
 if TYPE_CHECKING:
@@ -383,8 +383,8 @@ class Schedule:
         self._end_backward()
 
     def recover(self) -> None:
-        """Between backwards: if the last one ended in an exception, drop what it has left."""
-        if self._in_backward:
+        """Drop what a backward that ended in an exception has left: nothing is told of its end."""
+        if self._in_backward and backward_under_way() == -1:
             self.reset()
 
     def before_optimizer_step(self) -> None:
