@@ -70,7 +70,7 @@ def test_holes_are_given_back(switch: str) -> None:
     few, after, between, below = map(int, done.stdout.split())
     print(f"{switch}: {few} MiB before the limit, {after} after, {between} when told to, {below} below the peak")
     assert few <= 8
-    assert below <= 8
+    assert below <= 40  # what is free at its end
     if switch == "trim":
         assert after >= 50 and between >= 50
     else:  # glibc itself gives back what is free at its end
