@@ -5,6 +5,7 @@ pytest tests/test_traps_backward.py
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -523,6 +524,28 @@ def check_cleared_after_failure() -> None:
 
 def test_gradients_are_cleared_after_a_failed_backward() -> None:
     run_ranks(check_cleared_after_failure, 2)
+
+
+def check_watched_backward() -> None:
+    """A thread that lists parameters, and a callback at the end of backward that does, find no failed backward."""
+    reference, model = build(Stack), build_sharded(Stack, BLOCKS)
+
+    def list_parameters() -> None:
+        assert list(model.parameters())
+
+    def look(*_: object) -> None:
+        thread = threading.Thread(target=list_parameters)
+        thread.start()
+        thread.join()
+        torch.autograd.Variable._execution_engine.queue_callback(list_parameters)
+
+    for watched in (reference, model):
+        watched.get_submodule("blocks.1").register_forward_hook(lambda _m, _a, out: (out.register_hook(look), None)[1])
+    assert_trains_alike(model, reference, run_squared, steps=2)
+
+
+def test_parameters_may_be_listed_in_backward() -> None:
+    run_ranks(check_watched_backward, 2)
 
 
 # -- frozen parts -----------------------------------------------------------------------------------------------

@@ -34,8 +34,7 @@ class FSDPModule:
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As every module has it: sharded parameters, after a backward that failed too."""
-        if hasattr(_unit(self), "schedule"):
-            _unit(self).schedule.recover()
+        _unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

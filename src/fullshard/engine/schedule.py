@@ -9,6 +9,7 @@ Ranks must communicate in the same order, whatever happens to be ready first on 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ class Schedule:
         self._last_called: Unit | None = None
         self._participants: dict[Unit, None] = {}
         self._in_backward = False
+        self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
         self._queue: deque[tuple[Unit, Bucket]] = deque()
         self._ready: set[Bucket] = set()
@@ -109,7 +111,9 @@ class Schedule:
             unit.abandon_forward()
 
     def _begin_outermost(self) -> None:
-        self.recover()
+        if self._in_backward:
+            self.reset()  # the last backward ended in an exception
+        self._thread = threading.get_ident()
         if self._has_stepped and torch.is_grad_enabled():
             self.steps, self._has_stepped = self.steps + 1, False
             if self.after_step is not None:
@@ -383,8 +387,11 @@ class Schedule:
         self._end_backward()
 
     def recover(self) -> None:
-        """Drop what a backward that ended in an exception has left: nothing is told of its end."""
-        if self._in_backward and backward_under_way() == -1:
+        """Drop what a backward that ended in an exception has left: nothing is told of its end.
+
+        Only the thread that trains can tell that from a backward under way.
+        """
+        if self._in_backward and backward_under_way() == -1 and threading.get_ident() == self._thread:
             self.reset()
 
     def before_optimizer_step(self) -> None:
