@@ -16,7 +16,7 @@ import torch
 from fullshard.comm.heap import SWITCH, TRIM_NBYTES
 from fullshard.comm.shared_memory import average
 
-HOLES = f"""
+BEGIN = """
 import torch
 from pathlib import Path
 from fullshard.comm.heap import Heap
@@ -27,6 +27,9 @@ def resident() -> int:
 torch.empty(2**23)  # glibc then takes what is shorter from its heap, from the next one on
 torch.ones(2**22).sum()
 heap = Heap()
+"""
+
+HOLES = f"""{BEGIN}
 kept, freed = [], []
 for _ in range(64):
     freed.append(torch.ones(2**18))
@@ -55,6 +58,24 @@ below = before - resident()
 print(few >> 20, most >> 20, between >> 20, below >> 20)
 """
 
+STEPS = f"""{BEGIN}
+def leave_holes(mib: int) -> int:
+    freed, kept = [], []
+    for _ in range(mib):
+        freed.append(torch.ones(2**18))
+        kept.append(torch.ones(2**10))
+    freed.clear()
+    alive.append(kept)
+    before = resident()
+    heap.begin_last_unit()
+    return before - resident() >> 20
+
+alive = []
+results = [leave_holes(128), leave_holes(16)]
+alive.append(torch.ones(2**25))
+print(*results, leave_holes(16))
+"""
+
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no malloc_trim")
 @pytest.mark.parametrize("switch", ["trim", "keep"])
@@ -75,6 +96,28 @@ def test_holes_are_given_back(switch: str) -> None:
         assert after >= 50 and between >= 50
     else:  # glibc itself gives back what is free at its end
         assert after <= 8 and between <= 40
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no malloc_trim")
+@pytest.mark.parametrize("switch", ["trim", "keep"])
+def test_what_grew_is_given_back_before_the_last_unit(switch: str) -> None:
+    """The first time, and when it is 64 MiB or more since the last time."""
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        env=os.environ | {SWITCH: switch, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    first, little, more = map(int, done.stdout.split())
+    print(
+        f"{switch}: {first} MiB of 128 the first time, then {little} of 16, and {more} of 16 with 128 MiB more resident"
+    )
+    assert little <= 2
+    if switch == "trim":
+        assert first >= 120 and more >= 14
+    else:
+        assert max(first, more) <= 2
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

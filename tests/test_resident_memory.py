@@ -11,17 +11,18 @@ from benchmarks.catalog import ROWS
 from benchmarks.record import Job
 from benchmarks.run import run_job
 
-BOUND = 1.50
-"""Of 30 M parameters; 1.43 was measured. What only a step loads, and the allocator's holes, are much beside 304 MiB: of
-124 M parameters it is 1.09 (docs/memory.md)."""
+BOUNDS = {"30m-fp32-1x128": 1.50, "124m-fp32-4x512": 1.12}
+"""1.43 and 1.06 were measured. What only a step loads, and the allocator's holes, are much beside the 304 MiB of 30 M
+parameters. Large activations leave holes that a step must not add to the one before's."""
 
 
 @pytest.mark.full
-@pytest.mark.timeout(200)
-def test_peak_of_a_rank() -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("row", BOUNDS)
+def test_peak_of_a_rank(row: str) -> None:
     """The proportional size over what the imports took, while the model is built and while it is trained."""
     job = Job(
-        row=ROWS["30m-fp32-1x128"],
+        row=ROWS[row],
         engine="fullshard",
         repeat=0,
         ranks=2,
@@ -32,11 +33,11 @@ def test_peak_of_a_rank() -> None:
         device="cpu",
         watch_memory=True,
     )
-    run = run_job(job, 0, timeout=180)
+    run = run_job(job, 0, timeout=380)
     assert run.error is None, run.error
     for rank, result in enumerate(run.ranks):
         memory = result.memory
         for phase, nbytes in (("building", memory.setup_pss_peak_nbytes), ("training", memory.steps_pss_peak_nbytes)):
             ratio = nbytes / run.planned_nbytes
             print(f"rank {rank}, {phase}: {nbytes >> 20} MiB of {run.planned_nbytes >> 20}, {ratio:.2f}")
-            assert 0 < ratio <= BOUND
+            assert 0 < ratio <= BOUNDS[row]

@@ -9,7 +9,9 @@ And tensors of some MiB get pages of their own, which are gone when the tensor i
 once it has seen tensors that large come and go.
 
 That takes time, about half a millisecond per MiB, and so is only done where it matters: not in small models, and not
-while the process is smaller than it has been before, as most of a backward is that begins with many activations.
+while the process is smaller than it has been before, as most of a backward is that begins with many activations. The
+holes it leaves are mostly filled by the next forward. What is not, is given back before the forward's last unit: the
+logits that follow are often the most there is of a step, and holes beside them would make that more with each step.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _OWN_PAGES_NBYTES = 2**21
 """Tensors of so many bytes or more do not go into the heap. Less would save more memory, and take more time."""
 _M_MMAP_THRESHOLD = -3
 """From malloc.h."""
-_KIB = ("VmRSS", "VmHWM")
+_NOW, _MOST = "VmRSS", "VmHWM"
 """Resident memory now, and the most there ever was."""
 
 
@@ -41,6 +43,7 @@ class Heap:
         self._trim = getattr(library, "malloc_trim", None) if is_wanted else None
         self._set_option = library.mallopt if self._trim is not None else None
         self._grown = 0
+        self._full_nbytes = 0
 
     def note(self, nbytes: int) -> None:
         """A gradient of `nbytes` bytes was allocated."""
@@ -49,6 +52,13 @@ class Heap:
             self._grown = 0
             if is_at_peak(TRIM_NBYTES):
                 self.give_back()
+
+    def begin_last_unit(self) -> None:
+        """The last unit of a forward is about to run: give back what a forward did not fill, if that may be much."""
+        now = _resident().get(_NOW, 0)
+        if now >= self._full_nbytes + TRIM_NBYTES:
+            self.give_back()
+            self._full_nbytes = _resident().get(_NOW, 0)
 
     def give_back(self) -> None:
         """Give back whole free pages."""
@@ -61,12 +71,18 @@ class Heap:
 
 def is_at_peak(nbytes: int) -> bool:
     """Whether `nbytes` more would make this process's resident memory larger than it ever was; True if not known."""
+    resident = _resident()
+    return not resident or resident[_NOW] + nbytes > resident[_MOST]
+
+
+def _resident() -> dict[str, int]:
+    """Bytes of resident memory, `_NOW` and `_MOST`; empty where the system does not say."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name in _KIB}
-        return 1024 * kib["VmRSS"] + nbytes > 1024 * kib["VmHWM"]
+        fields = dict(line.split(":", 1) for line in lines)
+        return {name: 1024 * int(fields[name].split()[0]) for name in (_NOW, _MOST)}
     except (OSError, KeyError):  # not Linux
-        return True
+        return {}
 
 
 @functools.cache

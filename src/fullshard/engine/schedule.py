@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.heap import heap
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink
@@ -101,6 +102,8 @@ class Schedule:
         if self._activations is not None:
             self._activations.turn(unit)
         self._forward.append(unit)
+        if 1 < len(self._forward) == len(self._order) and self.mesh.device.type == "cpu":
+            heap().begin_last_unit()
 
     def _abandon_forward(self) -> None:
         """The last forward ended in an interrupt from the keyboard, after which torch calls no hooks."""
