@@ -11,13 +11,13 @@ from benchmarks.catalog import ROWS
 from benchmarks.record import Job
 from benchmarks.run import run_job
 
-BOUNDS = {"30m-fp32-1x128": 1.50, "124m-fp32-4x512": 1.12}
-"""1.43 and 1.06 were measured. What only a step loads, and the allocator's holes, are much beside the 304 MiB of 30 M
+BOUNDS = {"30m-fp32-1x128": 1.50, "124m-fp32-4x512": 1.05}
+"""1.43 and 0.97 were measured. What only a step loads, and the allocator's holes, are much beside the 304 MiB of 30 M
 parameters. Large activations leave holes that a step must not add to the one before's."""
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("row", BOUNDS)
 def test_peak_of_a_rank(row: str) -> None:
     """The proportional size over what the imports took, while the model is built and while it is trained."""
@@ -27,13 +27,13 @@ def test_peak_of_a_rank(row: str) -> None:
         repeat=0,
         ranks=2,
         warmup=1,
-        steps=3,
+        steps=2,
         seed=17,
         lr=1e-3,
         device="cpu",
         watch_memory=True,
     )
-    run = run_job(job, 0, timeout=380)
+    run = run_job(job, 0, timeout=580)
     assert run.error is None, run.error
     for rank, result in enumerate(run.ranks):
         memory = result.memory
