@@ -77,18 +77,23 @@ print(*results, leave_holes(16))
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no malloc_trim")
-@pytest.mark.parametrize("switch", ["trim", "keep"])
-def test_holes_are_given_back(switch: str) -> None:
-    """64 MiB between blocks that stay, once so many bytes have been announced, unless more was resident before."""
+def run(script: str, switch: str) -> list[int]:
+    """What a script prints, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", HOLES],
+        [sys.executable, "-c", script],
         env=os.environ | {SWITCH: switch, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
-    few, after, between, below = map(int, done.stdout.split())
+    return [int(number) for number in done.stdout.split()]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no malloc_trim")
+@pytest.mark.parametrize("switch", ["trim", "keep"])
+def test_holes_are_given_back(switch: str) -> None:
+    """64 MiB between blocks that stay, once so many bytes have been announced, unless more was resident before."""
+    few, after, between, below = run(HOLES, switch)
     print(f"{switch}: {few} MiB before the limit, {after} after, {between} when told to, {below} below the peak")
     assert few <= 8
     assert below <= 40  # what is free at its end
@@ -102,14 +107,7 @@ def test_holes_are_given_back(switch: str) -> None:
 @pytest.mark.parametrize("switch", ["trim", "keep"])
 def test_what_grew_is_given_back_before_the_last_unit(switch: str) -> None:
     """The first time, and when it is 64 MiB or more since the last time."""
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS],
-        env=os.environ | {SWITCH: switch, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    first, little, more = map(int, done.stdout.split())
+    first, little, more = run(STEPS, switch)
     print(
         f"{switch}: {first} MiB of 128 the first time, then {little} of 16, and {more} of 16 with 128 MiB more resident"
     )

@@ -1,4 +1,4 @@
-"""Gives free pages of the allocator's heap back to the system while a backward goes on.
+"""Gives free pages of the allocator's heap back to the system in the course of a step.
 
 Activations and reduced gradients take turns: one goes as the other comes. But the allocator seldom has room for a
 gradient of many MiB where activations were, because what lives longer, optimizer state and the odd small block, lies
@@ -55,6 +55,8 @@ class Heap:
 
     def begin_last_unit(self) -> None:
         """The last unit of a forward is about to run: give back what a forward did not fill, if that may be much."""
+        if self._trim is None:
+            return
         now = _resident().get(_NOW, 0)
         if now >= self._full_nbytes + TRIM_NBYTES:
             self.give_back()
