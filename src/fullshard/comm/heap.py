@@ -43,7 +43,7 @@ class Heap:
         self._trim = getattr(library, "malloc_trim", None) if is_wanted else None
         self._set_option = library.mallopt if self._trim is not None else None
         self._grown = 0
-        self._full_nbytes = 0
+        self._full_nbytes = _resident().get(_NOW, 0)  # first needed in a backward, so about what a forward fills
 
     def note(self, nbytes: int) -> None:
         """A gradient of `nbytes` bytes was allocated."""

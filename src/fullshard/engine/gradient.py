@@ -14,6 +14,8 @@ which autograd makes gradients, until a second one is added to one of them.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -71,7 +73,8 @@ class Gradient:
         self._held: torch.Tensor | None = None
         self._main: torch.Tensor | None = None
         self._rounded: torch.Tensor | None = None
-        self._published: list[tuple[torch.Tensor, int] | None] = []
+        self._published: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
         layout, own = bucket.layout, bucket.layout.rank_interval(bucket.mesh.shard_rank)
         self._full_cut = _Cut(layout, own=Interval(0, layout.full_numel))
         self._shard_cut = _Cut(layout, own=own)
@@ -267,7 +270,7 @@ class Gradient:
                 if grad is not None:
                     shard[part].add_(grad)
             self._main = shard
-            self._published = [None] * len(parameters)
+            self._published, self._versions = [None] * len(parameters), [0] * len(parameters)
         self._rounded = self._main.to(self.bucket.dtype)  # itself, unless the dtypes differ
         pieces, _ = self._shard_cut.apply(self._rounded)
         for index, parameter in enumerate(parameters):
@@ -276,15 +279,14 @@ class Gradient:
                 continue
             if grad is None or self._published[index] is None or self._rounded is not self._main:
                 grad = parameter.grad = pieces[index]
-            self._published[index] = (grad, grad._version)
+            self._published[index], self._versions[index] = grad, grad._version
 
     def published(self, first: int, last: int) -> torch.Tensor | None:
         """Shape (S,): what the `.grad`s of parameters `first` to `last` are views of; None if not all of them are."""
-        parameters = self.bucket.sharded_parameters[first : last + 1]
-        for parameter, published in zip(parameters, self._published[first : last + 1], strict=False):
-            if published is None or parameter.grad is not published[0]:
-                return None
-        return self._rounded if self._published else None
+        published = self._published[first : last + 1]
+        grads = plain_gradients(self.bucket.sharded_parameters[first : last + 1])
+        is_whole = all(map(operator.is_not, published, itertools.repeat(None)))
+        return self._rounded if published and is_whole and all(map(operator.is_, grads, published)) else None
 
     def _is_untouched(self, grads: list[torch.Tensor | None]) -> bool:
         """Whether every `.grad` is the tensor published last, so that the main gradient holds its value.
@@ -292,8 +294,7 @@ class Gradient:
         Where the dtypes differ the published tensor is a rounded copy, so a change in place counts as touched too.
         """
         copied = self.main_dtype != self.bucket.dtype
-        for current, published in zip(grads, self._published, strict=True):
-            grad, version = published if published is not None else (None, 0)
+        for current, grad, version in zip(grads, self._published, self._versions, strict=True):
             if current is not grad or (copied and grad is not None and grad._version != version):
                 return False
         return any(published is not None for published in self._published)
@@ -302,7 +303,7 @@ class Gradient:
         """Give the memory of the main gradient back once the user has set every `.grad` to None."""
         if self._main is not None and all(grad is None for grad in plain_gradients(self.bucket.sharded_parameters)):
             self._main = self._rounded = None
-            self._published = []
+            self._published, self._versions = [], []
 
     def reset(self) -> None:
         """Forget everything collected or under way, after a failed backward. Published `.grad`s stay."""

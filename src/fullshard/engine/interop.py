@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from torch.optim import optimizer as torch_optimizer
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.core.events import EventKind
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import units_of
-from fullshard.engine.optimizer import finish_step, use_segments
+from fullshard.engine.optimizer import are_same, finish_step, use_segments
 from fullshard.engine.optimizer_state import bring_state, send_state
 from fullshard.engine.parameter import ShardedParameter, mesh_of_gradient, sharded_parameter_of
 from fullshard.engine.unit import Unit
@@ -258,32 +259,41 @@ def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParamet
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
 
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-"""What each optimizer held when it was checked last, if it was sharded parameters only."""
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What an optimizer held when it was checked, all of it sharded, and the buckets that is in."""
+
+    parameters: list[torch.Tensor]
+    buckets: list[Bucket]
 
 
-def _check_once(optimizer: torch.optim.Optimizer) -> None:
-    """`check_optimizer`, if the optimizer holds other parameters than the last time."""
-    held = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    known = _checked.get(optimizer, [])
-    if len(held) != len(known) or not all(map(operator.is_, held, known)):
-        check_optimizer(optimizer)
-        if all(isinstance(parameter, ShardedParameter) for parameter in held):  # any other may be sharded later
-            _checked[optimizer] = held
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
+
+
+def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
+    """The buckets that the optimizer updates; checks it first, if it holds other parameters than the last time."""
+    parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    known = _checked.get(optimizer)
+    if known is not None and are_same(parameters, known.parameters):
+        return known.buckets
+    check_optimizer(optimizer)
+    sharded = _sharded_parameters(optimizer)
+    held = _Held(parameters, list(dict.fromkeys(parameter._bucket for parameter in sharded)))
+    if len(sharded) == len(parameters):  # any other may be sharded later
+        _checked[optimizer] = held
+    return held.buckets
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs before every optimizer's step: check it, and drop what was gathered from weights about to change."""
-    _check_once(optimizer)
+    buckets = _checked_buckets(optimizer)
     _seen.add(optimizer)
-    sharded = _sharded_parameters(optimizer)
     if any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
         # Its kernels are launched per parameter, and CUDA refuses a launch for the many slices that are empty.
-        for parameter in sharded:
+        for parameter in _sharded_parameters(optimizer):
             if parameter.numel() == 0:
                 parameter.grad = None
     use_segments(optimizer)
-    buckets = dict.fromkeys(parameter._bucket for parameter in sharded)
     for bucket in buckets:
         bucket.touch()
     schedules = dict.fromkeys(bucket.unit.schedule for bucket in buckets)
@@ -296,7 +306,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
         for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers, which would not wait for a copy
             if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
                 setattr(optimizer, name, value.cpu())
-    bring_state(optimizer)
+    bring_state(optimizer, buckets)
     for schedule in schedules:
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
@@ -305,7 +315,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs after every optimizer's step."""
     finish_step(optimizer)
-    send_state(optimizer)
+    send_state(optimizer, _checked_buckets(optimizer))
 
 
 def _pinned(unit: Unit) -> LifecycleError:

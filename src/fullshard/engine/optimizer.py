@@ -13,10 +13,11 @@ kernels round the last few elements of a tensor differently, so there the same h
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,11 @@ def dissolve_segments(optimizer: optim.Optimizer) -> None:
     init_group = vars(optimizer).get("_init_group")
     if isinstance(init_group, _InitGroup):
         init_group.dissolve(optimizer.state)
+
+
+def are_same(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether two lists hold the same objects; comparing tensors would compare their elements."""
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 class _InitGroup:
@@ -134,8 +140,7 @@ class _Group:
 
     def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the group is among `groups`, with the parameters that it had."""
-        now = self.source["params"]
-        is_same = len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters))
+        is_same = are_same(self.source["params"], self._parameters)
         return is_same and any(self.source is group for group in groups)
 
     def dissolve(self, state: State) -> None:
@@ -179,7 +184,8 @@ class _Segment:
         self._slices = [slice(max(0, part.start - self._start), max(0, part.stop - self._start)) for part in slices]
         self.flat = bucket.main[self._start : self._stop].detach()
         self._state: dict[str, Any] = {}
-        self._published: list[tuple[dict[str, Any], list[Any]]] = []
+        self._entries: list[dict[str, Any]] = []
+        self._values: list[Any] = []
         self._adopt(state)
 
     def _adopt(self, state: State) -> None:
@@ -212,31 +218,32 @@ class _Segment:
         taken = state.pop(self.flat, {})
         self.flat.grad = None
         self._state.update(taken)
-        if len(self._state) != (len(self._published[0][1]) if self._published else 0):
+        if len(self._state) * len(self.parameters) != len(self._values):
             self._publish(state)
 
     def _publish(self, state: State) -> None:
-        self._published = []
-        for parameter, part in zip(self.parameters, self._slices, strict=True):
-            entry = {key: value[part] if value.dim() else value for key, value in self._state.items()}
-            state[parameter] = entry
-            self._published.append((entry, list(entry.values())))
+        self._entries = [
+            {key: value[part] if value.dim() else value for key, value in self._state.items()} for part in self._slices
+        ]
+        self._values = _values_of(self._entries)
+        state.update(zip(self.parameters, self._entries, strict=True))
 
     def is_published(self, state: State) -> bool:
         """Whether the parameters' state is still what was published."""
-        if not self._published:
-            return not any(state.get(parameter) for parameter in self.parameters)
-        for parameter, (entry, values) in zip(self.parameters, self._published, strict=True):
-            now = state.get(parameter)
-            if now is not entry or len(now) != len(values) or not all(map(operator.is_, now.values(), values)):
-                return False
-        return True
+        now = list(map(state.get, self.parameters))
+        if not self._entries:
+            return not any(now)
+        return are_same(now, self._entries) and are_same(_values_of(self._entries), self._values)
 
     def dissolve(self, state: State) -> None:
         """Give every parameter a step count of its own, which they shared."""
         for parameter in self.parameters:
             entry = state.get(parameter, {})
             entry.update({key: value.clone() for key, value in entry.items() if value.dim() == 0})
+
+
+def _values_of(entries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, entries)))
 
 
 def _cut(parameters: Sequence[torch.Tensor], state: State) -> list[_Segment | torch.Tensor]:

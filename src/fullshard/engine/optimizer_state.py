@@ -6,7 +6,7 @@ are views of one piece, and both the optimizer and a checkpoint hold on to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -17,21 +17,22 @@ from fullshard.engine.optimizer import segment_states
 from fullshard.engine.parameter import ShardedParameter
 
 
-def bring_state(optimizer: torch.optim.Optimizer) -> None:
-    """Before a step: copy the state that is on the host to the device that holds the main weights."""
-    _move(optimizer, EventKind.TO_DEVICE)
+def bring_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
+    """Before a step on `buckets`: copy the state that is on the host to the device that holds the main weights."""
+    _move(optimizer, buckets, EventKind.TO_DEVICE)
 
 
-def send_state(optimizer: torch.optim.Optimizer) -> None:
+def send_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
     """After a step: copy the state to the host, whichever of it has been made or loaded on the device."""
-    _move(optimizer, EventKind.TO_HOST)
+    _move(optimizer, buckets, EventKind.TO_HOST)
 
 
-def _move(optimizer: torch.optim.Optimizer, way: EventKind) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-    moving = [(p, p._bucket) for p in parameters if p._bucket.state_visits_device]
-    if not moving:
+def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: EventKind) -> None:
+    visiting = {bucket for bucket in buckets if bucket.state_visits_device}
+    if not visiting:
         return
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    moving = [(p, p._bucket) for p in parameters if p._bucket in visiting]
     owners = {id(parameter): bucket for parameter, bucket in moving}
     memory: dict[int, tuple[Bucket, list[torch.Tensor]]] = {}
     states = [(p, value) for p, _ in moving for value in optimizer.state.get(p, {}).values()]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
 
 
-_PLAIN_GRAD: Any = torch.Tensor.grad
+_descriptor: Any = torch.Tensor.grad
+_plain_grad, _set_plain_grad = _descriptor.__get__, _descriptor.__set__
 _REFERENCE = "_fullshard_sharded_parameter"
 
 
@@ -40,6 +41,7 @@ class ShardedParameter(nn.Parameter):
     """
 
     has_stepped = False
+    __hash__ = object.__hash__  # by identity, as a tensor's, which is Python and asked for with all optimizer state
 
     names: tuple[str, ...]
     global_shape: torch.Size
@@ -89,14 +91,14 @@ class ShardedParameter(nn.Parameter):
                 f"sharded parameter {self.names}: the optimizer has stepped in backward and used its gradient up",
                 hint="leave step_in_backward out to clip, unscale or read gradients; call zero_grad() after step()",
             )
-        return _PLAIN_GRAD.__get__(self)  # type: ignore[no-any-return]
+        return _plain_grad(self)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         # Marked, because torch's clip_grad_norm_ looks at gradients alone and must know that this is only a slice.
         if value is not None:
             value._fullshard_mesh = self._bucket.mesh  # type: ignore[attr-defined]
-        _PLAIN_GRAD.__set__(self, value)
+        _set_plain_grad(self, value)
 
     @property
     def data(self) -> torch.Tensor:
@@ -151,7 +153,7 @@ class ShardedParameter(nn.Parameter):
 
 def plain_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor | None]:
     """Their gradients; None, too, where the optimizer has used one up within backward."""
-    return list(map(_PLAIN_GRAD.__get__, parameters))
+    return list(map(_plain_grad, parameters))
 
 
 def gather_interval(local: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:

@@ -16,7 +16,6 @@ Whoever wants all gradients at once cannot have this. Clipping and loss scaling 
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ from torch import optim
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.interop import check_optimizer
-from fullshard.engine.optimizer import ELEMENT_WISE, dissolve_segments, finish_step, use_segments
+from fullshard.engine.optimizer import ELEMENT_WISE, are_same, dissolve_segments, finish_step, use_segments
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.schedule import Schedule
 
@@ -187,7 +186,7 @@ class Stepper:
         if self._may_have_segments:
             dissolve_segments(optimizer)
             self._may_have_segments = False
-        if sizes == self._sizes and all(map(operator.is_, held, self._held)):
+        if sizes == self._sizes and are_same(held, self._held):
             return
         self._dissolve()
         self._held, self._sizes = held, sizes
