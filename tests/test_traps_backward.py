@@ -657,3 +657,22 @@ def check_unfrozen_in_mixed_unit() -> None:
 
 def test_one_parameter_of_a_frozen_bucket_unfrozen() -> None:
     run_ranks(check_unfrozen_in_mixed_unit, 2)
+
+
+def check_out_of_memory() -> None:
+    model = build_sharded(Stack, BLOCKS)
+    unit = units_of(model)[0]
+    whole = unit.buckets[0].wait_unshard
+
+    def exhausted() -> None:
+        whole()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    unit.buckets[0].wait_unshard = exhausted  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        model(batch(0, 0))
+
+
+def test_running_out_of_memory_is_no_error_of_communication() -> None:
+    """Scripts catch it to try smaller batches."""
+    run_ranks(check_out_of_memory, 1)

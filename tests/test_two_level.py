@@ -341,3 +341,31 @@ def check_other_collective() -> None:
 def test_ranks_in_different_collectives_are_told() -> None:
     """Which are those of one host here; the other host learns that its counterparts have ended."""
     run_hosts(check_other_collective, (2, 2))
+
+
+def check_gone(moment: str) -> tuple[str, float]:
+    """Rank 0 ends while rank 1 computes; when rank 1 begins to communicate, its connection is gone already."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module)
+    model(torch.ones(1, 64)).sum().backward()
+    loss = model(torch.ones(1, 64)).sum()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    start = time.monotonic()
+    with pytest.raises(CommunicationError) as error:
+        if moment == "forward":
+            model(torch.ones(1, 64))
+        else:
+            loss.backward()
+    return str(error.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_a_message_to_a_rank_that_is_gone(moment: str) -> None:
+    """Gloo refuses even to begin it; the error says unit and phase all the same."""
+    message, seconds = run_hosts(check_gone, (1, 1), moment, dies=0)[1]
+    assert "rank 1" in message and "unit" in message
+    assert seconds < 20

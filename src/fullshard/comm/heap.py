@@ -35,7 +35,10 @@ _NOW, _MOST = "VmRSS", "VmHWM"
 
 
 class Heap:
-    """This process's heap, where its C library is glibc; elsewhere nothing happens."""
+    """This process's heap, where its C library is glibc; elsewhere nothing happens.
+
+    It is made when the first model is sharded, and what the process is larger by in a forward counts from then.
+    """
 
     def __init__(self) -> None:
         is_wanted = os.environ.get(SWITCH, "trim") != "keep"
@@ -43,7 +46,7 @@ class Heap:
         self._trim = getattr(library, "malloc_trim", None) if is_wanted else None
         self._set_option = library.mallopt if self._trim is not None else None
         self._grown = 0
-        self._full_nbytes = _resident().get(_NOW, 0)  # first needed in a backward, so about what a forward fills
+        self._full_nbytes = _resident().get(_NOW, 0) if self._trim is not None else 0
 
     def note(self, nbytes: int) -> None:
         """A gradient of `nbytes` bytes was allocated."""

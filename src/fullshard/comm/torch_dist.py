@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -249,16 +250,34 @@ class GlooCollectives(NativeCollectives):
         return [((self.rank + k) % self.size, (self.rank - k) % self.size) for k in range(1, self.size)]
 
 
+class Failed(dist.Work):
+    """A message that could not even be begun, because its rank has ended. Who waits for it learns that."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__()
+        self._error = error
+
+    def wait(self, timeout: object = None) -> NoReturn:
+        """Fail, as waiting for a message does whose rank ends later."""
+        raise self._error
+
+
 def send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> dist.Work:
     """Begin to send to rank `to` of the group."""
-    work = dist.isend(tensor, group=group, tag=tag, group_dst=to)
+    try:
+        work = dist.isend(tensor, group=group, tag=tag, group_dst=to)
+    except RuntimeError as error:
+        return Failed(error)
     assert work is not None  # noqa: S101 -- this rank is in the group
     return work
 
 
 def receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: int) -> dist.Work:
     """Begin to receive from rank `source` of the group."""
-    work = dist.irecv(tensor, group=group, tag=tag, group_src=source)
+    try:
+        work = dist.irecv(tensor, group=group, tag=tag, group_src=source)
+    except RuntimeError as error:
+        return Failed(error)
     assert work is not None  # noqa: S101 -- this rank is in the group
     return work
 

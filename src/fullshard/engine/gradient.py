@@ -25,7 +25,7 @@ from fullshard.comm.base import Work
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
-from fullshard.engine.parameter import plain_gradients
+from fullshard.engine.parameter import are_same, plain_gradients
 from fullshard.engine.uses import Product, add_rows
 
 if TYPE_CHECKING:
@@ -209,13 +209,15 @@ class Gradient:
             self._pieces, _ = self._full_cut.apply(self._full)
 
     def launch(self) -> None:
-        """Reduce what was collected. What was not used counts as zero, so every rank reduces the same shape."""
+        """Reduce what was collected. What was not used counts as zero, so every rank reduces the same shape.
+
+        An earlier reduction in the same backward has been advanced.
+        """
         full = self._begin() if self._full is None else self._full
         if len(self._filled) < len(self._pieces):
             for index, piece in enumerate(self._pieces):
                 if index not in self._filled:
                     piece.zero_()
-        self.advance()  # an earlier reduction of this bucket in the same backward
         self._full, self._pieces, self._filled = None, (), set()
         self._reducing = self.bucket.mesh.reduce.reduce_scatter(
             full, tag=self.bucket.tag, divisor=self.divisor, packing=self.bucket.reduce_packing, dtype=self.dtype
@@ -286,7 +288,7 @@ class Gradient:
         published = self._published[first : last + 1]
         grads = plain_gradients(self.bucket.sharded_parameters[first : last + 1])
         is_whole = all(map(operator.is_not, published, itertools.repeat(None)))
-        return self._rounded if published and is_whole and all(map(operator.is_, grads, published)) else None
+        return self._rounded if is_whole and are_same(grads, published) else None
 
     def _is_untouched(self, grads: list[torch.Tensor | None]) -> bool:
         """Whether every `.grad` is the tensor published last, so that the main gradient holds its value.

@@ -29,9 +29,15 @@ from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import units_of
-from fullshard.engine.optimizer import are_same, finish_step, use_segments
+from fullshard.engine.optimizer import finish_step, use_segments
 from fullshard.engine.optimizer_state import bring_state, send_state
-from fullshard.engine.parameter import ShardedParameter, mesh_of_gradient, sharded_parameter_of
+from fullshard.engine.parameter import (
+    ShardedParameter,
+    are_same,
+    mesh_of_gradient,
+    sharded_parameter_of,
+    sharded_parameters,
+)
 from fullshard.engine.unit import Unit
 
 NEEDS_WHOLE_TENSORS = frozenset(
@@ -143,7 +149,7 @@ def _unscale_grads(
 ) -> dict[torch.device, torch.Tensor]:
     """Torch's unscaling, then agree on whether any rank found an overflow."""
     found = _local_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-    for mesh in dict.fromkeys(p.mesh for p in _sharded_parameters(optimizer)):  # in the same order on every rank
+    for mesh in dict.fromkeys(p.mesh for p in sharded_parameters(optimizer)):  # in the same order on every rank
         if mesh.world_group is None:
             continue
         flag = sum((f.to(mesh.device) for f in found.values()), torch.zeros((), device=mesh.device))
@@ -198,7 +204,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """
     name = type(optimizer).__name__
     names = {cls.__name__ for cls in type(optimizer).__mro__}
-    if names & NEEDS_WHOLE_TENSORS and _sharded_parameters(optimizer):
+    if names & NEEDS_WHOLE_TENSORS and sharded_parameters(optimizer):
         raise OptimizerError(
             f"{name} needs whole tensors and would be wrong on slices without a word",
             hint="use an element-wise optimizer such as AdamW, SGD or Lion",
@@ -255,33 +261,33 @@ def _cut_state(state: dict[str, Any], sharded: ShardedParameter) -> dict[str, An
     return cut
 
 
-def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What an optimizer held when it was checked, all of it sharded, and the buckets that is in."""
+    """What an optimizer held at its last step.
+
+    Attributes:
+        parameters: all of them, if every one was sharded; else none, for the others may be sharded later.
+        buckets: that the sharded ones are in.
+    """
 
     parameters: list[torch.Tensor]
     buckets: list[Bucket]
 
 
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
 
 
 def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
-    """The buckets that the optimizer updates; checks it first, if it holds other parameters than the last time."""
+    """The buckets that the optimizer updates; checks it first, unless it holds what it held at its last step."""
     parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    known = _checked.get(optimizer)
-    if known is not None and are_same(parameters, known.parameters):
+    known = _held.get(optimizer)
+    if known is not None and known.parameters and are_same(parameters, known.parameters):
         return known.buckets
     check_optimizer(optimizer)
-    sharded = _sharded_parameters(optimizer)
-    held = _Held(parameters, list(dict.fromkeys(parameter._bucket for parameter in sharded)))
-    if len(sharded) == len(parameters):  # any other may be sharded later
-        _checked[optimizer] = held
-    return held.buckets
+    sharded = sharded_parameters(optimizer)
+    buckets = list(dict.fromkeys(parameter._bucket for parameter in sharded))
+    _held[optimizer] = _Held(parameters if len(sharded) == len(parameters) else [], buckets)
+    return buckets
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -290,7 +296,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
     _seen.add(optimizer)
     if any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
         # Its kernels are launched per parameter, and CUDA refuses a launch for the many slices that are empty.
-        for parameter in _sharded_parameters(optimizer):
+        for parameter in sharded_parameters(optimizer):
             if parameter.numel() == 0:
                 parameter.grad = None
     use_segments(optimizer)
@@ -315,7 +321,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs after every optimizer's step."""
     finish_step(optimizer)
-    send_state(optimizer, _checked_buckets(optimizer))
+    send_state(optimizer, _held[optimizer].buckets)
 
 
 def _pinned(unit: Unit) -> LifecycleError:

@@ -14,7 +14,6 @@ kernels round the last few elements of a tensor differently, so there the same h
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import ShardedParameter, are_same
 
 SWITCH = "FULLSHARD_OPTIMIZER"
 """Environment variable; `slices` turns segments off."""
@@ -73,11 +72,6 @@ def dissolve_segments(optimizer: optim.Optimizer) -> None:
     init_group = vars(optimizer).get("_init_group")
     if isinstance(init_group, _InitGroup):
         init_group.dissolve(optimizer.state)
-
-
-def are_same(left: Sequence[object], right: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects; comparing tensors would compare their elements."""
-    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 class _InitGroup:

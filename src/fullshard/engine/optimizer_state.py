@@ -14,7 +14,7 @@ from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.offload import Host
 from fullshard.engine.optimizer import segment_states
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import sharded_parameters
 
 
 def bring_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
@@ -31,11 +31,10 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
     visiting = {bucket for bucket in buckets if bucket.state_visits_device}
     if not visiting:
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-    moving = [(p, p._bucket) for p in parameters if p._bucket in visiting]
-    owners = {id(parameter): bucket for parameter, bucket in moving}
+    moving = [parameter for parameter in sharded_parameters(optimizer) if parameter._bucket in visiting]
+    owners = {id(parameter): parameter._bucket for parameter in moving}
     memory: dict[int, tuple[Bucket, list[torch.Tensor]]] = {}
-    states = [(p, value) for p, _ in moving for value in optimizer.state.get(p, {}).values()]
+    states = [(p, value) for p in moving for value in optimizer.state.get(p, {}).values()]
     for parameter, value in (*states, *segment_states(optimizer)):
         if id(parameter) in owners:
             for tensor in _plain_tensors(value):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
 
 
-_descriptor: Any = torch.Tensor.grad
-_plain_grad, _set_plain_grad = _descriptor.__get__, _descriptor.__set__
+_grad_descriptor: Any = torch.Tensor.grad
+_plain_grad, _set_plain_grad = _grad_descriptor.__get__, _grad_descriptor.__set__
 _REFERENCE = "_fullshard_sharded_parameter"
 
 
@@ -41,7 +42,7 @@ class ShardedParameter(nn.Parameter):
     """
 
     has_stepped = False
-    __hash__ = object.__hash__  # by identity, as a tensor's, which is Python and asked for with all optimizer state
+    __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state asks for it
 
     names: tuple[str, ...]
     global_shape: torch.Size
@@ -149,6 +150,16 @@ class ShardedParameter(nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
         """Refused."""
         raise _no_hook(self, "register_post_accumulate_grad_hook")
+
+
+def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
+    """Those that an optimizer holds."""
+    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+
+
+def are_same(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether two lists hold the same objects; comparing tensors would compare their elements."""
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def plain_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor | None]:

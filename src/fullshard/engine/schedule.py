@@ -72,6 +72,7 @@ class Schedule:
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
         self.is_last_backward = True
         self._activations = Activations.of(self.units)
+        self._heap = heap() if mesh.device.type == "cpu" else None
         self._has_stepped = False
         self._depth = 0
         self._order: list[Unit] = []
@@ -102,8 +103,8 @@ class Schedule:
         if self._activations is not None:
             self._activations.turn(unit)
         self._forward.append(unit)
-        if 1 < len(self._forward) == len(self._order) and self.mesh.device.type == "cpu":
-            heap().begin_last_unit()
+        if self._heap is not None and 1 < len(self._forward) == len(self._order):
+            self._heap.begin_last_unit()
 
     def _abandon_forward(self) -> None:
         """The last forward ended in an interrupt from the keyboard, after which torch calls no hooks."""
@@ -258,6 +259,7 @@ class Schedule:
         if not unit.reduce_gradients or not bucket.trainable_count:
             return
         unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
+        self._advance(unit, bucket)  # an earlier reduction of it in the same backward
         gradient.launch()
         self._launched.append((unit, bucket))
         self._waiting[bucket] = unit, len(self._launched)
@@ -281,26 +283,23 @@ class Schedule:
     def _finish(self, unit: Unit, bucket: Bucket, used: bytearray) -> None:
         """Publish a bucket's gradient, and step it if this is the time."""
         del self._waiting[bucket]
-        if not _gradient(bucket).finish(used):
-            return
+        with unit.waiting("reduce"):
+            if not _gradient(bucket).finish(used):
+                return
         self._finished.add(bucket)
         unit.emit(EventKind.REDUCE_DONE)
         if not self._stepping:
             return
-        try:
+        with unit.waiting("step in backward"):
             bucket.buffer.settle()
-        except RuntimeError as error:
-            raise unit.communication_error("step in backward", error) from error
         nbytes = _gradient(bucket).held_nbytes
         has_stepped = [stepper.step(bucket) for stepper in self._stepping]
         if any(has_stepped):
             unit.emit(EventKind.BUCKET_STEP, nbytes)
 
     def _advance(self, unit: Unit, bucket: Bucket) -> None:
-        try:
+        with unit.waiting("reduce"):
             _gradient(bucket).advance()
-        except RuntimeError as error:
-            raise unit.communication_error("reduce", error) from error
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
@@ -357,11 +356,9 @@ class Schedule:
             flags += bytes((has_launched, not has_launched, gradient.is_collecting)) + gradient.used
         if self.mesh.control_group is not None and flags:
             message = torch.frombuffer(flags, dtype=torch.uint8)  # the same memory
-            try:
+            last = self._forward[-1] if self._forward else self.units[-1]
+            with last.waiting("end of backward (the last unit that ran forward)"):
                 dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
-            except RuntimeError as error:
-                last = self._forward[-1] if self._forward else self.units[-1]
-                raise last.communication_error("end of backward (the last unit that ran forward)", error) from error
         used: dict[Bucket, bytearray] = {}
         position = 0
         for unit, bucket in trainable:
@@ -419,10 +416,8 @@ class Schedule:
         for host in {unit.storage.host for unit in self.units if unit.storage.host is not None}:
             host.settle()
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
-            try:
+            with self.units[-1].waiting("after the last reshard"):
                 mesh.gather.settle()
-            except RuntimeError as error:
-                raise self.units[-1].communication_error("after the last reshard", error) from error
 
 
 def _younger_reductions(mesh: Mesh) -> int:

@@ -26,8 +26,8 @@ from torch import optim
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.interop import check_optimizer
-from fullshard.engine.optimizer import ELEMENT_WISE, are_same, dissolve_segments, finish_step, use_segments
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.optimizer import ELEMENT_WISE, dissolve_segments, finish_step, use_segments
+from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameters
 from fullshard.engine.schedule import Schedule
 
 STEPS_IN_PARTS = (*ELEMENT_WISE, optim.Adagrad, optim.ASGD, optim.Rprop)
@@ -66,7 +66,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
             "parameter is not known, so a part of it cannot step alone",
             hint=f"use one of torch.optim's: {', '.join(cls.__name__ for cls in STEPS_IN_PARTS)}",
         )
-    sharded = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    sharded = sharded_parameters(optimizer)
     if not sharded:
         raise OptimizerError(
             f"{name} holds no sharded parameter to step in backward", hint="shard the model before, or use repoint()"
@@ -144,8 +144,7 @@ class Stepper:
     def first_among(self, parameters: set[int]) -> str | None:
         """The name of the first sharded parameter it holds that is among those with these ids."""
         optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        held = (p for group in groups for p in group["params"] if isinstance(p, ShardedParameter))
+        held = [] if optimizer is None else sharded_parameters(optimizer)
         return next((p.name for p in held if id(p) in parameters), None)
 
     # -- in backward --------------------------------------------------------------------------------------------

@@ -168,11 +168,9 @@ class Unit:
                 self._bind(unsharded=True)
             return
         self.issue_unshard(exactly=exactly)
-        try:
+        with self.waiting("unshard"):
             for bucket in self.buckets:
                 bucket.wait_unshard()
-        except RuntimeError as error:
-            raise self.communication_error("unshard", error) from error
         self._move(UnitState.UNSHARDED)
         self._bind(unsharded=True)
         self.emit(EventKind.UNSHARD_READY, self.full_nbytes)
@@ -245,12 +243,9 @@ class Unit:
         if self.schedule.event_sink is not None:
             self.schedule.event_sink(Event(kind, self.name, nbytes, what, bucket))
 
-    def communication_error(self, phase: str, error: Exception) -> CommunicationError:
-        """The same error with rank, unit and phase."""
-        return CommunicationError(
-            f"rank {self.mesh.rank}, unit {self.name!r}, {phase}: {error}",
-            hint="see whether another rank failed first, or took another path through the model",
-        )
+    def waiting(self, phase: str) -> Waiting:
+        """Within it this rank waits for others in that phase."""
+        return Waiting(self, phase)
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -519,6 +514,28 @@ class _InputHook:
                 except BaseException as error:
                     _locate(error, self.unit, "post-backward")
                     raise
+
+
+class Waiting:
+    """Makes what torch raises within, because another rank has ended, an error with rank, unit and phase.
+
+    Running out of memory is no such error: who catches that is to catch it here, too.
+    """
+
+    __slots__ = ("_phase", "_unit")
+
+    def __init__(self, unit: Unit, phase: str) -> None:
+        self._unit, self._phase = unit, phase
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
+            raise CommunicationError(
+                f"rank {self._unit.mesh.rank}, unit {self._unit.name!r}, {self._phase}: {error}",
+                hint="see whether another rank failed first, or took another path through the model",
+            ) from error
 
 
 def _locate(error: BaseException, unit: Unit, phase: str) -> None:
