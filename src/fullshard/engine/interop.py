@@ -281,7 +281,7 @@ def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
     """The buckets that the optimizer updates; checks it first, unless it holds what it held at its last step."""
     parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     known = _held.get(optimizer)
-    if known is not None and known.parameters and are_same(parameters, known.parameters):
+    if known is not None and are_same(parameters, known.parameters):
         return known.buckets
     check_optimizer(optimizer)
     sharded = sharded_parameters(optimizer)
@@ -321,7 +321,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs after every optimizer's step."""
     finish_step(optimizer)
-    send_state(optimizer, _held[optimizer].buckets)
+    held = _held.get(optimizer)
+    if held is not None:  # else the step began before this was imported
+        send_state(optimizer, held.buckets)
 
 
 def _pinned(unit: Unit) -> LifecycleError:
