@@ -84,8 +84,9 @@ class _InitGroup:
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None  # noqa: S101 -- it is calling
-        tensors = self._group(optimizer, group).prepare(optimizer.state)
+        held = self._group(optimizer, group)
         try:
+            tensors = held.prepare(optimizer.state)
             return type(optimizer)._init_group(optimizer, {**group, "params": tensors}, *lists)  # type: ignore[attr-defined]
         finally:
             self.take_states(optimizer.state)
