@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from fullshard.checkpoint import latest_checkpoint
 from fullshard.observe import StepMetrics, read_metrics
 
 pytestmark = pytest.mark.timeout(1500)  # several whole runs, which a busy machine makes slow
@@ -141,9 +142,7 @@ def test_killed_rank_then_resume_equals_the_whole_run(whole: tuple[Path, str], i
 
     The run that is killed saves in the background, the whole one did not.
     """
-    killed_at = _kill_a_rank(
-        _command(inputs, tmp_path, "--async-save"), tmp_path / "metrics.jsonl", after_step=SAVE_EVERY + 2
-    )
+    killed_at = _kill_a_rank(_command(inputs, tmp_path, "--async-save"), tmp_path, after_step=SAVE_EVERY + 2)
     assert killed_at < STEPS
     done = _train(inputs, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -167,14 +166,15 @@ def _trajectory(output: Path) -> list[tuple[int, float, float | None, float, int
     return [numbers(record) for record in read_metrics(output / "metrics.jsonl")]
 
 
-def _kill_a_rank(command: list[str], metrics: Path, *, after_step: int) -> int:
-    """Start a run, kill rank 1 once a step is done, and return the last step the run wrote."""
+def _kill_a_rank(command: list[str], output: Path, *, after_step: int) -> int:
+    """Start a run, kill rank 1 once a step is done and a checkpoint complete, and return the last step it wrote."""
+    metrics = output / "metrics.jsonl"
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environ()
     ) as launcher:
         try:
             deadline = time.monotonic() + 400
-            while _lines(metrics) < after_step:
+            while _lines(metrics) < after_step or latest_checkpoint(output / "checkpoints") is None:
                 assert launcher.poll() is None, launcher.communicate()
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
