@@ -49,12 +49,13 @@ def _serve(tasks: Any, results: Any) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
             )
-            results.put((rank, True, function(*args)))
+            outcome = (rank, True, function(*args))
         except BaseException:
-            results.put((rank, False, traceback.format_exc()))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            outcome = (rank, False, traceback.format_exc())
+        if dist.is_initialized():  # before the caller removes the store's file, or torch ends the process
+            dist.destroy_process_group()
+        results.put(outcome)
+        del outcome
 
 
 class _Pool:
