@@ -114,13 +114,13 @@ def test_holes_are_given_back(switch: str) -> None:
 @pytest.mark.parametrize("switch", ["trim", "keep"])
 def test_what_grew_is_given_back_before_the_last_unit(switch: str) -> None:
     """When it is 64 MiB or more since the last time, or since the heap was first asked for: not in small models."""
-    assert run(SMALL_STEP, switch)[0] <= 2
     first, little, more = run(STEPS, switch)
     print(
         f"{switch}: {first} MiB of 128 the first time, then {little} of 16, and {more} of 16 with 128 MiB more resident"
     )
     assert little <= 2
     if switch == "trim":
+        assert run(SMALL_STEP, switch)[0] <= 2
         assert first >= 120 and more >= 14
     else:
         assert max(first, more) <= 2
