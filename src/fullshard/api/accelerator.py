@@ -22,7 +22,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +49,7 @@ from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.config.schema import ShardingConfig
 from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
+from fullshard.core.paths import local_name, local_path
 from fullshard.engine import (
     ShardedParameter,
     clip_grad_norm_,
@@ -162,7 +162,7 @@ class Accelerator(Gathering):
         self.rng_types = _check_rng_types(rng_types)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None:
-            self.project_configuration.project_dir = os.fspath(project_dir)
+            self.project_configuration.project_dir = local_name(project_dir)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scaler = (
             torch.amp.GradScaler(self.device.type, **handlers.scaler) if self.mixed_precision == "fp16" else None
@@ -529,12 +529,12 @@ class Accelerator(Gathering):
         """Write the whole model as safetensors into a directory, with its config if it has one. A collective."""
         if not safe_serialization:
             raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
-        saving.save_model(model, Path(save_directory), max_shard_size, self.process.environment)
+        saving.save_model(model, local_path(save_directory), max_shard_size, self.process.environment)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object on the main process: `torch.save`, or safetensors for a dict of tensors; never half of it."""
         if self.is_main_process:
-            saving.save_object(obj, Path(f), safe=safe_serialization)
+            saving.save_object(obj, local_path(f), safe=safe_serialization)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The model itself: it was sharded in place. A module made by `torch.compile` is unwrapped if asked.

@@ -17,6 +17,7 @@ from torch import nn
 
 from fullshard.comm.mesh import Mesh, default_device, init_mesh
 from fullshard.core.errors import CommunicationError
+from fullshard.core.paths import local_path
 from fullshard.engine import shard_model
 from fullshard.launch.local import launch_local
 from fullshard.launch.worker import run_worker
@@ -41,6 +42,7 @@ def calibrate(path: Path, *, nproc: int | None = None) -> Device:
     Raises:
         CommunicationError: the measuring processes failed; what they said is on standard error.
     """
+    path = local_path(path)
     device = default_device()
     if nproc is None:
         nproc = 2 if device.type == "cpu" else torch.accelerator.device_count()

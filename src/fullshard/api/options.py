@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_name
 
 
 class DistributedType(StrEnum):
@@ -79,7 +80,9 @@ class ProjectConfiguration:
     async_save: bool = False
 
     def __post_init__(self) -> None:
-        self.logging_dir = self.logging_dir or self.project_dir
+        if self.project_dir is not None:
+            self.project_dir = local_name(self.project_dir)
+        self.logging_dir = self.project_dir if self.logging_dir is None else local_name(self.logging_dir)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, is_for_other
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
 from fullshard.checkpoint.torch_format import PendingTorchFormat
 from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
 
 _WHOLE = "model"
@@ -102,10 +103,10 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | None) -> tuple[P
     if config.automatic_checkpoint_naming:
         if config.project_dir is None:
             raise ConfigError("automatic_checkpoint_naming needs a project_dir")
-        return Path(config.project_dir) / "checkpoints" / f"checkpoint_{config.iteration}", False
+        return local_path(config.project_dir) / "checkpoints" / f"checkpoint_{config.iteration}", False
     if output_dir is None:
         raise ConfigError("save_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")
-    path = Path(output_dir)
+    path = local_path(output_dir)
     foreign = _foreign_entries(path)
     if foreign:
         raise CheckpointError(
@@ -123,13 +124,13 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | None) -> Path
         CheckpointError: there is no checkpoint.
     """
     if input_dir is not None:
-        path = Path(input_dir)
+        path = local_path(input_dir)
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint at {path}")
         return path
     if not (config.automatic_checkpoint_naming and config.project_dir):
         raise ConfigError("load_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")
-    base = Path(config.project_dir) / "checkpoints"
+    base = local_path(config.project_dir) / "checkpoints"
     newest = checkpoint.latest_checkpoint(base)
     if newest is None:
         raise CheckpointError(f"there is no complete checkpoint under {base}")

@@ -10,6 +10,7 @@ from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, part_paths, rea
 from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX, remove_directory
 from fullshard.checkpoint.verify import part_problems, quick_problems, verify_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.paths import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def latest_checkpoint(root: str | Path, *, thorough: bool = False) -> Path | Non
     Returns:
         Its path, or None if there is none.
     """
-    for directory, parts in _newest_first(Path(root)):
+    for directory, parts in _newest_first(local_path(root)):
         problems = _problems(parts, thorough=thorough)
         if not problems:
             return directory

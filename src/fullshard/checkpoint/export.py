@@ -32,6 +32,7 @@ from fullshard.checkpoint.storage import (
 )
 from fullshard.checkpoint.tensors import LocalTensor, dtype_name, local_buffers, local_parameters, rest, tensor_bytes
 from fullshard.core.errors import CheckpointError
+from fullshard.core.paths import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def export_hf(
         ConfigError: `max_shard_size` or `dtype` that cannot be understood.
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
-    final = Path(path).absolute()
+    final = local_path(path).absolute()
     ranks = Ranks.of(model)
     export_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
     temp = temp_directory(final, export_id)

@@ -52,6 +52,7 @@ from fullshard.checkpoint.values import decode_value
 from fullshard.checkpoint.verify import pieces_of, quick_problems
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
+from fullshard.core.paths import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def load_checkpoint(
         CheckpointError: on every rank, if any rank found the checkpoint damaged or not to match. What differs is
             listed in full before anything changed; damaged bytes may be found when part of the model is loaded.
     """
-    directory, optimizer = Path(path).absolute(), unwrapped(optimizer)
+    directory, optimizer = local_path(path).absolute(), unwrapped(optimizer)
     ranks = Ranks.of(model)
     opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory))
     data = ranks.broadcast_bytes(opened or b"")

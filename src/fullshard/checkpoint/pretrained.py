@@ -25,6 +25,7 @@ from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_param
 from fullshard.checkpoint.weight_files import StoredWeights, read_elements, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError
 from fullshard.core.layout import Interval
+from fullshard.core.paths import local_path
 from fullshard.engine.fully_shard import meta_parameters
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.engine.module import clean_name, join
@@ -269,7 +270,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
         CheckpointError: names or shapes that differ (nothing has changed then), or a file that cannot be read.
     """
     rest(model)
-    directory = Path(directory)
+    directory = local_path(directory)
     tensors = dict(stored_tensors(directory))
     found: list[tuple[LocalTensor, StoredWeights]] = []
     problems = []
@@ -407,7 +408,7 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
     Raises:
         CheckpointError: a path that does not exist.
     """
-    path = Path(name_or_path)
+    path = local_path(name_or_path)
     if path.is_dir():
         return path
     if path.exists() or path.is_absolute() or str(name_or_path).startswith("."):

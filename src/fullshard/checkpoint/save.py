@@ -36,6 +36,7 @@ from fullshard.checkpoint.storage import (
     write_file,
 )
 from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def prepare_save(
         raise ConfigError(
             f"total_limit = {total_limit} would keep no checkpoint", hint="use 1 or more, or None for all"
         )
-    final = Path(path).absolute()
+    final = local_path(path).absolute()
     ranks = Ranks.of(model)
     save_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
     temp = temp_directory(final, save_id)
@@ -205,7 +206,7 @@ def prepare_parts(
         total_limit: checkpoints beside it to keep, as for `save_checkpoint`.
         overwrite: replace `path` if it exists.
     """
-    final = Path(path).absolute()
+    final = local_path(path).absolute()
     ranks = Ranks.of(next(iter(parts.values()))["model"])
     save_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
     temp = temp_directory(final, save_id)

@@ -22,6 +22,7 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.resharding import Piece, coverage_problems
 from fullshard.checkpoint.storage import TensorFileReader, size_problem
 from fullshard.core.errors import CheckpointError
+from fullshard.core.paths import local_path
 from fullshard.core.sizes import format_nbytes
 
 
@@ -70,7 +71,7 @@ def verify_checkpoint(path: str | Path) -> Verification:
     Returns:
         The findings; damage is not an exception here, see `Verification.raise_if_damaged`.
     """
-    directory = Path(path)
+    directory = local_path(path)
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
@@ -90,10 +91,10 @@ def verify_parts(path: str | Path) -> list[Verification]:
 
     Of a `checkpoint-N` of Trainer's it is the checkpoint inside.
     """
-    path = trainer_state(Path(path))
-    found = [verify_checkpoint(part) for part in part_paths(Path(path)) or [Path(path)]]
+    path = trainer_state(local_path(path))
+    found = [verify_checkpoint(part) for part in part_paths(path) or [path]]
     problems = part_problems([(one.path, one.manifest) for one in found if one.manifest is not None])
-    return [*found, Verification(Path(path), tuple(problems), 0, 0, None)] if problems else found
+    return [*found, Verification(path, tuple(problems), 0, 0, None)] if problems else found
 
 
 def part_problems(parts: Sequence[tuple[Path, Manifest]]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.cli.options import path_word
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
 
@@ -29,8 +30,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint of any known kind; the kind is found out and printed.")]
-_Output = Annotated[Path, typer.Argument(help="Directory to create. It appears when it is complete.")]
+_Checkpoint = Annotated[
+    Path, typer.Argument(help="A checkpoint of any known kind; the kind is found out and printed.", parser=path_word)
+]
+_Output = Annotated[Path, typer.Argument(help="Directory to create. It appears when it is complete.", parser=path_word)]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Dtype = Annotated[str | None, typer.Option(help="Store floating-point weights as this: float32, bfloat16, float16.")]
@@ -40,7 +43,9 @@ _Index = Annotated[int, typer.Option(min=0, help="Which model of an Accelerate c
 _MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such as 5GB (10**9) or 5GiB (2**30).")]
 _ConfigFrom = Annotated[
     Path | None,
-    typer.Option(help="Directory to copy config.json and the tokenizer from. Default: the checkpoint itself."),
+    typer.Option(
+        help="Directory to copy config.json and the tokenizer from. Default: the checkpoint itself.", parser=path_word
+    ),
 ]
 
 
@@ -76,7 +81,9 @@ def inspect(
 
 @app.command()
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of ours.")], *, as_json: _Json = False
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of ours.", parser=path_word)],
+    *,
+    as_json: _Json = False,
 ) -> None:
     """Read every byte and prove it. Exit code 0: whole; 1: damaged, with all that is wrong."""
     from fullshard.checkpoint.verify import verify_parts
@@ -96,7 +103,7 @@ def verify(
 @app.command()
 def diff(
     a: _Checkpoint,
-    b: Annotated[Path, typer.Argument(help="Another one, of any kind.")],
+    b: Annotated[Path, typer.Argument(help="Another one, of any kind.", parser=path_word)],
     *,
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave optimizer state out.")] = False,
     as_json: _Json = False,
@@ -215,7 +222,7 @@ def import_(
 
 @app.command()
 def prune(
-    directory: Annotated[Path, typer.Argument(help="Directory that checkpoints are saved into.")],
+    directory: Annotated[Path, typer.Argument(help="Directory that checkpoints are saved into.", parser=path_word)],
     *,
     keep: Annotated[int, typer.Option(min=1, help="How many whole checkpoints to keep, the newest.")],
     thorough: Annotated[bool, typer.Option("--thorough", help="Read every byte before one counts as whole.")] = False,

@@ -11,12 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.cli.options import RawCommand
+from fullshard.cli.options import RawCommand, path_word
 from fullshard.core.errors import ConfigError
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-_Output = Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.")]
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.", parser=path_word)
+]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")]
 
 
@@ -46,7 +48,9 @@ def default(output: _Output = None, overwrite: _Overwrite = False) -> None:
 
 
 @app.command("check")
-def check(files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of any dialect.")]) -> None:
+def check(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of any dialect.", parser=path_word)],
+) -> None:
     """Read files and say what becomes of each key; exit code 2 if one of them would be refused."""
     bad = 0
     for file in files:
@@ -65,7 +69,7 @@ def check(files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="F
 
 @app.command("convert")
 def convert(
-    file: Annotated[Path, typer.Argument(help="A file of any dialect.")],
+    file: Annotated[Path, typer.Argument(help="A file of any dialect.", parser=path_word)],
     to: Annotated[Form, typer.Option(help="Whose YAML to write.")],
     output: _Output = None,
     overwrite: _Overwrite = False,

@@ -20,6 +20,7 @@ from fullshard.config.load import load_environment, load_file
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.schema import SECTIONS, RunConfig
 from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_path
 from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
 from fullshard.launch.processes import usable_cpu_count
 from fullshard.launch.slurm import read_allocation
@@ -113,7 +114,9 @@ def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
 
 def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
     directory = plan.launch.log_dir
-    return StreamPlan(None if directory is None else Path(directory), line.option("tee"), line.option("redirects"))
+    return StreamPlan(
+        None if directory is None else local_path(directory), line.option("tee"), line.option("redirects")
+    )
 
 
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:

@@ -7,13 +7,20 @@ from typing import Annotated
 
 import typer
 
+from fullshard.cli.options import path_word
+
 
 def merge(
     base: Annotated[str, typer.Argument(help="The model the adapter was trained on: a directory or a hub name.")],
     adapter: Annotated[
-        Path, typer.Argument(help="The adapter: a directory of PEFT's, or a checkpoint of Trainer's that holds one.")
+        Path,
+        typer.Argument(
+            help="The adapter: a directory of PEFT's, or a checkpoint of Trainer's that holds one.", parser=path_word
+        ),
     ],
-    output: Annotated[Path, typer.Argument(help="Directory to create. It appears when it is complete.")],
+    output: Annotated[
+        Path, typer.Argument(help="Directory to create. It appears when it is complete.", parser=path_word)
+    ],
     *,
     dtype: Annotated[
         str | None, typer.Option(help="Store floating-point weights as this: float32, bfloat16, float16.")

@@ -5,13 +5,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_path
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+
+def path_word(text: str) -> Path:
+    """The `parser` of every argument and option that is a path."""
+    try:
+        return local_path(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 class RawCommand(TyperCommand):
@@ -49,7 +61,8 @@ def _option(name: str, field: Any) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     if field.annotation is bool:
         flag += "/--no-" + name.replace("_", "-")
-    option = typer.Option(flag, help=f"{field.description}.")
+    parser = path_word if field.annotation is Path else None
+    option = typer.Option(flag, help=f"{field.description}.", parser=parser)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[field.annotation, option]
     )

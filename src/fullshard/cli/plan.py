@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.options import options_from
+from fullshard.cli.options import options_from, path_word
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
 
@@ -33,7 +33,8 @@ Devices = Annotated[
     typer.Option("--devices", "-d", help="How many of what: 8xH100, 1024xA100-80, 2xCPU", show_default=False),
 ]
 Config = Annotated[
-    Path | None, typer.Option(help="Plan this file as it is (any dialect `fullshard launch` reads); flags win")
+    Path | None,
+    typer.Option(help="Plan this file as it is (any dialect `fullshard launch` reads); flags win", parser=path_word),
 ]
 Shape = Annotated[int | None, typer.Option(min=1, help="With a number of parameters: its shape")]
 
@@ -48,11 +49,16 @@ def plan(
     config: Config = None,
     auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits; or --strategy auto")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this .png, .svg or .pdf")] = None,
-    write: Annotated[Path | None, typer.Option(help="Write the configuration that `fullshard launch` runs")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this .png, .svg or .pdf", parser=path_word)] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the configuration that `fullshard launch` runs", parser=path_word)
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file")] = False,
     calibrate: Annotated[
-        Path | None, typer.Option(help="Measure this machine into FILE.json, which --devices 2xFILE.json then names")
+        Path | None,
+        typer.Option(
+            help="Measure this machine into FILE.json, which --devices 2xFILE.json then names", parser=path_word
+        ),
     ] = None,
     layers: Shape = None,
     hidden: Shape = None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from fullshard.config.origin import Entry, Origin
 from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_path
 
 
 def read_document(path: str | Path) -> tuple[Entry, ...]:
@@ -18,7 +19,7 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
     Raises:
         ConfigError: the file is missing, unreadable, empty, not valid, has a key twice, or holds no mapping.
     """
-    path = Path(path)
+    path = local_path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, a configuration is a file", hint="name the file in it")
     try:

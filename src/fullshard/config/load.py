@@ -16,6 +16,7 @@ from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.native import NATIVE
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.transformers import TRANSFORMERS, read_fsdp_words
+from fullshard.core.paths import local_path
 
 FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS)
 """What a file may be written in. Where a file reads equally well in two, the first is taken."""
@@ -27,7 +28,8 @@ def load_file(path: str | Path) -> Reading:
     Raises:
         ConfigError: the file cannot be read as a mapping. Faults of keys and values are in the reading's problems.
     """
-    return _read(read_document(path), Path(path).parent)
+    path = local_path(path)
+    return _read(read_document(path), path.parent)
 
 
 def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_config") -> Reading:
@@ -127,7 +129,7 @@ def _read(entries: tuple[Entry, ...], directory: Path) -> Reading:
     further = reading.entries.get("deepspeed_config_file")
     if further is not None and further.value:
         # As Accelerate has it, relative to where one stands; beside the file is tried too.
-        path = Path(str(further.value))
+        path = local_path(str(further.value))
         reading.add(DEEPSPEED.read(read_document(path if path.exists() else directory / path)))
         reading.find_contradictions()
     return reading

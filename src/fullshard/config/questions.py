@@ -15,6 +15,7 @@ from fullshard.config.hardware import Hardware
 from fullshard.config.schema import SECTIONS, RunConfig
 from fullshard.config.settings import SettingsError, plain_message
 from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_path
 from fullshard.core.sizes import GIB
 
 Settings = Mapping[str, Any]
@@ -294,7 +295,7 @@ def _wraps(answers: Answers) -> Sequence[Choice]:
 
 
 def _read_path(text: str, _: Answers) -> Path:
-    path = Path(text.strip()).expanduser()
+    path = local_path(text.strip())
     if not text.strip() or path.is_dir():
         raise ValueError(f"expected the name of a file, got {text!r}")
     if path.suffix not in (".yaml", ".yml"):

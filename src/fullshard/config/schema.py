@@ -20,6 +20,7 @@ from pydantic import Field, field_validator, model_validator
 from fullshard.config.settings import CombinationError, Settings, plain_message
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
+from fullshard.core.paths import local_path
 from fullshard.core.strategy import STRATEGIES, Axis, Strategy, parse_strategy
 
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
@@ -457,6 +458,13 @@ class LaunchConfig(Settings):
 
     debug: bool = False
     """Whether collectives are checked against one another while running (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+
+    @field_validator("log_dir")
+    @classmethod
+    def _is_local(cls, value: str | None) -> str | None:
+        if value is not None:
+            local_path(value)  # as written it goes on: `~` is the home of the host that starts the processes
+        return value
 
     @field_validator("gpu_ids", mode="before")
     @classmethod

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from fullshard.core.errors import MissingExtraError
+from fullshard.core.paths import local_path
 from fullshard.observe.files import write_text
 from fullshard.observe.metrics import StepMetrics
 
@@ -85,6 +86,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, *, last_step: int = 0) -> None:
+        path = local_path(path)
         kept = [metrics.to_json() + "\n" for metrics in read_metrics(path) if metrics.step <= last_step]
         write_text(path, "".join(kept))
         self._file = path.open("a", encoding="utf-8")
@@ -129,7 +131,7 @@ class TensorboardSink:
             module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise MissingExtraError("tensorboard", extra="track", purpose="writing TensorBoard events") from error
-        self._writer = module.SummaryWriter(str(directory), purge_step=last_step + 1 if last_step else None)
+        self._writer = module.SummaryWriter(str(local_path(directory)), purge_step=last_step + 1 if last_step else None)
 
     def write(self, metrics: StepMetrics) -> None:
         """Add the step's scalars."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_path
 
 GB = 10**9
 TERA = 10**12
@@ -130,7 +131,7 @@ def find_device(name: str) -> Device:
         ConfigError: neither; with suggestions.
     """
     if name.endswith(".json"):
-        return read_calibration(Path(name))
+        return read_calibration(local_path(name))
     by_key = {_key(known): known for known in DEVICES} | _ALIASES
     found = by_key.get(_key(name))
     if found is None:

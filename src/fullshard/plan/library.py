@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_path
 from fullshard.core.sizes import format_count, round_up
 from fullshard.plan.families import from_config
 from fullshard.plan.shapes import ModelShape
@@ -99,7 +100,7 @@ def load_config(text: str) -> dict[str, Any] | None:
 
 
 def _configuration(text: str) -> tuple[str | None, dict[str, Any]]:
-    path = Path(text)
+    path = local_path(text)
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
+from fullshard.core.paths import local_name
 from fullshard.core.strategy import Axis, parse_strategy
 
 
@@ -150,6 +152,11 @@ class TrainArguments(BaseModel):
     def to_json(self) -> str:
         """The arguments as text that `read` takes from a file."""
         return self.model_dump_json(indent=2) + "\n"
+
+    @field_validator("model", "data", "resume", "output_dir", mode="before")
+    @classmethod
+    def _on_this_host(cls, value: Any) -> Any:
+        return local_name(value) if isinstance(value, str | os.PathLike) else value
 
     @field_validator("strategy")
     @classmethod

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.paths import local_name
 
 
 @dataclass
@@ -185,6 +186,14 @@ def _parse(values: dict[str, Any], config: type) -> SFTArguments:
         raise ConfigError(
             "merge_dir without adapters: there is nothing to merge", hint="the whole model is saved to output_dir"
         )
+    for group, names in (
+        (model, ("model_name_or_path", "merge_dir")),
+        (data, ("dataset_name",)),
+        (training, ("output_dir", "resume_from_checkpoint")),
+    ):
+        for name in names:
+            if (written := getattr(group, name)) is not None:
+                setattr(group, name, local_name(written))
     return SFTArguments(model, data, training)
 
 

@@ -13,6 +13,7 @@ from fullshard.checkpoint.offline.source import Source
 from fullshard.checkpoint.offline.torch_state import INDEX_NAME, bin_files, open_torch_state
 from fullshard.checkpoint.offline.xla import is_rank_file, open_xla, rank_files
 from fullshard.core.errors import CheckpointError
+from fullshard.core.paths import local_path
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
@@ -28,7 +29,7 @@ def open_source(path: str | Path, *, optimizer: bool = True, index: int = 0) -> 
     Raises:
         CheckpointError: nothing here that is known, or a checkpoint that is damaged.
     """
-    path = Path(path)
+    path = local_path(path)
     if path.is_file():
         if is_rank_file(path):
             return open_xla(path.parent, rank_files(path.parent), optimizer=optimizer)

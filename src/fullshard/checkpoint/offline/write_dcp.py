@@ -28,6 +28,7 @@ from fullshard.checkpoint.offline.source import Kind, Source, chunks, dtype_of
 from fullshard.checkpoint.storage import committed_directory
 from fullshard.checkpoint.values import decode_value
 from fullshard.core.errors import CheckpointError
+from fullshard.core.paths import local_path
 
 Layout = Literal["accelerate", "torch", "torchtitan"]
 
@@ -72,7 +73,7 @@ def write_dcp(
         reference = _reference("model", name, record, dtype if dtype_of(record).is_floating_point else None)
         model |= dict.fromkeys((name, *record.aliases), reference)
     optimizer = _optimizer(source)
-    with committed_directory(Path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
+    with committed_directory(local_path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
         for directory, state in _directories(temp, layout, index, model, optimizer).items():
             _save(state, directory, _ReadingPlanner(source, progress))
 

@@ -41,6 +41,7 @@ from fullshard.checkpoint.tensors import dtype_name, tensor_bytes
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
+from fullshard.core.paths import local_path
 
 _RNG = "rng/"
 _PROBE_NUMEL = 4096
@@ -93,7 +94,7 @@ def write_native(
     cut = _cut(contents, shard_size)
     save_id = uuid.uuid4().hex[:16]
     notes = list(contents.notes)
-    with committed_directory(Path(path).absolute(), save_id, overwrite=overwrite) as temp:
+    with committed_directory(local_path(path).absolute(), save_id, overwrite=overwrite) as temp:
         files: dict[str, FileRecord] = {}
         for rank in range(shard_size):
             for kind in ("model", "optimizer"):

@@ -20,6 +20,7 @@ from fullshard.checkpoint.offline.source import Source, dtype_of, stream
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, committed_directory, storage_order
 from fullshard.core.errors import CheckpointError
+from fullshard.core.paths import local_path
 
 _MAX_CONFIG_NBYTES = 2**26
 
@@ -65,7 +66,7 @@ def write_weights(
         name: storage_order([e for e, n in zip(entries, numbers, strict=True) if n == number])
         for number, name in enumerate(names)
     }
-    with committed_directory(Path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
+    with committed_directory(local_path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
         for name, members in files.items():
             with TensorFileWriter(temp / name, members, {"format": "pt"}) as writer:
                 for entry in members:
@@ -106,7 +107,7 @@ def _refuse_what_is_no_model(source: Source, records: dict[str, TensorRecord], *
 
 
 def _configuration(source: Source, config_from: str | Path | None, *, needs_config: bool) -> Sequence[Path]:
-    directory = source.path if config_from is None else Path(config_from)
+    directory = source.path if config_from is None else local_path(config_from)
     directory = directory if directory.is_dir() else directory.parent
     found = files_beside_weights(directory)
     if needs_config and not any(file.name == CONFIG_NAME for file in found):

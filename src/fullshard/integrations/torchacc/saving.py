@@ -29,6 +29,7 @@ from torch import nn
 
 from fullshard.api.collectives import all_gather_object
 from fullshard.core.errors import CheckpointError
+from fullshard.core.paths import local_path
 from fullshard.engine import ShardedParameter
 from fullshard.engine.interop import optimizer_of
 from fullshard.engine.parameter import gather_interval
@@ -57,7 +58,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
             be told from a copy.
     """
     environment = joined().environment
-    target = Path(path)
+    target = local_path(path)
     if master_only:
         whole = _Converter(_whole_tensor, whole_optimizer_state, keep=environment.is_main).convert(obj)
         run_on_main(environment, lambda: _write(whole, target))
@@ -149,7 +150,7 @@ def consolidate_sharded_model_checkpoints(
     Raises:
         CheckpointError: no files, files of several saves, a missing rank, or elements that no file has.
     """
-    files = _rank_files(Path(ckpt_prefix), ckpt_suffix)
+    files = _rank_files(local_path(ckpt_prefix), ckpt_suffix)
     parts = [_load_part(file) for file in files]
     _check_ranks(files, [metadata for _, metadata in parts])
     parts.sort(key=lambda part: part[1]["rank"])
@@ -164,7 +165,7 @@ def consolidate_sharded_model_checkpoints(
         if not tied or tied not in made:
             made[tied] = _joined_pieces(name, pieces)
         whole[name] = made[tied]
-    target = Path(save_path or CONSOLIDATED)
+    target = local_path(save_path or CONSOLIDATED)
     if save_model:
         _write({"model": whole}, target)
     return whole, str(target)

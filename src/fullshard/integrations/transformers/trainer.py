@@ -32,6 +32,7 @@ from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, l
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.paths import local_name, local_path
 from fullshard.engine import ShardedParameter
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
@@ -54,6 +55,8 @@ class ShardedTraining:
     def create_accelerator_and_postprocess(self: Any) -> None:
         """Make the Accelerator, and say that the model is sharded."""
         args = self.args
+        if args.output_dir is not None:
+            local_path(args.output_dir)  # Transformers itself would make a folder `s3:`
         join_accelerate()
         _teach_to_skip_batches()
         resolved = resolved_configuration(args)
@@ -91,6 +94,8 @@ class ShardedTraining:
                     hint="leave resume_from_checkpoint out to start anew",
                 )
             resume_from_checkpoint = str(newest)
+        elif resume_from_checkpoint:
+            resume_from_checkpoint = local_name(resume_from_checkpoint)
         if self.accelerator.writes_torch_format and not self._keeps_weights_in_state():
             raise ConfigError(
                 "checkpoint.format = dcp holds weights and optimizer state; the checkpoints of this run hold adapters, "
@@ -129,7 +134,7 @@ class ShardedTraining:
 
         Within a checkpoint of sharded weights the configuration alone is written: the weights are beside it.
         """
-        directory = Path(output_dir or self.args.output_dir)
+        directory = local_path(output_dir or self.args.output_dir)
         if _internal_call and self._keeps_weights_in_state():
             if self.args.should_save:
                 directory.mkdir(parents=True, exist_ok=True)

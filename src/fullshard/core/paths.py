@@ -1,0 +1,46 @@
+"""What people write where a path is expected: one rule, which every border that takes a path asks.
+
+A path is one of this host; `~` is one's home directory. A URL is refused: to `pathlib` it is a relative path, and what
+was to go to `s3://bucket` would lie in a folder `./s3:`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from fullshard.core.errors import ConfigError
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `pathlib` leaves no more of two
+_HINTS = {
+    "file": "write the path alone, without file://",
+    "http": "a model or data of the hub is named without its address: ORGANISATION/NAME",
+    "hf": "a model or data of the hub is named without its address: ORGANISATION/NAME",
+}
+_ELSEWHERE = "mount the storage and give the path of the mount, or copy from and to a directory"
+
+
+def local_path(text: str | os.PathLike[str]) -> Path:
+    """The path that somebody wrote, on this host.
+
+    Raises:
+        ConfigError: it is a URL. A relative path that looks like one is written with `./` in front.
+    """
+    return Path(local_name(text))
+
+
+def local_name(text: str | os.PathLike[str]) -> str:
+    """The same where a name may stand in the place of a path, which is left as it was written.
+
+    Raises:
+        ConfigError: it is a URL.
+    """
+    written = os.fspath(text)
+    if found := _URL.match(written):
+        scheme = found[1].lower()
+        raise ConfigError(
+            f"{written!r} is a URL, expected a path on this host: storage behind {scheme}:// is not read or written",
+            hint=_HINTS.get(scheme.removesuffix("s"), _ELSEWHERE),
+        )
+    return str(Path(written).expanduser()) if written.startswith("~") else written
