@@ -22,7 +22,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from fullshard import checkpoint
 from fullshard.api import collectives, saving
+from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.gathering import Gathering
@@ -156,6 +156,14 @@ class Accelerator(Gathering):
             GradientState(accumulation.num_steps, accumulation.sync_with_dataloader),
         )
         _check_precision(self.mixed_precision, self.device)
+        sharding = self._config.sharding
+        self.state = AcceleratorState(
+            self.process,
+            mixed_precision=self.mixed_precision,
+            fsdp_plugin=self.fsdp_plugin,
+            dynamo_backend=sharding.compile_backend if sharding.compile else "no",
+        )
+        self.state.tell_accelerate()
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         check_data_loader_configuration(self.dataloader_config, self.num_processes)
@@ -192,22 +200,7 @@ class Accelerator(Gathering):
     @property
     def distributed_type(self) -> DistributedType:
         """Always FSDP, on one rank too."""
-        return DistributedType.FSDP
-
-    @property
-    def state(self) -> SimpleNamespace:
-        """What scripts read from Accelerate's state."""
-        return SimpleNamespace(
-            fsdp_plugin=self.fsdp_plugin,
-            distributed_type=self.distributed_type,
-            mixed_precision=self.mixed_precision,
-            device=self.device,
-            num_processes=self.num_processes,
-            process_index=self.process_index,
-            local_process_index=self.local_process_index,
-            is_main_process=self.is_main_process,
-            is_local_main_process=self.is_local_main_process,
-        )
+        return self.state.distributed_type
 
     @property
     def gradient_accumulation_steps(self) -> int:

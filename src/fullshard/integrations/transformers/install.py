@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from fullshard.core.errors import LifecycleError
+from fullshard.core.imports import after_import
 
 _CLASSES = {"transformers.trainer": "Trainer", "transformers.training_args": "TrainingArguments"}
 _ADAPTER = "fullshard.integrations.transformers.classes"
+_INSTALLED: set[str] = set()
 
 
 def install() -> None:
@@ -26,7 +25,7 @@ def install() -> None:
     Raises:
         LifecycleError: a script has imported it already, so that classes derived from it would be left out.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if _INSTALLED:
         return
     early = sorted(_CLASSES.keys() & sys.modules.keys())
     if early:
@@ -34,34 +33,12 @@ def install() -> None:
             f"{early[0]} is imported already, and classes derived from its own would stay unsharded",
             hint="call install() first, or import Trainer from fullshard.integrations.transformers",
         )
-    sys.meta_path.insert(0, _Finder())
+    for name in _CLASSES:
+        after_import(name, _replace_class)
+        _INSTALLED.add(name)
 
 
-class _Finder(MetaPathFinder):
-    """Finds the two modules as all other finders do, and adds to what happens after they have run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in _CLASSES:
-            return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = _then_replace(spec.loader)  # type: ignore[method-assign, assignment]
-                return spec
-        return None
-
-
-def _then_replace(loader: Loader) -> Callable[[ModuleType], None]:
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        name = _CLASSES[module.__name__]
-        adapter = importlib.import_module(_ADAPTER)
-        setattr(module, name, adapter.sharded(getattr(module, name)))
-
-    return exec_module
+def _replace_class(module: ModuleType) -> None:
+    name = _CLASSES[module.__name__]
+    adapter = importlib.import_module(_ADAPTER)
+    setattr(module, name, adapter.sharded(getattr(module, name)))

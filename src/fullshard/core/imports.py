@@ -1,0 +1,58 @@
+"""Acting on a module of another library when, and only when, somebody imports it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Action = Callable[[ModuleType], None]
+
+
+def after_import(name: str, action: Action) -> None:
+    """Call `action(module)` once the module is imported: now if it is, else as soon as its code has run.
+
+    Costs nothing until then: nothing is imported for it.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+        return
+    finder = next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
+    if finder is None:
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+    finder.actions.setdefault(name, []).append(action)
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules as all other finders do, and adds to what happens after they have run."""
+
+    def __init__(self) -> None:
+        self.actions: dict[str, list[Action]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.actions:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader.exec_module = self._then_act(spec.loader)  # type: ignore[method-assign, assignment]
+                return spec
+        return None
+
+    def _then_act(self, loader: Loader) -> Action:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for action in self.actions[module.__name__]:
+                action(module)
+
+        return exec_module
