@@ -31,7 +31,7 @@ from fullshard.checkpoint import full_state_dict, verify_checkpoint
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, OptimizerError
-from fullshard.engine import ShardedParameter
+from fullshard.engine import ShardedParameter, describe, units_of
 from tests.distributed import run_ranks
 
 
@@ -295,6 +295,32 @@ def test_bf16_keeps_float32_main_weights_and_outputs() -> None:
         assert not result["bare"]
         said = result["said"]
         assert ("get float32 main weights" in said and "sharded over 2 ranks" in said) == (rank == 0)
+
+
+def _start_up_line(strategy: str) -> tuple[str, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(sharding_strategy=strategy))
+        model = accelerator.prepare(make_model())
+    for unit in units_of(model)[:1]:
+        unit.modules[0].set_reshard_after_forward(False, recurse=False)
+    return stderr.getvalue(), str(describe(model))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line", "note"),
+    [
+        ("FULL_SHARD", "sharded over 2 ranks (FULL_SHARD, 1 x 2): ", ""),
+        ("SHARD_GRAD_OP", "sharded over 2 ranks (SHARD_GRAD_OP, 1 x 2): ", ""),
+        ("HYBRID_SHARD", "sharded over 2 ranks (FULL_SHARD, 1 x 2): ", "HYBRID_SHARD with a shard group of 2 of 2"),
+        ("NO_SHARD", "replicated on 2 ranks (NO_SHARD, 2 x 1): ", ""),
+    ],
+)
+def test_the_line_at_start_up_names_the_strategy(strategy: str, line: str, note: str) -> None:
+    (said, after), _ = run_ranks(_start_up_line, 2, strategy)
+    assert f"Sequential: {line}" in said
+    assert note in said and ("with a shard group" in said) == bool(note)
+    kept = "(FULL_SHARD keeping 1 of 4 units, 1 x 2)" if "FULL_SHARD, " in line else line
+    assert kept in after
 
 
 def _overflow() -> dict[str, Any]:

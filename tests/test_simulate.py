@@ -51,6 +51,23 @@ def test_events_and_bytes_are_the_planners(settings: dict[str, object], rank: in
     assert result.sharding.world_size == 8
 
 
+@pytest.mark.parametrize(
+    ("strategy", "shard_size", "line"),
+    [
+        ("FULL_SHARD", None, "sharded over 4 ranks (FULL_SHARD, 1 x 4): "),
+        ("SHARD_GRAD_OP", None, "sharded over 4 ranks (SHARD_GRAD_OP, 1 x 4): "),
+        ("NO_SHARD", None, "replicated on 4 ranks (NO_SHARD, 4 x 1): "),
+        ("HYBRID_SHARD", 2, "sharded over 4 ranks (HYBRID_SHARD, 2 x 2): "),
+        ("HYBRID_SHARD_ZERO2", 2, "sharded over 4 ranks (HYBRID_SHARD_ZERO2, 2 x 2): "),
+        ("HYBRID_SHARD", 4, "sharded over 4 ranks (FULL_SHARD, 1 x 4): "),
+        ("HYBRID_SHARD_ZERO2", 1, "replicated on 4 ranks (NO_SHARD, 4 x 1): "),
+    ],
+)
+def test_the_line_says_what_the_mesh_and_the_units_are(strategy: str, shard_size: int | None, line: str) -> None:
+    job = Job.of({"seq_len": 16, "strategy": strategy, "shard_size": shard_size})
+    assert str(simulate(transformers_model(SMALL), job, world_size=4).sharding).startswith(line)
+
+
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"])
 def test_activations_leave_and_return_when_the_planner_says(prefetch: str) -> None:
     """Between the same events of the same units; how many bytes is in tests/test_activation_offload.py."""

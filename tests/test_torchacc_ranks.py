@@ -117,7 +117,7 @@ def test_the_example_runs_under_torchrun() -> None:
     losses = [float(text) for text in re.findall(r"loss: (\d+\.\d+)", done.stdout)]
     assert len(losses) == 2
     assert losses[1] < losses[0] < 5.6
-    assert "GPT2LMHeadModel: sharded over 2 ranks (1 x 2)" in done.stderr
+    assert "GPT2LMHeadModel: sharded over 2 ranks (FULL_SHARD, 1 x 2)" in done.stderr
     assert "/128" in done.stderr, "tqdm shows the length of this rank's loader"
 
 

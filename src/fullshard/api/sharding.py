@@ -143,6 +143,11 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
         use_sharded_methods(model)
     sharding = describe(model)
     say(f"{type(model).__name__}: {sharding}")
+    asked = config.resolved_strategy().name
+    if sharding.strategy not in ("", asked):
+        say(
+            f"{asked} with a shard group of {sharding.shard_size} of {sharding.world_size} ranks is {sharding.strategy}"
+        )
     if config.reshard_after_forward == "auto":
         keep_unsharded(
             model,

@@ -86,6 +86,12 @@ class Strategy:
             )
         return world_size // expected, expected
 
+    def is_that_of(self, replicate_size: int, shard_size: int, *, reshards_after_forward: bool) -> bool:
+        """Whether a mesh of this shape, with this done after forward, is this row."""
+        axes = {axis for axis, size in ((Axis.REPLICATE, replicate_size), (Axis.SHARD, shard_size)) if size > 1}
+        frees = reshards_after_forward and Axis.SHARD in axes
+        return self.placements.keys() == axes and self.reshard_after_forward == frees
+
 
 _SHARD = {Axis.SHARD: Placement.SHARD}
 _REPLICATE = {Axis.REPLICATE: Placement.REPLICATE}

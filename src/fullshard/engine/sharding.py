@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fullshard.core.offload import Offload
 from fullshard.core.sizes import format_count, format_nbytes
+from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.unit import Unit
 
 
@@ -22,7 +23,8 @@ class Sharding:
         largest_unit_nbytes: bytes of the largest unit when it is unsharded.
         padding: share of all buckets that is padding.
         world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
-        reshards_after_forward: whether every unit but the root frees its parameters between forward and backward.
+        strategy: name of the row of the strategy table that the mesh and the units are; empty with one rank.
+        kept: units that keep their parameters between forward and backward although the strategy frees them.
         offload: what of it lives in host memory beside the device.
         host_nbytes: bytes of shards there, optimizer state and gradients left out.
         packed: what is rounded before it is sent, or why it is not although it was asked for; empty if it was not.
@@ -38,7 +40,8 @@ class Sharding:
     world_size: int
     shard_size: int
     replicate_size: int
-    reshards_after_forward: bool
+    strategy: str
+    kept: int
     offload: Offload
     host_nbytes: int
     packed: str
@@ -50,6 +53,13 @@ class Sharding:
         mesh = units[0].mesh
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         total_numel = sum(bucket.layout.numel for bucket in buckets)
+        # What was not asked about is the root, which keeps its parameters under every strategy.
+        kept = sum(
+            not unit.reshard_after_forward and unit.requested_reshard_after_forward is not None for unit in units
+        )
+        frees = not kept or any(unit.reshard_after_forward for unit in units)
+        sizes = mesh.replicate_size, mesh.shard_size
+        rows = (row.name for row in STRATEGIES.values() if row.is_that_of(*sizes, reshards_after_forward=frees))
         return cls(
             units=len(units),
             buckets=len(buckets),
@@ -61,7 +71,8 @@ class Sharding:
             world_size=mesh.world_size,
             shard_size=mesh.shard_size,
             replicate_size=mesh.replicate_size,
-            reshards_after_forward=all(unit.reshard_after_forward for unit in units[:-1]),
+            strategy=next(rows, ""),
+            kept=kept if frees else 0,
             offload=next((unit.storage.offload for unit in units if unit.storage.offload), Offload()),
             host_nbytes=sum(bucket.host_nbytes for bucket in buckets),
             packed=_packed(units),
@@ -74,11 +85,18 @@ class Sharding:
             shards = f", {format_nbytes(self.host_nbytes)} of shards" if self.offload.has_shards else ""
             packed += f"; {self.offload} on the host{shards}"
         return (
-            f"sharded over {self.world_size} ranks ({self.replicate_size} x {self.shard_size}): "
+            f"{self._placement()}: "
             f"{format_count(self.total_numel)} parameters in {self.units} units, {self.buckets} buckets; "
             f"this rank owns {format_count(self.rank_numel)} ({share:.1%}), {format_nbytes(self.rank_nbytes)}; "
             f"largest unit {format_nbytes(self.largest_unit_nbytes)} unsharded; padding {self.padding:.3%}{packed}"
         )
+
+    def _placement(self) -> str:
+        if self.world_size == 1:
+            return "whole on 1 rank"
+        strategy = self.strategy + (f" keeping {self.kept} of {self.units} units" if self.kept else "")
+        how = "sharded over" if self.shard_size > 1 else "replicated on"
+        return f"{how} {self.world_size} ranks ({strategy}, {self.replicate_size} x {self.shard_size})"
 
 
 def _packed(units: Sequence[Unit]) -> str:
