@@ -269,7 +269,7 @@ def test_the_gradient_state_follows_the_innermost_loop_and_forgets_broken_ones()
         for _ in inner:
             assert state.end_of_dataloader
         break
-    assert state.loaders == []
+    assert not state.in_dataloader
 
 
 @pytest.mark.parametrize(

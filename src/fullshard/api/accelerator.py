@@ -10,9 +10,9 @@
             scheduler.step()
             optimizer.zero_grad()
 
-What differs from Accelerate, each time to be right where it is not: a scheduler steps once per optimizer step, not once
-per rank; every micro-batch is reduced into the sharded gradient, so accumulation costs no memory; gradients are reduced
-in float32; units are found without being told; a checkpoint is complete or not there.
+What differs from Accelerate, each time to be right where it is not: every micro-batch is reduced into the sharded
+gradient, so accumulation costs no memory; gradients are reduced in float32; units are found without being told; a
+checkpoint is complete or not there.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ class Accelerator(Gathering):
             (`generator`) always are.
         project_dir, project_config: where `save_state` writes.
         gradient_accumulation_plugin: `GradientAccumulationPlugin`; replaces `gradient_accumulation_steps`.
-        step_scheduler_with_optimizer: schedulers step with the optimizer; False: at every call.
+        step_scheduler_with_optimizer: schedulers step with the optimizer, once for each rank unless batches are split;
+            False: once at every call.
+        step_scheduler_once: schedulers step once per optimizer step, at any number of ranks. Not in Accelerate.
         kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, Accelerate's or fullshard's.
         dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not. Default: the
             launcher's.
@@ -126,6 +128,8 @@ class Accelerator(Gathering):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[Any] | None = None,
         dynamo_backend: str | None = None,
+        *,
+        step_scheduler_once: bool = False,
         **refused: Any,
     ) -> None:
         _refuse(refused)
@@ -153,7 +157,12 @@ class Accelerator(Gathering):
         timeout_seconds = handlers.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=timeout_seconds),
-            GradientState(accumulation.num_steps, accumulation.sync_with_dataloader),
+            GradientState(
+                accumulation.num_steps,
+                accumulation.sync_with_dataloader,
+                accumulation.adjust_scheduler,
+                accumulation.sync_each_batch,
+            ),
         )
         _check_precision(self.mixed_precision, self.device)
         sharding = self._config.sharding
@@ -172,6 +181,7 @@ class Accelerator(Gathering):
         if project_dir is not None:
             self.project_configuration.project_dir = local_name(project_dir)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.step_scheduler_once = step_scheduler_once
         self.scaler = (
             torch.amp.GradScaler(self.device.type, **handlers.scaler) if self.mixed_precision == "fp16" else None
         )
@@ -313,7 +323,7 @@ class Accelerator(Gathering):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make a scheduler step once per optimizer step."""
+        """Make a scheduler step with the optimizer: once for each rank; see `AcceleratedScheduler`."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         held = getattr(scheduler, "optimizer", None)
@@ -323,13 +333,14 @@ class Accelerator(Gathering):
             optimizers=own or self._optimizers,
             gradient_state=self.gradient_state,
             with_optimizer=self.step_scheduler_with_optimizer,
+            steps=1 if self.step_scheduler_once or self.dataloader_config.split_batches else self.num_processes,
         )
         self._schedulers.append(prepared)
-        if self.num_processes > 1 and not self.dataloader_config.split_batches and not self._said_schedule:
+        if prepared.steps > 1 and self.step_scheduler_with_optimizer and not self._said_schedule:
             self._said_schedule = True
             self._say(
-                "schedulers step once per optimizer step (Accelerate: once per rank): a schedule's length is counted "
-                "with len() of the prepared loader"
+                f"schedulers step {prepared.steps} times per optimizer step, once for each rank, as Accelerate's do: "
+                "the length of a schedule is that of the loader before prepare() (step_scheduler_once=True steps once)"
             )
         return prepared
 

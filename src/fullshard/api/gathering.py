@@ -67,7 +67,7 @@ class Gathering(Processes):
 
     def _real_rows(self, rows: int) -> int | None:
         """Rows that are not repetitions, of `rows` gathered in the current step; None: all."""
-        loader = self.gradient_state.loaders[-1] if self.gradient_state.loaders else None
+        loader = self.gradient_state.active_dataloader
         if loader is None or loader.remainder is None:
             return None
         # A loader with batches of its own making counts ranks, not samples: the repeating ranks come last.

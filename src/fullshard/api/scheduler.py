@@ -1,7 +1,8 @@
-"""The learning-rate scheduler a script holds after `prepare`: one step per optimizer step.
+"""The learning-rate scheduler a script holds after `prepare`: it steps with the optimizer.
 
-Accelerate steps a scheduler once per *rank* and optimizer step. Here a schedule is counted in optimizer steps, whatever
-the number of ranks, so a script computes the length of its schedule from the prepared loader.
+As Accelerate has it, it steps once per *rank* and optimizer step, unless loaders split their batches over the ranks: a
+schedule is counted in batches of the loader that the script made, which are shared out among the ranks. So a script
+computes the length of its schedule from the loader as it was before `prepare`, and need not know the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class AcceleratedScheduler:
         scheduler: the scheduler.
         optimizers: a step that any of them skipped is no step for the schedule.
         gradient_state: tells whether the current micro-batch ends a step.
-        with_optimizer: step with the optimizer; False: at every call.
+        with_optimizer: step with the optimizer; False: once at every call.
+        steps: of the schedule per optimizer step.
     """
 
     def __init__(
@@ -30,17 +32,26 @@ class AcceleratedScheduler:
         optimizers: Sequence[AcceleratedOptimizer],
         gradient_state: GradientState,
         with_optimizer: bool = True,
+        steps: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = optimizers
         self.gradient_state = gradient_state
         self.with_optimizer = with_optimizer
+        self.steps = steps
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizers have just stepped."""
-        has_stepped = self.gradient_state.sync_gradients and not any(o.step_was_skipped for o in self.optimizers)
-        if has_stepped or not self.with_optimizer:
+        if not self.with_optimizer:
             self.scheduler.step(*args, **kwargs)
+        elif not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                self.scheduler._step_count += 1  # torch warns of a schedule that was not stepped after its optimizer
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            for _ in range(self.steps):
+                # A schedule of a fixed length refuses to go on, and an epoch's last step may have had fewer batches.
+                if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", float("inf")):
+                    self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
         """Current learning rate per parameter group."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,28 +29,82 @@ class Loader(Protocol):
         """Samples per step over all ranks."""
 
 
-@dataclass(slots=True)
 class GradientState:
-    """Where the loop is in the accumulation of gradients and in the epoch.
+    """Where the loop is in the accumulation of gradients and in the epoch, under Accelerate's names.
 
-    Attributes:
+    What it knows lies in the fields that Accelerate's class of this name has, so that both can share them.
+
+    Args:
         num_steps: micro-batches per optimizer step.
         sync_with_dataloader: the last micro-batch of an epoch always ends a step.
+        adjust_scheduler: schedulers count micro-batches that do not end a step.
+        sync_each_batch: no choice: every micro-batch is reduced into the sharded gradient.
+
+    Attributes:
+        plugin_kwargs: the arguments.
         sync_gradients: whether the current micro-batch ends a step.
         step: micro-batches since the last step that ended an epoch.
-        loaders: loaders being iterated, outermost first.
     """
 
-    num_steps: int = 1
-    sync_with_dataloader: bool = True
-    sync_gradients: bool = True
-    step: int = 0
-    loaders: list[Loader] = field(default_factory=list)
+    def __init__(
+        self,
+        num_steps: int = 1,
+        sync_with_dataloader: bool = True,
+        adjust_scheduler: bool = True,
+        sync_each_batch: bool = False,
+    ) -> None:
+        self.plugin_kwargs: dict[str, Any] = {
+            "num_steps": num_steps,
+            "adjust_scheduler": adjust_scheduler,
+            "sync_with_dataloader": sync_with_dataloader,
+            "sync_each_batch": sync_each_batch,
+        }
+        self.sync_gradients = True
+        self.step = 0
+        self._dataloader_references_ref: list[weakref.ref[Loader] | None] = [None]
+        self._is_xla_gradients_synced = False
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return int(self.plugin_kwargs["num_steps"])
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last micro-batch of an epoch always ends a step."""
+        return bool(self.plugin_kwargs["sync_with_dataloader"])
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers count micro-batches that do not end a step."""
+        return bool(self.plugin_kwargs["adjust_scheduler"])
+
+    @property
+    def dataloader_references(self) -> list[Loader | None]:
+        """None, then the loaders being iterated, outermost first."""
+        return [None, *(loader for held in self._dataloader_references_ref if held and (loader := held()) is not None)]
+
+    @property
+    def active_dataloader(self) -> Loader | None:
+        """The loader of the innermost loop."""
+        return self.dataloader_references[-1]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a loader is being iterated."""
+        return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the innermost loop is at its last batch."""
-        return bool(self.loaders) and self.loaders[-1].end_of_dataloader
+        loader = self.active_dataloader
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the innermost loop's current step if it was filled up, else -1."""
+        loader = self.active_dataloader
+        return -1 if loader is None or loader.remainder is None else loader.remainder
 
     def begin_micro_batch(self) -> None:
         """Count a micro-batch and decide whether it ends a step."""
@@ -62,11 +117,13 @@ class GradientState:
     def enter_loader(self, loader: Loader) -> None:
         """Iteration of a loader begins."""
         self.leave_loader(loader)
-        self.loaders.append(loader)
+        self._dataloader_references_ref.append(weakref.ref(loader))
 
     def leave_loader(self, loader: Loader) -> None:
         """Iteration of a loader ended, or was broken off."""
-        self.loaders = [other for other in self.loaders if other is not loader]
+        self._dataloader_references_ref = [
+            held for held in self._dataloader_references_ref if held is None or held() not in (None, loader)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
