@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.checkpoint import full_state_dict
 from fullshard.checkpoint.format import read_manifest
 from fullshard.core.errors import LifecycleError
-from tests.differential import is_same_product
+from tests.differential import gradients, is_same_product
 from tests.distributed import run_ranks
 from tests.interchange import files_in_use
 from tests.trainers import arguments, build, close, keep_layout, result, samples, trainer
@@ -325,6 +325,39 @@ def peft_methods(case: str, names: list[str] | None) -> None:
 )
 def test_pefts_methods_while_sharded(case: str, names: list[str] | None) -> None:
     run_ranks(peft_methods, 2, case, names)
+
+
+def policy_and_reference(case: str, order: str) -> None:
+    """As preference trainers do it: the reference model is the policy without its adapter."""
+    from fullshard import Accelerator
+
+    ids = [samples(4)[index]["input_ids"][None] for index in range(2)]
+    whole, model = adapted(case), Accelerator(cpu=True).prepare(adapted(case))
+
+    def score(one: Any, rank: int) -> torch.Tensor:
+        if order == "policy first":
+            policy = one(input_ids=ids[rank], labels=ids[rank]).loss
+        with torch.no_grad(), one.disable_adapter():
+            base = one(input_ids=ids[rank], labels=ids[rank]).loss
+        if order == "reference first":
+            policy = one(input_ids=ids[rank], labels=ids[rank]).loss
+        return torch.nn.functional.logsigmoid(policy - base)
+
+    score(model, dist.get_rank()).backward()
+    for rank in range(2):
+        score(whole, rank).backward()
+    expected = {name: None if p.grad is None else p.grad / 2 for name, p in whole.named_parameters()}
+    found = gradients(model)
+    assert found.keys() == expected.keys() and sum(value is not None for value in found.values()) > 8
+    for name, value in expected.items():
+        assert (value is None) == (found[name] is None), name
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["policy first", "reference first"])
+@pytest.mark.parametrize("case", ["plain", pytest.param("modules_to_save", marks=pytest.mark.full)])
+def test_the_reference_is_the_policy_without_its_adapter(case: str, order: str) -> None:
+    run_ranks(policy_and_reference, 2, case, order)
 
 
 def misused(directory: str) -> None:

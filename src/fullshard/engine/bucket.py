@@ -58,7 +58,7 @@ class Bucket:
     """shape (W * S,), compute dtype"""
     sharded_parameters: list[ShardedParameter]
     gradient: Gradient | None
-    """None if the bucket is frozen"""
+    """None if the bucket has always been frozen"""
     unit: Unit
     """the unit it belongs to, which sets this"""
     slices: list[slice]
@@ -66,7 +66,11 @@ class Bucket:
     storage_id: int
     """which storage `full` is in, for as long as it lives"""
     trainable_count: int
-    """parameters that want a gradient, as of the last forward"""
+    """parameters that want a gradient"""
+    divisor: float
+    """what the sum of gradients over all ranks is divided by"""
+    requires_all_reduce: bool
+    """False leaves the replicate axis out and keeps the result aside until it is True again"""
     tag: int
     """its number in the model, the same on every rank; set when the model is put together"""
 
@@ -100,7 +104,9 @@ class Bucket:
         self.sharded_parameters = [
             ShardedParameter(self, i, requires_grad=slot.parameter.requires_grad) for i, slot in enumerate(slots)
         ]
-        self.trainable_count = len(slots) if first.requires_grad else 0
+        self._trainable = [first.requires_grad] * len(slots)
+        self.trainable_count = sum(self._trainable)
+        self.divisor, self.requires_all_reduce = float(mesh.world_size), True
         places = [
             (module._parameters, attribute, slot.parameter, sharded)
             for slot, sharded in zip(slots, self.sharded_parameters, strict=True)
@@ -289,15 +295,24 @@ class Bucket:
                     hint="change it in place under unsharded(model, writeback=True), or replace it before",
                 )
 
-    def sync_requires_grad(self) -> None:
-        """Carry a `requires_grad` the user changed on the sharded parameters over to the original ones."""
-        wanted = list(map(_requires_grad, self.sharded_parameters))
-        self.trainable_count = sum(wanted)
-        if wanted == list(map(_requires_grad, self._originals)):
+    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
+        """A sharded parameter was frozen or unfrozen: so is the original one, at once.
+
+        Autograd asks the original again when its gradient appears. It may have been frozen for another forward in
+        between, and must be as trainable then as the user has left it.
+        """
+        self._trainable[index] = requires_grad
+        self._originals[index].requires_grad_(requires_grad)
+        self.trainable_count = sum(self._trainable)
+        if requires_grad and self.gradient is None:  # frozen until now
+            self.gradient = Gradient(self, self.reduce_dtype)
+            self.unit.watch_gradients(self)
+
+    def take_requires_grad(self) -> None:
+        """The same for what was changed on originals, which modules hold in forward and while they are unsharded."""
+        current = list(map(_requires_grad, self._originals))
+        if current == self._trainable:
             return
-        for slot, sharded in zip(self.slots, self.sharded_parameters, strict=True):
-            if slot.parameter.requires_grad != sharded.requires_grad:
-                slot.parameter.requires_grad_(sharded.requires_grad)
-                if self.gradient is None:  # frozen until now
-                    self.gradient = Gradient(self, self.reduce_dtype)
-                    self.unit.watch_gradients(self)
+        for sharded, before, now in zip(self.sharded_parameters, list(self._trainable), current, strict=True):
+            if before != now:
+                sharded.requires_grad_(now)

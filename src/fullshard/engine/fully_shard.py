@@ -307,6 +307,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
                 )
     finally:
         for unit, (was_pinned, state) in before.items():
+            unit.take_requires_grad()
             unit.is_pinned = was_pinned
             if state is not UnitState.UNSHARDED:
                 unit.reshard()

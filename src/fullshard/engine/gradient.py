@@ -47,8 +47,6 @@ class Gradient:
         main_dtype: in which they are accumulated over micro-batches: the wider of `dtype` and the stored dtype.
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: for each parameter, whether it has appeared since the last `finish`, maybe under `no_sync`.
-        divisor: what the sum over all ranks is divided by.
-        requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
         has_stepped: an optimizer has used it up within this backward (`engine.stepping`).
     """
 
@@ -57,8 +55,6 @@ class Gradient:
         self.main_dtype = torch.promote_types(dtype, bucket.dtype)
         self.fired: set[int] = set()
         self.used = bytearray(len(bucket.slots))
-        self.divisor = float(bucket.mesh.world_size)
-        self.requires_all_reduce = True
         self.has_stepped = False
         self._full: torch.Tensor | None = None
         widens = bucket.mesh.reduce.widens and torch.promote_types(bucket.compute_dtype, dtype) == dtype
@@ -220,7 +216,7 @@ class Gradient:
                     piece.zero_()
         self._full, self._pieces, self._filled = None, (), set()
         self._reducing = self.bucket.mesh.reduce.reduce_scatter(
-            full, tag=self.bucket.tag, divisor=self.divisor, packing=self.bucket.reduce_packing, dtype=self.dtype
+            full, tag=self.bucket.tag, divisor=self.bucket.divisor, packing=self.bucket.reduce_packing, dtype=self.dtype
         )
 
     def advance(self) -> None:
@@ -233,7 +229,7 @@ class Gradient:
         if self._held is not None:
             shard.add_(self._held)
             self._held = None
-        if self.requires_all_reduce:
+        if self.bucket.requires_all_reduce:
             self._replicating = self.bucket.mesh.replicate.all_reduce(shard, tag=self.bucket.tag)
             if self.bucket.main_is_on_host and self.bucket.storage.host is not None:
                 self._replicating = self.bucket.storage.host.send(self._replicating)

@@ -46,8 +46,7 @@ class FSDPModule:
         """Whether backward reduces over the replicate axis too; False leaves that to a later backward."""
         for unit in self._units(recurse):
             for bucket in unit.buckets:
-                if bucket.gradient is not None:
-                    bucket.gradient.requires_all_reduce = requires_all_reduce
+                bucket.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the parameters are freed between forward and backward."""
@@ -69,8 +68,7 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""
         for bucket in _unit(self).buckets:
-            if bucket.gradient is not None:
-                bucket.gradient.divisor = factor
+            bucket.divisor = factor
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
         """Units to unshard while this one runs forward, instead of the next in recorded order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _grad_descriptor: Any = torch.Tensor.grad
 _plain_grad, _set_plain_grad = _grad_descriptor.__get__, _grad_descriptor.__set__
+_plain_requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _REFERENCE = "_fullshard_sharded_parameter"
 
 
@@ -100,6 +101,21 @@ class ShardedParameter(nn.Parameter):
         if value is not None:
             value._fullshard_mesh = self._bucket.mesh  # type: ignore[attr-defined]
         _set_plain_grad(self, value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained. It may be changed at any time, as that of any parameter."""
+        return _plain_requires_grad(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Change it; returns the parameter."""
+        super().requires_grad_(requires_grad)
+        self._bucket.set_requires_grad(self._index, requires_grad)
+        return self
 
     @property
     def data(self) -> torch.Tensor:

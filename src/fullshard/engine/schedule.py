@@ -128,8 +128,8 @@ class Schedule:
             check_agreement(self.mesh, describe_structure(self.units[::-1]), what="the sharded model")
             self._is_verified = True
         for unit in self.units:
+            unit.take_requires_grad()
             for bucket in unit.buckets:
-                bucket.sync_requires_grad()
                 if bucket.gradient is not None:
                     bucket.gradient.release_if_cleared()
         self._last_called = None
@@ -198,6 +198,8 @@ class Schedule:
         if not self._in_backward:
             self._stepping = self._steppers_at_work()
             self._in_backward = True
+            for each in self.units:
+                each.take_requires_grad()  # a module may have changed it within its forward
             # By an order all ranks were seen to share, not by what happened to run or to be alive on this one; without
             # one (a part of the model was called on its own) last forward first.
             participants = list(reversed(self._participants))
@@ -219,7 +221,7 @@ class Schedule:
 
     def _enqueue(self, unit: Unit) -> None:
         self._queued.add(unit)
-        self._queue.extend((unit, bucket) for bucket in unit.buckets if bucket.gradient is not None)
+        self._queue.extend((unit, bucket) for bucket in unit.buckets if bucket.trainable_count)
 
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
@@ -256,7 +258,7 @@ class Schedule:
     @torch.no_grad()
     def _launch(self, unit: Unit, bucket: Bucket) -> None:
         gradient = _gradient(bucket)
-        if not unit.reduce_gradients or not bucket.trainable_count:
+        if not unit.reduce_gradients:
             return
         unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
         self._advance(unit, bucket)  # an earlier reduction of it in the same backward

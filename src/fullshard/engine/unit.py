@@ -238,6 +238,11 @@ class Unit:
         """Whether backward has left it for good and nothing unsharded is there any more."""
         return self.state is UnitState.SHARDED and not self.awaits_backward
 
+    def take_requires_grad(self) -> None:
+        """See `Bucket.take_requires_grad`."""
+        for bucket in self.buckets:
+            bucket.take_requires_grad()
+
     def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
         """Tell the sink, if there is one."""
         if self.schedule.event_sink is not None:
@@ -327,6 +332,7 @@ class Unit:
     def _pre_part(self, module: nn.Module, args: Any) -> None:
         if self._is_bound:
             return
+        self.take_requires_grad()
         self.unshard()
         if torch.is_grad_enabled():
             self.is_kept_for_backward = True  # nothing will announce its backward
@@ -381,7 +387,7 @@ class Unit:
             call.page = self.schedule.page
             self._calls.add(weakref.ref(call, self._calls.discard))
             return True
-        return not _wants_gradient(self)
+        return not any(bucket.trainable_count for bucket in self.buckets)
 
     def pre_backward(self, call: Call) -> None:
         """Backward has reached an output of `call`."""
@@ -551,10 +557,6 @@ def _by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list
         parameter = slot.parameter
         groups.setdefault((parameter.dtype, parameter.requires_grad, is_exact(parameter)), []).append(slot)
     return list(groups.values())
-
-
-def _wants_gradient(unit: Unit) -> bool:
-    return any(p.requires_grad for bucket in unit.buckets for p in bucket.sharded_parameters)
 
 
 def _uncompiled(function: Any) -> Any:
