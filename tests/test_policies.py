@@ -98,6 +98,32 @@ def _config_model(kind: str) -> Any:
                     num_key_value_heads=2, num_local_experts=2, vocab_size=50,
                 )  # fmt: skip
                 return transformers.MixtralForCausalLM(config)
+            case "pegasus" | "marian":
+                prefix = kind.capitalize()
+                config = getattr(transformers, f"{prefix}Config")(
+                    d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2, vocab_size=50,
+                    decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, pad_token_id=0,
+                    decoder_start_token_id=0, eos_token_id=1, forced_eos_token_id=1,
+                )  # fmt: skip
+                return getattr(transformers, "MarianMTModel" if kind == "marian" else f"{prefix}Model")(config)
+            case "blip":
+                towers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+                return transformers.BlipModel(transformers.BlipConfig(text_config=towers, vision_config=dict(towers)))
+            case "longformer":
+                towers = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+                return transformers.LongformerModel(transformers.LongformerConfig(**towers, attention_window=4))
+            case "regnet":
+                config = transformers.RegNetConfig(
+                    embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[2] * 4, groups_width=8
+                )
+                return transformers.RegNetModel(config)
+            case "llava":
+                towers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+                config = transformers.LlavaConfig(
+                    text_config=transformers.LlamaConfig(**towers, vocab_size=50),
+                    vision_config=transformers.CLIPVisionConfig(**towers, image_size=8, patch_size=4),
+                )
+                return transformers.LlavaForConditionalGeneration(config)
             case "mamba":
                 config = transformers.MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=2, vocab_size=50)
                 return transformers.MambaForCausalLM(config)
@@ -115,6 +141,12 @@ def _config_model(kind: str) -> Any:
         ("mixtral", {"MixtralDecoderLayer": 2}),
         ("mamba", {"MambaBlock": 2}),
         ("gpt2", {"GPT2Block": 2}),
+        ("pegasus", {"PegasusEncoderLayer": 2, "PegasusDecoderLayer": 3}),
+        ("marian", {"MarianEncoderLayer": 2, "MarianDecoderLayer": 3}),
+        ("blip", {"BlipTextLayer": 2, "BlipEncoderLayer": 2}),
+        ("longformer", {"LongformerLayer": 2, "LongformerSelfAttention": 0}),
+        ("regnet", {"RegNetYLayer": 8, "RegNetStage": 0}),
+        ("llava", {"CLIPEncoderLayer": 2, "LlamaDecoderLayer": 2, "Linear": 0}),
     ],
 )
 def test_auto_on_transformers_models(kind: str, expected: dict[str, int]) -> None:
@@ -130,6 +162,19 @@ def test_auto_warns_with_bytes_when_only_the_root_is_left() -> None:
 
     with pytest.warns(UserWarning, match=r"only the root of Pair is wrapped.*1\.00 MiB"):
         assert unit_modules(Pair()) == []
+
+
+def test_a_warning_names_what_is_left_in_the_root() -> None:
+    """By its share, although some units were found; embeddings and head do not count."""
+
+    class Wide(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side = nn.Sequential(nn.Linear(8, 80), nn.Tanh())
+
+    text = r"29% of the parameters of Wide are in no unit but the root.*side \(Sequential, 720\).*'none' to accept"
+    with pytest.warns(UserWarning, match=text):
+        assert len(unit_modules(Wide())) == 3
 
 
 def test_no_warning_where_nothing_could_be_wrapped_or_nobody_asked() -> None:

@@ -129,5 +129,6 @@ def _parameter(
         dtype=str(parameter.dtype).removeprefix("torch."),
         trainable=parameter.requires_grad,
         exact=is_exact(parameter),
+        statistics=None if slot.statistics_dtype is None else str(slot.statistics_dtype).removeprefix("torch."),
         role=role,
     )

@@ -73,7 +73,7 @@ class FullyShardedDataParallelPlugin:
         mixed_precision_policy: `bf16`, `fp16`, `fp32`, a dict of dtypes, or torch's or fullshard's policy. Default: the
             Accelerator's `mixed_precision`.
         auto_wrap_policy: `transformer_based_wrap`, `size_based_wrap`, `no_wrap`, one of torch's policies, or anything
-            `fullshard.wrap.policies` takes. Default: the model's own layers, else its repeated block.
+            `fullshard.wrap.policies` takes. Default: the model's own layers, and all repeated blocks.
         cpu_offload: bool, torch's `CPUOffload` or `CPUOffloadPolicy`, or fullshard's `OffloadPolicy`, which can say
             what of it.
         ignored_modules: modules, or a regular expression for whole module names.

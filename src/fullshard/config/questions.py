@@ -285,7 +285,7 @@ def _recommended_shard_size(answers: Answers) -> str:
 
 def _wraps(answers: Answers) -> Sequence[Choice]:
     found = [
-        Choice("auto", "automatic: the model's own list of layers, else its repeated block"),
+        Choice("auto", "automatic: the model's own list of layers, and all repeated blocks"),
         Choice("class", "the modules of classes that I name"),
         Choice("size", "by number of parameters"),
     ]

@@ -58,7 +58,7 @@ class ShardingConfig(Settings):
 
     wrap: WrapKind = "auto"
     """Which modules are units: `class`, `size`, `none` (the root alone), or `auto`: by class or by size if a setting
-    below says so, else the model's own list of layers, else its repeated block."""
+    below says so, else the model's own list of layers, and all repeated blocks."""
 
     wrap_classes: tuple[str, ...] = ()
     """Class names of the units. A text with commas is split."""

@@ -36,6 +36,13 @@ from fullshard.wrap.quantized import aliases, is_exact
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
+
+def compute_dtype(slot: Slot, policy: MixedPrecisionPolicy) -> torch.dtype:
+    """Dtype of the slot's unsharded parameter."""
+    stored = slot.parameter.dtype
+    return stored if is_exact(slot.parameter) else policy.compute_dtype(stored, slot.statistics_dtype)
+
+
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -43,7 +50,7 @@ class Bucket:
     """Storage of one bucket and its way from sharded to unsharded and back.
 
     Args:
-        slots: parameters of one dtype and one `requires_grad`, all exact or none, on the mesh's device.
+        slots: parameters of one dtype, compute dtype and `requires_grad`, all exact or none, on the mesh's device.
         mesh: the ranks that share it.
         policy: dtypes per role.
         storage: where `main` and the compute shard are.
@@ -86,7 +93,7 @@ class Bucket:
         self.slots, self.mesh, self.storage = slots, mesh, storage
         first = slots[0].parameter
         self.dtype = first.dtype
-        self.compute_dtype = self.dtype if is_exact(first) else policy.compute_dtype(self.dtype)
+        self.compute_dtype = compute_dtype(slots[0], policy)
         self.reduce_dtype = policy.gradient_dtype(first.dtype)
         self.gather_packing = None if is_exact(first) else policy.gather_packing(self.compute_dtype)
         self.reduce_packing = policy.reduce_packing(self.reduce_dtype)

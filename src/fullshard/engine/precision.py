@@ -19,7 +19,7 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: dtype of the unsharded parameters during compute. The sharded parameters, and so the optimizer,
-            keep the dtype they were given (the main weights).
+            keep the dtype they were given (the main weights). Batch norms compute in that of their statistics.
         reduce_dtype: dtype gradients are summed in. None: float32 for half-precision gradients, else their own dtype.
         output_dtype: dtype floating-point outputs of each unit are cast to.
         cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
@@ -65,9 +65,17 @@ class MixedPrecisionPolicy:
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})
 
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Dtype of an unsharded parameter that is stored as `stored`. Integers (quantised bytes) are never cast."""
-        return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
+    def compute_dtype(self, stored: torch.dtype, statistics: torch.dtype | None = None) -> torch.dtype:
+        """Dtype of an unsharded parameter that is stored as `stored`. Integers (quantised bytes) are never cast.
+
+        Args:
+            stored: of the sharded parameter.
+            statistics: of the running statistics that it computes with, if it does: one kernel takes both, and what
+                is averaged over a whole training loses too much in half precision.
+        """
+        if self.param_dtype is None or not stored.is_floating_point:
+            return stored
+        return self.param_dtype if statistics is None else statistics
 
     def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of such a parameter are summed."""

@@ -20,7 +20,8 @@ class Sharding:
         total_numel: parameters of the whole model that units own.
         rank_numel: of them, those this rank owns.
         rank_nbytes: bytes of this rank's main weights, padding included.
-        largest_unit_nbytes: bytes of the largest unit when it is unsharded.
+        largest_unit: name of the unit that is largest when it is unsharded; empty for the root.
+        largest_unit_nbytes: its bytes then.
         padding: share of all buckets that is padding.
         world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
         strategy: name of the row of the strategy table that the mesh and the units are; empty with one rank.
@@ -35,6 +36,7 @@ class Sharding:
     total_numel: int
     rank_numel: int
     rank_nbytes: int
+    largest_unit: str
     largest_unit_nbytes: int
     padding: float
     world_size: int
@@ -51,6 +53,7 @@ class Sharding:
         """Measure `units`."""
         buckets = [bucket for unit in units for bucket in unit.buckets]
         mesh = units[0].mesh
+        largest = max(units, key=lambda unit: unit.full_nbytes)
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         total_numel = sum(bucket.layout.numel for bucket in buckets)
         # What was not asked about is the root, which keeps its parameters under every strategy.
@@ -66,7 +69,8 @@ class Sharding:
             total_numel=total_numel,
             rank_numel=sum(p.interval.numel for bucket in buckets for p in bucket.sharded_parameters),
             rank_nbytes=sum(bucket.main.nbytes for bucket in buckets),
-            largest_unit_nbytes=max(unit.full_nbytes for unit in units),
+            largest_unit=largest.name,
+            largest_unit_nbytes=largest.full_nbytes,
             padding=1 - total_numel / full_numel if full_numel else 0.0,
             world_size=mesh.world_size,
             shard_size=mesh.shard_size,
@@ -88,7 +92,8 @@ class Sharding:
             f"{self._placement()}: "
             f"{format_count(self.total_numel)} parameters in {self.units} units, {self.buckets} buckets; "
             f"this rank owns {format_count(self.rank_numel)} ({share:.1%}), {format_nbytes(self.rank_nbytes)}; "
-            f"largest unit {format_nbytes(self.largest_unit_nbytes)} unsharded; padding {self.padding:.3%}{packed}"
+            f"largest unit {format_nbytes(self.largest_unit_nbytes)} unsharded ({self.largest_unit or 'the root'}); "
+            f"padding {self.padding:.3%}{packed}"
         )
 
     def _placement(self) -> str:

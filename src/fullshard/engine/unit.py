@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket import Bucket, compute_dtype
 from fullshard.engine.gradient import backward_under_way
 from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
@@ -551,11 +551,12 @@ def _locate(error: BaseException, unit: Unit, phase: str) -> None:
 
 
 def _by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
-    """Slots grouped by (stored dtype, trainable, exact), which with the unit's policy fixes all other dtypes."""
-    groups: dict[tuple[torch.dtype, bool, bool], list[Slot]] = {}
+    """Slots grouped by (stored dtype, compute dtype, trainable, exact), which with the policy fixes all dtypes."""
+    groups: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[Slot]] = {}
     for slot in slots:
         parameter = slot.parameter
-        groups.setdefault((parameter.dtype, parameter.requires_grad, is_exact(parameter)), []).append(slot)
+        key = (parameter.dtype, compute_dtype(slot, policy), parameter.requires_grad, is_exact(parameter))
+        groups.setdefault(key, []).append(slot)
     return list(groups.values())
 
 

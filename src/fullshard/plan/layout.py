@@ -27,7 +27,7 @@ class Dtypes:
         """Dtype of the unsharded parameter. Bytes with a meaning of their own are never cast."""
         if self.compute_dtype is None or parameter.exact or parameter.dtype not in FLOATING:
             return parameter.dtype
-        return self.compute_dtype
+        return parameter.statistics or self.compute_dtype
 
     def reduce(self, stored: str) -> str:
         """Dtype in which gradients of parameters stored as `stored` are summed: at least float32 unless told."""
@@ -296,10 +296,11 @@ def lay_out(
 def _buckets(
     parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int, offload: Offload
 ) -> tuple[BucketPlan, ...]:
-    """Grouped by (stored dtype, trainable, exact), in order of appearance."""
-    groups: dict[tuple[str, bool, bool], list[ParameterShape]] = {}
+    """Grouped by (stored dtype, compute dtype, trainable, exact), in order of appearance."""
+    groups: dict[tuple[str, str, bool, bool], list[ParameterShape]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.trainable, parameter.exact), []).append(parameter)
+        key = (parameter.dtype, dtypes.compute(parameter), parameter.trainable, parameter.exact)
+        groups.setdefault(key, []).append(parameter)
     return tuple(
         _bucket(tuple(p.shape for p in group), group[0], dtypes, shard_size, offload) for group in groups.values()
     )

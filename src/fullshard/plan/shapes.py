@@ -60,6 +60,7 @@ class ParameterShape:
         dtype: as it is stored.
         trainable: whether it requires grad.
         exact: whether it is bytes that are never cast (quantised weights and their scales).
+        statistics: dtype of running statistics that it computes with, in that dtype (a batch norm's), None for none.
         role: `matrix` for the weight of a linear layer inside a block (LoRA and quantisation apply to it), `embedding`,
             `head` or `other`.
     """
@@ -69,6 +70,7 @@ class ParameterShape:
     dtype: str = "float32"
     trainable: bool = True
     exact: bool = False
+    statistics: str | None = None
     role: str = "other"
 
     @property

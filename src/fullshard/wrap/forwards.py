@@ -41,8 +41,8 @@ def checkpoint_modules(
 
     Call it before the model is sharded. Of nested modules only the outermost is checkpointed: recomputing the inner one
     once more within the recomputation would cost time and save little. Random numbers (dropout) and autocast are the
-    same in the recomputation. An empty key/value cache is withheld from a checkpointed layer: recomputing would fill
-    it twice.
+    same in the recomputation, and so are buffers, which it leaves as they are: a batch norm counts what it sees once.
+    An empty key/value cache is withheld from a checkpointed layer: recomputing would fill it twice.
 
     Args:
         model: the model that holds the modules.
@@ -84,6 +84,7 @@ def checkpoint_modules(
     for module in chosen:
         # None stands for the class's forward, which a deep copy then resolves on the copy.
         module.__dict__["_recomputed_forward"] = module.__dict__.get("forward")
+        module.__dict__["_recomputed_buffers"] = [inner for inner in module.modules() if inner._buffers]
         forward = _reentrant_forward if reentrant else _selective_forward if selective else _checkpointed_forward
         module.forward = MethodType(forward, module)
     return chosen
@@ -139,7 +140,7 @@ def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     args, kwargs = _without_cache(self, args, kwargs)
-    return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+    return checkpoint(_with_buffers(self, inner), *args, use_reentrant=False, **kwargs)
 
 
 def _selective_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +148,39 @@ def _selective_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     args, kwargs = _without_cache(self, args, kwargs)
-    return checkpoint(inner, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+    run = _with_buffers(self, inner)
+    return checkpoint(run, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+
+
+def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """`inner`, whose further runs begin with the buffers that the first one found, and change copies of them.
+
+    What a forward makes of its buffers may enter its result (spectral norm), so they are what they were. Copies, not
+    values put back: autograd may have saved a buffer, and would refuse one that was written to.
+    """
+    holders: list[nn.Module] = module.__dict__["_recomputed_buffers"]
+    if not holders or torch.compiler.is_compiling():  # a compiled graph has its changes of buffers once
+        return inner
+    before: list[dict[str, torch.Tensor | None]] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not before:
+            before.extend(_copies(holder._buffers) for holder in holders)
+            return inner(*args, **kwargs)
+        kept = [dict(holder._buffers) for holder in holders]
+        try:
+            for holder, buffers in zip(holders, before, strict=True):
+                holder._buffers.update(_copies(buffers))
+            return inner(*args, **kwargs)
+        finally:
+            for holder, buffers in zip(holders, kept, strict=True):
+                holder._buffers.update(buffers)
+
+    return run
+
+
+def _copies(buffers: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
 
 
 def _selective_contexts() -> Any:
@@ -169,12 +202,12 @@ def _reentrant_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     args, kwargs = _without_cache(self, args, kwargs)
-    keys = tuple(kwargs)
+    keys, run = tuple(kwargs), _with_buffers(self, inner)
 
     # Reentrant checkpointing takes positional arguments only, and only tensors among them get gradients.
     def positional(*flat: Any) -> Any:
         split = len(flat) - len(keys)
-        return inner(*flat[:split], **dict(zip(keys, flat[split:], strict=True)))
+        return run(*flat[:split], **dict(zip(keys, flat[split:], strict=True)))
 
     return checkpoint(positional, *args, *kwargs.values(), use_reentrant=True)
 

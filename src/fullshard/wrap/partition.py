@@ -27,6 +27,12 @@ class Slot:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     replaced: list[nn.Parameter] = field(default_factory=list)
 
+    @property
+    def statistics_dtype(self) -> torch.dtype | None:
+        """Dtype of the running statistics beside it (a batch norm's), which want it in theirs; None without any."""
+        buffers = (module._buffers.get("running_mean") for module, _ in self.owners)
+        return next((buffer.dtype for buffer in buffers if buffer is not None), None)
+
     def make_real(self, device: torch.device) -> None:
         """Put a parameter without memory in place of one on the meta device, which cannot be given any."""
         meta = self.parameter

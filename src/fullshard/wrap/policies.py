@@ -1,6 +1,6 @@
 """Which modules of a model become units. A policy only selects; sharding them is the engine's business.
 
-    unit_modules(model, Auto())                        Transformers' own list of layers, else the repeated block
+    unit_modules(model, Auto())                        Transformers' own list of layers, and all repeated blocks
     unit_modules(model, ByClass(("LlamaDecoderLayer",)))
     unit_modules(model, BySize(min_numel=10_000_000))  the smallest modules of at least that many parameters
     unit_modules(model, ByPredicate(lambda module: isinstance(module, Expert)))
@@ -12,6 +12,7 @@ right. Its all-gather hides behind the computation of its neighbour, and a rank 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import warnings
 from collections import Counter, defaultdict
@@ -39,13 +40,24 @@ __all__ = [
     "unit_modules",
 ]
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules without a forward: no hook of theirs would ever run."""
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Where blocks that repeat are kept."""
 
 _OPAQUE = (nn.MultiheadAttention,)
 """Modules that read the weights of their children without calling them, so the children's hooks would never run."""
 
 _SHOWN_CANDIDATES = 12
+
+_SHOWN_MODULES = 3
+
+_FILLED = 0.5
+"""A block of which named layers hold at least that share is a stage of layers; of less, a layer with named parts."""
+
+_WORTH_A_UNIT = 0.01
+"""A class of blocks that together hold less than this share of a model is not worth its gathers."""
+
+_ROOT_SHARE = 0.25
+"""More than this share of a model in the root, embeddings apart, is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +122,11 @@ class NoWrap:
 class Auto:
     """What fits most models without a word from the user.
 
-    The union of `_no_split_modules` over the model and its submodules (Transformers' list of layers that belong
-    together), as far as the names occur; else the repeated block: of the classes that occur more than once as children
-    of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`, the one that holds the most parameters; else the root.
+    The modules that Transformers names (`_no_split_modules` of the model and its submodules: layers that belong
+    together), and all repeated blocks: modules whose class occurs more than once as a child of an `nn.ModuleList`,
+    `nn.ModuleDict` or `nn.Sequential`, the outermost of those inside each other. Many models name a part of their
+    layers only. A block that is mostly made of named modules is left to those; named modules that are a smaller part
+    of a block are in its unit. Layers of torch such as `nn.Linear` are blocks only where there are no others.
     """
 
 
@@ -164,7 +178,8 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
         WrapError: the policy names a class the model does not have, or that cannot be a unit.
 
     Warns:
-        UserWarning: the policy is not `NoWrap` and yet only the root is wrapped; the text has the bytes that costs.
+        UserWarning: the policy is not `NoWrap` and yet much of the model is left to the root, embeddings and head
+            apart; the text has the share, the bytes and the largest modules of it.
     """
     policy = parse_policy(policy)
     match policy:
@@ -177,12 +192,10 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
         case NoWrap():
             return []
         case Auto():
-            names = _no_split_names(model)
-            selected = _by_class(model, tuple(names)) if names else _repeated_blocks(model)
-    units = [m for m in selected if not is_unit(m)]
-    if not selected and any(True for _ in _candidates(model)):
-        _warn_root_only(model, policy)
-    return units
+            selected = _automatic(model)
+    if any(True for _ in _candidates(model)):
+        _check_root(model, selected, policy)
+    return [m for m in selected if not is_unit(m)]
 
 
 def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -217,10 +230,15 @@ def _candidates(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, _OPAQUE):
             hidden.update(id(inner) for inner in module.modules() if inner is not module)
-        if module is model or id(module) in hidden or isinstance(module, _CONTAINERS):
+        if module is model or id(module) in hidden or not _has_forward(module):
             continue
         if next(module.parameters(), None) is not None:
             yield module
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called; else no hook of its own would ever run (`nn.ModuleList` and the like)."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _matches(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
@@ -289,21 +307,54 @@ def _no_split_names(model: nn.Module) -> list[str]:
     return sorted(names & present)
 
 
-def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    candidates = list(_candidates(model))
-    allowed = {id(module) for module in candidates}
+def _automatic(model: nn.Module) -> list[nn.Module]:
+    """What `Auto` selects."""
+    candidates = {id(module): module for module in _candidates(model)}
+    names = _no_split_names(model)
+    named = {key for key, module in candidates.items() if type(module).__name__ in names}
+    blocks = _repeated_blocks(model, candidates)
+    chosen: set[int] = set()
+    visited: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in visited:
+            return
+        visited.add(id(module))
+        if id(module) in named:
+            chosen.update(id(inner) for inner in module.modules() if id(inner) in named)
+        elif id(module) in blocks and _share(module, named) < _FILLED:
+            chosen.add(id(module))
+        else:
+            for child in module.children():
+                visit(child)
+
+    visit(model)
+    return [module for key, module in candidates.items() if key in chosen]
+
+
+def _repeated_blocks(model: nn.Module, candidates: dict[int, nn.Module]) -> set[int]:
+    """The modules that are blocks by `Auto`'s rule, those inside others included, by identity."""
     groups: defaultdict[type[nn.Module], dict[int, nn.Module]] = defaultdict(dict)
     for container in model.modules():
-        if isinstance(container, (*_CONTAINERS, nn.Sequential)):
+        if isinstance(container, _LISTS):
             for child in container.children():
                 # Sequential is a container that happens to have a forward; the blocks are what is inside.
-                if id(child) in allowed and not isinstance(child, nn.Sequential):
+                if id(child) in candidates and not isinstance(child, nn.Sequential):
                     groups[type(child)][id(child)] = child
-    repeated = [group for group in groups.values() if len(group) > 1]
-    if not repeated:
-        return []
-    block = max(repeated, key=lambda group: numel(*group.values()))
-    return [module for module in candidates if id(module) in block]
+    least = _WORTH_A_UNIT * numel(model)
+    repeated = {cls: group for cls, group in groups.items() if len(group) > 1 and numel(*group.values()) >= least}
+    composed = [group for cls, group in repeated.items() if not _is_single_layer(cls)]
+    return {key for group in composed or repeated.values() for key in group}
+
+
+def _is_single_layer(cls: type[nn.Module]) -> bool:
+    """Whether a class is one of torch's layers, like `nn.Linear`, and not one of its blocks."""
+    return cls.__module__.startswith("torch.nn.") and not cls.__module__.endswith((".transformer", ".activation"))
+
+
+def _share(module: nn.Module, parts: set[int]) -> float:
+    """Which share of the parameters of `module` the modules in `parts` hold."""
+    return numel(*(inner for inner in module.modules() if id(inner) in parts)) / numel(module)
 
 
 def numel(*modules: nn.Module) -> int:
@@ -311,11 +362,58 @@ def numel(*modules: nn.Module) -> int:
     return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
 
 
-def _warn_root_only(model: nn.Module, policy: WrapPolicy) -> None:
-    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) -> None:
+    """Warn if much of `model` is in no unit: every rank holds that unsharded through a whole step.
+
+    Embeddings and the head do not count: they are large in small models, and the root is where they usually are.
+    """
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    usual = {id(p) for module in _embeddings(model) for p in module.parameters()}
+    root = {id(p): p for p in model.parameters() if id(p) not in inside}
+    rest = {key: p for key, p in root.items() if key not in usual}
+    share = sum(p.numel() for p in rest.values()) / max(numel(model), 1)
+    if units and share <= _ROOT_SHARE:
+        return
+    name, held = type(model).__name__, format_nbytes(sum(p.numel() * p.element_size() for p in root.values()))
+    if not units:
+        problem = (
+            f"only the root of {name} is wrapped (policy {policy!r} matches nothing inside it): every rank holds all "
+            f"{held} of its parameters unsharded at once, and no communication is overlapped"
+        )
+    else:
+        problem = (
+            f"{share:.0%} of the parameters of {name} are in no unit but the root, beside embeddings and head (policy "
+            f"{policy!r}): every rank holds its {held} unsharded at once, through the whole step. The largest modules "
+            f"of it: {', '.join(_largest(model, rest, inside))}"
+        )
     warnings.warn(
-        f"only the root of {type(model).__name__} is wrapped (policy {policy!r} matches nothing inside it): every rank "
-        f"holds all {format_nbytes(nbytes)} of its parameters unsharded at once, and no communication is overlapped. "
-        "Name the class of the repeated block to avoid it, or ask for 'none' to accept it.",
-        stacklevel=3,
+        f"{problem}. Name the class of the repeated block to avoid it, or ask for 'none' to accept it.", stacklevel=3
     )
+
+
+def _embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """Embeddings, and the head if the model says which it is."""
+    yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
+    with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        if isinstance(head, nn.Module):
+            yield head
+
+
+def _largest(model: nn.Module, rest: dict[int, nn.Parameter], inside: set[int]) -> list[str]:
+    """The largest modules that hold parameters of `rest` and none of any unit, each with its class and size."""
+    found: list[tuple[int, str]] = []
+
+    def visit(module: nn.Module, path: str) -> None:
+        parameters = {id(p): p for p in module.parameters()}
+        held = sum(p.numel() for key, p in parameters.items() if key in rest)
+        if not held:
+            return
+        if path and _has_forward(module) and inside.isdisjoint(parameters):
+            found.append((held, f"{path} ({type(module).__name__}, {format_count(held)})"))
+            return
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name)
+
+    visit(model, "")
+    return [text for _, text in sorted(found, reverse=True)[:_SHOWN_MODULES]] or [f"{type(model).__name__} itself"]

@@ -176,7 +176,7 @@ class FSDPConfig(_Group):
     size: Size = 1
     """Ranks per shard group. Groups hold replicas of each other."""
     wrap_layer_cls: ClassNames = set()
-    """Class names of the units; none: the model's own list of layers, else its repeated block."""
+    """Class names of the units; none: the model's own list of layers, and all repeated blocks."""
     flatten_parameters: bool = True
     """No effect here."""
     sync_module_states: bool = False
