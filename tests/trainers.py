@@ -133,15 +133,22 @@ def run(output: str, family: str = "llama", stock: bool = False, options: Mappin
     return result(made)
 
 
-def result(made: Any) -> dict[str, Any]:
-    """What a run is judged by."""
+def logged(made: Any) -> dict[str, Any]:
+    """Losses and gradient norms of the steps, and the operations counted."""
     history = made.state.log_history
-    weights = made.model.state_dict() if dist.get_world_size() == 1 else full_state_dict(made.model)
-    sharded = [p for p in made.model.parameters() if isinstance(p, ShardedParameter)]
     return {
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+        "evals": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "flos": next((entry["total_flos"] for entry in history if "total_flos" in entry), None),
+    }
+
+
+def result(made: Any) -> dict[str, Any]:
+    """What a run is judged by."""
+    weights = made.model.state_dict() if dist.get_world_size() == 1 else full_state_dict(made.model)
+    sharded = [p for p in made.model.parameters() if isinstance(p, ShardedParameter)]
+    return logged(made) | {
         "weights": {name: value.detach().clone() for name, value in weights.items()},
         "own": sum(p.numel() for p in sharded),
         "total": sum(p.global_shape.numel() for p in sharded),

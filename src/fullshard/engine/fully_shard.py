@@ -265,7 +265,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True) -> Iterator[None]:
     """All parameters of `model` whole inside, kept so through forwards: for `generate()` or inspection.
 
     Entering is a collective. Inside, ranks need not run the same number of forwards. Costs the whole model's
@@ -275,12 +275,14 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
         model: a sharded model or a part of one.
         writeback: keep changes made to the parameters in place, which every rank must make alike; otherwise they are
             dropped.
+        recurse: False: only the units that hold the module's own parameters, for code that computes with a head's
+            weight by itself. All others are gathered as they are used.
 
     Raises:
         LifecycleError: inside a forward or backward pass; or parameters were changed without `writeback` where a rank
             owns them whole (one rank, or NO_SHARD), so that the change cannot be dropped.
     """
-    units = units_of(model)
+    units = units_of(model) if recurse else _owners(model)
     if backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
         raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
     for schedule in dict.fromkeys(unit.schedule for unit in units):
@@ -313,6 +315,12 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
                 unit.reshard()
         for schedule in dict.fromkeys(unit.schedule for unit in units):
             schedule.settle()
+
+
+def _owners(module: nn.Module) -> list[Unit]:
+    """The units that hold the module's own parameters."""
+    held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
+    return list(dict.fromkeys(sharded._bucket.unit for sharded in held if sharded is not None))
 
 
 def describe(model: nn.Module) -> Sharding:

@@ -1,7 +1,8 @@
-"""Transformers' `Trainer` and TRL's `SFTTrainer` on fullshard's engine.
+"""Transformers' `Trainer` and TRL's trainers on fullshard's engine.
 
     from fullshard.integrations.transformers import Trainer, TrainingArguments        instead of transformers'
-    from fullshard.integrations.transformers import SFTTrainer                        instead of trl's
+    from fullshard.integrations.transformers import DPOTrainer, DPOConfig             instead of trl's
+    CPOTrainer = sharded(trl.experimental.cpo.CPOTrainer)                             any class derived from a Trainer
 
 They are the real classes with `ShardedTraining` in front. A script that imports from `transformers` and `trl` gets the
 same without a change under `fullshard launch`, which calls `install()` first.
@@ -15,15 +16,40 @@ from fullshard.integrations.transformers.install import install
 
 if TYPE_CHECKING:
     from fullshard.integrations.transformers.classes import (
+        DistillationConfig,
+        DistillationTrainer,
+        DPOConfig,
+        DPOTrainer,
+        GRPOConfig,
+        GRPOTrainer,
+        KTOConfig,
+        KTOTrainer,
+        RewardConfig,
+        RewardTrainer,
+        RLOOConfig,
+        RLOOTrainer,
         Seq2SeqTrainer,
         Seq2SeqTrainingArguments,
         SFTConfig,
         SFTTrainer,
         Trainer,
         TrainingArguments,
+        sharded,
     )
 
 __all__ = [
+    "DPOConfig",
+    "DPOTrainer",
+    "DistillationConfig",
+    "DistillationTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
     "Seq2SeqTrainer",
@@ -31,6 +57,7 @@ __all__ = [
     "Trainer",
     "TrainingArguments",
     "install",
+    "sharded",
 ]
 
 

@@ -11,13 +11,10 @@ from fullshard.integrations.transformers.arguments import ShardedArguments
 from fullshard.integrations.transformers.trainer import ShardedTraining
 
 _SINCE = (5, 0)
+_TRL = ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation")
 _HOMES = {
-    "Trainer": ("transformers", ShardedTraining),
-    "Seq2SeqTrainer": ("transformers", ShardedTraining),
-    "SFTTrainer": ("trl", ShardedTraining),
-    "TrainingArguments": ("transformers", ShardedArguments),
-    "Seq2SeqTrainingArguments": ("transformers", ShardedArguments),
-    "SFTConfig": ("trl", ShardedArguments),
+    **dict.fromkeys(("Trainer", "Seq2SeqTrainer", "TrainingArguments", "Seq2SeqTrainingArguments"), "transformers"),
+    **{f"{name}{kind}": "trl" for name in _TRL for kind in ("Trainer", "Config")},
 }
 
 
@@ -38,7 +35,7 @@ def sharded(original: type) -> type:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package, _ = _HOMES[name]
+    package = _HOMES[name]
     try:
         module = importlib.import_module(package)
     except ImportError:

@@ -18,7 +18,7 @@ What it replaces: the making of the Accelerator, saving and loading. The loop st
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from fullshard.core.paths import local_name, local_path
 from fullshard.engine import ShardedParameter
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
+from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
 from fullshard.launch.environment import run_on_main
 
 _COMPLETE = "trainer_state.json"
@@ -59,6 +60,7 @@ class ShardedTraining:
             local_path(args.output_dir)  # Transformers itself would make a folder `s3:`
         join_accelerate()
         _teach_to_skip_batches()
+        shard_reference_models()
         resolved = resolved_configuration(args)
         chosen = args.accelerator_config.to_dict()
         accumulation = dict(chosen.pop("gradient_accumulation_kwargs", None) or {})
@@ -112,13 +114,24 @@ class ShardedTraining:
         finally:
             self.is_fsdp_enabled = True
 
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch, forward and backward."""
+        with teachers_head(self):
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """One batch of an evaluation."""
+        with teachers_head(self):
+            return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
         # Trainer logs the norm although it does not clip to it.
         return None if self.accelerator.steps_in_backward else super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 
-    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self: Any, inputs: Any) -> int:
         """6 x tokens x parameters, embeddings left out, of the whole model."""
-        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        main_input = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's have lists of samples
         if main_input is None or not hasattr(self.model, "num_parameters"):
             return 0
         tables = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
