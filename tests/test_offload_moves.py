@@ -12,18 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.api.plan_check import PlanCheck
-from fullshard.comm.torch_dist import Done
-from fullshard.core.events import Event
-from fullshard.engine import units_of
+from fullshard.comm.base import ResizedBuffer
+from fullshard.comm.packing import packing_for
+from fullshard.comm.torch_dist import Alone, Done
+from fullshard.core.events import Event, EventKind
+from fullshard.engine import units_of, unsharded
 from fullshard.engine.offload import Host
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from tests.distributed import run_ranks
-from tests.offload import BFLOAT16, CASES, DEPTH, POLICIES, SCHEDULED, SLOW_CASES, Case, Log, allowed
+from tests.offload import BFLOAT16, CASES, DEPTH, POLICIES, SCHEDULED, SLOW_CASES, WIDTH, Case, Log, allowed
 
 pytestmark = pytest.mark.usefixtures("rehearsed")
 
@@ -204,6 +207,70 @@ def test_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     log.said.clear()
     host.settle()
     assert log.said == ["the host waits for to device"]
+
+
+@pytest.mark.parametrize("packing", [None, torch.int8, torch.bfloat16])
+@pytest.mark.parametrize("pins", [True, False])
+def test_page_locked_memory_is_read_beside_the_host(
+    pins: bool, packing: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy does not block. Packed, it is the weights that are copied, once, and packed on the device."""
+    main = torch.arange(512.0)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda *_: pins)  # without an accelerator nothing is
+    packs = None if packing is None else packing_for(packing)
+    buffer = ResizedBuffer(Alone(), 512, torch.float32, torch.device("meta"), packs)
+    said: list[bool] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if function is torch.ops.aten._to_copy.default and not args[0].is_meta:
+                said.append(bool(kwargs.get("non_blocking")))
+            if function is torch.ops.aten.copy_.default and not args[1].is_meta:
+                said.append(bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
+            return function(*args, **kwargs)
+
+    with Copies():
+        buffer.gather(main, tag=0).wait()
+        buffer.gather(main, tag=0, exactly=True).wait()
+    assert said == [pins, pins]
+
+
+@pytest.mark.parametrize("name", ["everything", "main weights", "frozen"])
+def test_nobody_reads_the_host_once_weights_may_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a forward, with or without gradients, a backward and `unsharded()`, and before a load changes them."""
+    case = CASES["frozen"]
+    reads: list[str] = []
+    read = 0
+
+    def note(event: Event) -> None:
+        nonlocal read
+        if event.kind is EventKind.TO_DEVICE and event.what == "compute shard":
+            reads.append(event.unit)
+            read += 1
+
+    model = case.model(POLICIES[name], event_sink=note)
+    monkeypatch.setattr(Host, "settle", lambda _: reads.clear())
+    optimizer = case.optimizer_of(model)
+    x = torch.randn(4, WIDTH)
+    for step in range(2):
+        case.backward(model, step)
+        assert reads == []
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+        assert reads == []
+        loss = model(x)
+        assert reads == []
+        loss.sum().backward()
+        with unsharded(model):
+            pass
+        assert reads == []
+        units_of(model)[0].issue_unshard()
+        model.load_state_dict(model.state_dict())
+        assert reads == []
+    assert read
 
 
 # -- as a user asks for it ----------------------------------------------------------------------------------------

@@ -184,11 +184,17 @@ class ResizedBuffer:
         return self._storage.nbytes()
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Bring the memory back, copy `main` into its place and launch the all-gather."""
+        """Bring the memory back, copy `main` into its place and launch the all-gather.
+
+        From page-locked host memory that copy goes on beside the host: who changes `main` waits for it first.
+        """
         self._storage.resize_(self._whole_nbytes)
+        is_apart = main.device != self.full.device
         if self._packing is not None and not exactly:
+            if is_apart:
+                main = main.to(self.full.device, non_blocking=main.is_pinned())  # packed where the messages are
             return self._gather_packed(main, self._packing, tag)
-        self._own.copy_(main)
+        self._own.copy_(main, non_blocking=is_apart and main.is_pinned())
         return self._collectives.all_gather(self.full, tag=tag)
 
     def _gather_packed(self, main: torch.Tensor, packing: Packing, tag: int) -> Work:
