@@ -6,6 +6,7 @@ pytest tests/test_statistics.py
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,18 @@ def test_a_recomputation_changes_no_state(name: str, kind: dict[str, bool]) -> N
     for (key, expected), actual in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert actual.grad is not None and expected.grad is not None, key
         assert torch.equal(actual.grad, expected.grad), key
+
+
+def test_what_a_forward_leaves_as_it_is_is_not_kept_twice() -> None:
+    """A mask or a table beside the parameters costs no memory until backward."""
+    layer = Counter()
+    layer.register_buffer("table", torch.zeros(3, WIDTH))
+    model = nn.Sequential(Block(layer))
+    checkpoint_modules(model, [model[0]])
+    out = model(batch(0, 0).requires_grad_())
+    shapes = [tuple(o.shape) for o in gc.get_objects() if type(o) is torch.Tensor and tuple(o.shape) == (3, WIDTH)]
+    assert shapes == [(3, WIDTH)]
+    out.sum().backward()
 
 
 # -- half precision ---------------------------------------------------------------------------------------------

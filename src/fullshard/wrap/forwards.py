@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard.core.errors import WrapError
@@ -166,7 +167,12 @@ def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[...,
     def run(*args: Any, **kwargs: Any) -> Any:
         if not before:
             before.extend(_copies(holder._buffers) for holder in holders)
-            return inner(*args, **kwargs)
+            versions = [_versions(holder) for holder in holders]
+            output = inner(*args, **kwargs)
+            for holder, copies, earlier in zip(holders, before, versions, strict=True):
+                for name, _ in _versions(holder).items() & earlier.items():
+                    del copies[name]  # nor will a further run change it: nothing is kept of a mask or a table
+            return output
         kept = [dict(holder._buffers) for holder in holders]
         try:
             for holder, buffers in zip(holders, before, strict=True):
@@ -177,6 +183,13 @@ def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[...,
                 holder._buffers.update(buffers)
 
     return run
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """What tells whether a buffer is replaced or changed; without a batch norm's, whose kernels do not count it."""
+    if isinstance(module, _NormBase):
+        return {}
+    return {name: (id(b), b._version) for name, b in module._buffers.items() if b is not None}
 
 
 def _copies(buffers: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
