@@ -301,8 +301,8 @@ def _start_up_line(strategy: str) -> tuple[str, str]:
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(sharding_strategy=strategy))
         model = accelerator.prepare(make_model())
-    for unit in units_of(model)[:1]:
-        unit.modules[0].set_reshard_after_forward(False, recurse=False)
+    inner: Any = units_of(model)[0].modules[0]
+    inner.set_reshard_after_forward(False, recurse=False)
     return stderr.getvalue(), str(describe(model))
 
 
