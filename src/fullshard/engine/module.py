@@ -12,7 +12,8 @@ from torch import nn
 
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.additions import MANAGED
+from fullshard.engine.parameter import ShardedParameter, sharded_parameter_of
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.unit import Unit
 
@@ -130,10 +131,12 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     module.__dict__[_UNIT] = unit
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
     for inner in module.modules():
-        inner._is_fsdp_managed_module = True  # type: ignore[assignment]
+        inner.__dict__[MANAGED] = True
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
         if hasattr(inner, "save_pretrained") and "save_pretrained" not in inner.__dict__:
             inner.save_pretrained = _saves_no_slices(inner)  # type: ignore[assignment]
+        if hasattr(inner, "resize_token_embeddings") and "resize_token_embeddings" not in inner.__dict__:
+            inner.resize_token_embeddings = _resizes_nothing(inner)  # type: ignore[assignment]
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(_before_load_state_dict)
 
@@ -156,6 +159,26 @@ def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
         return save(*args, **kwargs)
 
     return save_pretrained
+
+
+def _resizes_nothing(module: nn.Module) -> Callable[..., Any]:
+    """Transformers' `resize_token_embeddings`, which would put parameters in that no unit owns, as an error then."""
+    resize: Any = module.resize_token_embeddings
+
+    @functools.wraps(resize)
+    def resize_token_embeddings(new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        embeddings: Any = module.get_input_embeddings()  # type: ignore[operator]
+        weight = sharded_parameter_of(embeddings.weight)
+        rows = embeddings.weight.shape[0] if weight is None else weight.global_shape[0]
+        if new_num_tokens in (None, rows) and not any((*args, *kwargs.values())):
+            return embeddings
+        raise LifecycleError(
+            f"{type(module).__name__}.resize_token_embeddings({new_num_tokens}) on a sharded model of {rows} tokens: "
+            "which parameters there are was settled when it was sharded",
+            hint="resize before fully_shard, shard_model or prepare",
+        )
+
+    return resize_token_embeddings
 
 
 def assemble(modules: list[nn.Module], mesh: Mesh) -> Schedule:

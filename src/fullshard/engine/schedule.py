@@ -24,6 +24,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink
 from fullshard.engine.activations import Activations, Page, check_pages
+from fullshard.engine.additions import Additions
 from fullshard.engine.agree import check_agreement, describe_structure
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient, backward_under_way
@@ -71,6 +72,7 @@ class Schedule:
         self.after_step: Callable[[int], None] | None = None
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
         self.is_last_backward = True
+        self._additions = Additions(self.units)
         self._activations = Activations.of(self.units)
         self._heap = heap() if mesh.device.type == "cpu" else None
         self._has_stepped = False
@@ -117,6 +119,7 @@ class Schedule:
     def _begin_outermost(self) -> None:
         if self._in_backward:
             self.reset()  # the last backward ended in an exception
+        self._additions.check()
         self._thread = threading.get_ident()
         if self._has_stepped and torch.is_grad_enabled():
             self.steps, self._has_stepped = self.steps + 1, False

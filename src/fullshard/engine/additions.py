@@ -1,0 +1,89 @@
+"""What is put into a model after it was sharded: no unit owns it, so nobody would shard it or reduce its gradient.
+
+torch tells of every parameter and module that is registered somewhere. That is counted, and only when the count has
+changed is the model looked through, at its next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.parameter import sharded_parameter_of
+
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
+
+MANAGED = "_is_fsdp_managed_module"
+"""Attribute of every module in a sharded model; the name is torch's, whose compiler looks for it."""
+
+_registered = [0]
+"""How often something was registered with a module of a sharded model."""
+
+
+def _count(module: nn.Module, _name: str, _value: object) -> None:
+    if MANAGED in module.__dict__:
+        _registered[0] += 1
+
+
+register_module_parameter_registration_hook(_count)
+register_module_module_registration_hook(_count)
+
+
+class Additions:
+    """Watches one model for what is put into it.
+
+    Args:
+        units: its units, the outermost one last.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        slots = [slot for unit in units for bucket in unit.buckets for slot in bucket.slots]
+        self._places = {(id(module), attribute) for slot in slots for module, attribute in slot.owners}
+        parameters = [p for _, module in self._modules() for p in module._parameters.values() if p is not None]
+        # Held, so that another parameter cannot get the id of one that is gone.
+        self._left_alone = {id(p): p for p in parameters if sharded_parameter_of(p) is None}
+        self._seen = -1
+
+    def check(self) -> None:
+        """Refuse what was put in since the last time.
+
+        Raises:
+            LifecycleError: a parameter that no unit owns, or a sharded one in a place that its unit does not know.
+        """
+        if self._seen == _registered[0]:
+            return
+        for path, module in self._modules():
+            module.__dict__[MANAGED] = True
+            for attribute, parameter in module._parameters.items():
+                is_known = (id(module), attribute) in self._places or id(parameter) in self._left_alone
+                if parameter is not None and not is_known:
+                    self._refuse(f"{path}.{attribute}" if path else attribute, parameter)
+        self._seen = _registered[0]
+
+    def _refuse(self, path: str, parameter: nn.Parameter) -> NoReturn:
+        sharded = sharded_parameter_of(parameter)
+        if sharded is None:
+            why = "nobody would shard it or reduce its gradient"
+        elif sharded._bucket.unit in self._units:
+            why = f"it is tied to {'='.join(sharded.names)} now, whose unit does not know of this place"
+        else:
+            why = "its unit was made after the unit around the model"
+        raise LifecycleError(
+            f"rank {self._units[-1].mesh.rank}: parameter {path}, of shape {tuple(parameter.shape)}, "
+            f"was put into the model after it was sharded: {why}",
+            hint="add modules, adapters and parameters, tie and resize before fully_shard, shard_model or prepare",
+        )
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules with their paths."""
+        for root in self._units[-1].modules:
+            yield from root.named_modules()
