@@ -205,7 +205,7 @@ def test_gradients_are_clipped_by_value() -> None:
     prepared = accelerator.prepare(model())
     accelerator.backward(prepared(torch.ones(2, 4)).sum() * 100)
     accelerator.clip_grad_value_(prepared.parameters(), 0.01)
-    assert max(p.grad.abs().max() for p in prepared.parameters() if p.grad is not None and p.grad.numel()) <= 0.01
+    assert max(p.grad.abs().max() for p in prepared.parameters() if p.grad is not None and p.grad.shape.numel()) <= 0.01
 
 
 def test_join_uneven_inputs_says_why_it_is_not_there() -> None:

@@ -80,7 +80,7 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
             if isinstance(parameter, ShardedParameter):
                 state = gather_interval(state, parameter)
             whole[f"{name}/{key}"] = state
-        if parameter.numel():
+        if parameter.shape.numel():
             whole[f"{name}/step"] = optimizer.state[parameter]["step"]
     return whole
 

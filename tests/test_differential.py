@@ -371,7 +371,7 @@ def nonfinite() -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter.detach())
-    own = next(p for p in model.parameters() if p.requires_grad and p.numel())
+    own = next(p for p in model.parameters() if p.requires_grad and p.shape.numel())
     if dist.get_rank() == 1:
         assert own.grad is not None
         own.grad[0] = float("nan")
@@ -610,7 +610,7 @@ def overflow_in_one_slice(strategy: str, shard_size: int | None) -> tuple[float,
     tokens, targets = batch(0, 0)
     scaler.scale(nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())).backward()
     if dist.get_rank() == 1:
-        own = next(p for p in model.parameters() if p.grad is not None and p.numel())
+        own = next(p for p in model.parameters() if p.grad is not None and p.shape.numel())
         assert own.grad is not None
         own.grad[-1] = float("inf")
     scaler.step(optimizer)

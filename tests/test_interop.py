@@ -97,7 +97,7 @@ def check_empty_ranks(order: float) -> bool:
     torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0.0)
     assert_same_gradients(model, reference, 1e-6)
     adamw(model.parameters()).step()
-    return all(p.numel() == 0 for p in model.parameters())
+    return all(p.shape.numel() == 0 for p in model.parameters())
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -164,7 +164,7 @@ def check_clip_rest() -> None:
     assert torch_clip_grad_norm_(model.parameters(), 1.0).item() == 0.0
     model, _ = prepare()
     if rank_and_size()[0] == 0:
-        gradient = next(p.grad for p in model.parameters() if p.numel())
+        gradient = next(p.grad for p in model.parameters() if p.shape.numel())
         assert gradient is not None
         gradient[0] = math.nan
     with pytest.raises(RuntimeError, match="nan"):
@@ -190,7 +190,7 @@ def check_scaler(fused: bool, overflow: bool) -> float:
     loss = model(x).square().mean()
     scaler.scale(loss).backward()
     if overflow and rank == size - 1:
-        gradient = next(p.grad for p in model.parameters() if p.numel())
+        gradient = next(p.grad for p in model.parameters() if p.shape.numel())
         assert gradient is not None
         gradient[-1] = math.inf
     scaler.step(optimizer)
@@ -577,7 +577,7 @@ def check_views_of_dimensions() -> None:
         assert parameter.ndim == parameter.dim() == whole.ndim and parameter.global_shape == whole.shape
         assert parameter.shape == (parameter.interval.numel,)
     total = sum(p.interval.numel for p in sharded_parameters(model).values())
-    assert sum(p.numel() for p in model.parameters()) == total
+    assert sum(p.shape.numel() for p in model.parameters()) == total
     with pytest.raises(LifecycleError):
         engine.describe(nn.Linear(WIDTH, WIDTH))
 

@@ -76,7 +76,7 @@ def session(
         dist.all_reduce(total)
         losses.append(float(total))
     held = sum(len(coded_tensors(state)[0]) for state in optimizer.state.values())
-    empty = [p for p in model.parameters() if isinstance(p, ShardedParameter) and p.numel() == 0]
+    empty = [p for p in model.parameters() if isinstance(p, ShardedParameter) and p.shape.numel() == 0]
     if library == "bitsandbytes" and size == 2:
         assert empty
         if load is None:
@@ -214,7 +214,7 @@ def matrices(directory: str) -> str:
     model = shard_model(nn.Linear(128, 128), unit_modules=[], device=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
-        optimizer.state[parameter]["rows"] = torch.zeros(2, parameter.numel())
+        optimizer.state[parameter]["rows"] = torch.zeros(2, parameter.shape.numel())
     try:
         save_checkpoint(directory, model=model, optimizer=optimizer)
     except CheckpointError as error:

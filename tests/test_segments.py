@@ -74,7 +74,7 @@ def reload(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
 def replace_state(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
     """A script changes a state behind the optimizer's back."""
     if step == 2:
-        parameter = next(p for p in model.parameters() if p.numel() > 1)
+        parameter = next(p for p in model.parameters() if p.shape.numel() > 1)
         for key, value in optimizer.state[parameter].items():
             if value.dim():
                 optimizer.state[parameter][key] = value + 1

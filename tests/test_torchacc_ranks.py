@@ -270,7 +270,11 @@ def _saves(directory: str) -> dict[str, Any]:
     sent = model.optim_state_dict_to_load(restored, full)
     restored.load_state_dict(sent)
     problems = []
-    copied = copy.deepcopy(optimizer.state_dict())
+    torchacc.save(copy.deepcopy(optimizer.state_dict()), path / "copy.pth")  # its tensors know whose slices they are
+    again = torch.load(path / "copy.pth")["state"]
+    same = same and all(torch.equal(again[i]["exp_avg"], s["exp_avg"]) for i, s in whole["all"][0]["state"].items())
+    copied: Any = optimizer.state_dict()
+    copied["state"] = {i: {k: torch.empty(v.shape) for k, v in s.items()} for i, s in copied["state"].items()}
     for value, target, options in (
         (copied, "copy.pth", {}),
         (1, "", {}),

@@ -150,7 +150,7 @@ def result(made: Any) -> dict[str, Any]:
     sharded = [p for p in made.model.parameters() if isinstance(p, ShardedParameter)]
     return logged(made) | {
         "weights": {name: value.detach().clone() for name, value in weights.items()},
-        "own": sum(p.numel() for p in sharded),
+        "own": sum(p.shape.numel() for p in sharded),
         "total": sum(p.global_shape.numel() for p in sharded),
     }
 

@@ -14,10 +14,11 @@ from fullshard.engine.fully_shard import (
 from fullshard.engine.interop import check_optimizer, clip_grad_norm_, clip_grad_value_, repoint
 from fullshard.engine.keeping import keep_head, keep_unsharded
 from fullshard.engine.module import FSDPModule, units_of
-from fullshard.engine.parameter import ShardedParameter, gather_interval
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import BackwardPrefetch
 from fullshard.engine.sharding import Sharding
+from fullshard.engine.slices import Slice, gather_interval
 from fullshard.engine.stepping import step_in_backward
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "OffloadPolicy",
     "ShardedParameter",
     "Sharding",
+    "Slice",
     "check_optimizer",
     "clip_grad_norm_",
     "clip_grad_value_",

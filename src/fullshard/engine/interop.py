@@ -2,10 +2,12 @@
 
     torch.nn.utils.clip_grad_norm_     the norm over all ranks, not the local one
     torch.amp.GradScaler               an overflow on one rank makes every rank skip the step
+    optimizer.state_dict               its tensors say that they are slices, and where from
     optimizer.load_state_dict          takes whole tensors too, and keeps this rank's intervals of them
+    torch.nn.utils.parameters_to_vector refused, and so is the way back
     any optimizer                      refused if it needs whole matrices or was made before sharding
 
-Each of them would otherwise run and be wrong without a word. torch offers no hook in the first three places, so the one
+Each of them would otherwise run and be wrong without a word. torch offers no hook in most of these places, so the one
 function each goes through is replaced by one that behaves the same for everything but sharded parameters.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad as torch_clip
+from torch.nn.utils import convert_parameters as torch_convert
 from torch.optim import optimizer as torch_optimizer
 
 from fullshard.comm.mesh import Mesh
@@ -38,6 +41,7 @@ from fullshard.engine.parameter import (
     sharded_parameter_of,
     sharded_parameters,
 )
+from fullshard.engine.slices import Slice
 from fullshard.engine.unit import Unit
 
 NEEDS_WHOLE_TENSORS = frozenset(
@@ -97,6 +101,7 @@ def _total_norm(
     ordinary = []
     for tensor in tensors:
         mesh = mesh_of_gradient(tensor)
+        tensor = tensor.plain() if isinstance(tensor, Slice) else tensor
         if mesh is None:
             ordinary.append(tensor)
         else:
@@ -163,34 +168,80 @@ def _unscale_grads(
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have stepped or loaded a state, so all that have one."""
 
+_local_state_dict = torch.optim.Optimizer.state_dict
 _local_load_state_dict = torch.optim.Optimizer.load_state_dict
+_local_setstate = torch.optim.Optimizer.__setstate__
+
+
+@functools.wraps(_local_state_dict)
+def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Torch's, with a `Slice` in place of each tensor that is one."""
+    return _map_states(optimizer, _local_state_dict(optimizer), _as_slices)
+
+
+def _as_slices(state: dict[str, Any], parameter: ShardedParameter) -> dict[str, Any]:
+    return {
+        key: Slice.of(value, parameter) if type(value) is torch.Tensor and value.shape == parameter.shape else value
+        for key, value in state.items()
+    }
 
 
 @functools.wraps(_local_load_state_dict)
 def _load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Torch's loading, after whole tensors are cut to this rank's intervals."""
-    _local_load_state_dict(optimizer, _cut_state_dict(optimizer, state_dict))
+    _local_load_state_dict(optimizer, _map_states(optimizer, state_dict, _cut_state))
     _seen.add(optimizer)
 
 
-def _cut_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+@functools.wraps(_local_setstate)
+def _setstate(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Where every optimizer's loading ends: each `Slice` becomes a plain tensor, if it is this rank's."""
+    states = state.get("state", {})
+    for parameter, held in states.items():
+        if isinstance(parameter, ShardedParameter) and any(isinstance(value, Slice) for value in held.values()):
+            states[parameter] = {key: _own(value, parameter, key) for key, value in held.items()}
+    _local_setstate(optimizer, state)
+
+
+def _own(value: Any, parameter: ShardedParameter, key: str) -> Any:
+    if not isinstance(value, Slice):
+        return value
+    if value.interval != parameter.interval or value.global_shape != parameter.global_shape:
+        raise OptimizerError(
+            f"rank {parameter.mesh.rank}: state {key!r} of {'='.join(parameter.names)} {tuple(parameter.global_shape)} "
+            f"is that of {'='.join(value.names)} {tuple(value.global_shape)}, its elements {value.interval.start} to "
+            f"{value.interval.stop}, expected {parameter.interval.start} to {parameter.interval.stop}",
+            hint="load whole tensors, or a checkpoint with fullshard.checkpoint.load_checkpoint",
+        )
+    return value.plain()
+
+
+def _map_states(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    function: Callable[[dict[str, Any], ShardedParameter], dict[str, Any]],
+) -> dict[str, Any]:
+    """`state_dict` with `function` applied to the state of each sharded parameter."""
     saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     held = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     state = dict(state_dict["state"])
     for key, parameter in zip(saved, held, strict=False):  # other lengths are torch's to refuse
         if key in state and isinstance(parameter, ShardedParameter):
-            state[key] = _cut_state(state[key], parameter)
+            state[key] = function(state[key], parameter)
     return {**state_dict, "state": state}
 
 
 def optimizer_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
-    """The optimizer whose `state_dict()` this is, recognised by the tensors themselves; None for anything else."""
-    given = _tensor_ids(state_dict["state"])
-    return next((optimizer for optimizer in _seen if given & _tensor_ids(optimizer.state)), None)
+    """The optimizer whose `state_dict()` this is, recognised by the tensors in it; None for anything else."""
+    given = _owner_ids(state_dict["state"])
+    return next((optimizer for optimizer in _seen if given & _owner_ids(optimizer.state)), None)
 
 
-def _tensor_ids(state: Mapping[Any, Mapping[str, Any]]) -> set[int]:
-    return {id(value) for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)}
+def _owner_ids(state: Mapping[Any, Mapping[str, Any]]) -> set[int]:
+    """Of the sharded parameters that an optimizer or its state dict has state of, and of the tensors of other state."""
+    values = itertools.chain.from_iterable(values.values() for values in state.values())
+    ids = {id(v.parameter if isinstance(v, Slice) else v) for v in values if isinstance(v, torch.Tensor)}
+    return ids | {id(key) for key in state if isinstance(key, ShardedParameter)}
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------
@@ -256,7 +307,8 @@ def _cut_state(state: dict[str, Any], sharded: ShardedParameter) -> dict[str, An
     cut = {}
     for key, value in state.items():
         # The step count is a 0-D tensor, and so is all state of a scalar parameter.
-        per_element = isinstance(value, torch.Tensor) and value.shape == sharded.global_shape and key != "step"
+        is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, Slice)
+        per_element = is_tensor and value.shape == sharded.global_shape and key != "step"
         cut[key] = value.reshape(-1)[interval.start : interval.stop].clone() if per_element else value
     return cut
 
@@ -332,12 +384,30 @@ def _pinned(unit: Unit) -> LifecycleError:
     )
 
 
+# -- one vector of all parameters -------------------------------------------------------------------------------
+
+_check_param_device = torch_convert._check_param_device
+
+
+def _check_param(param: torch.Tensor, old_param_device: int | None) -> int:
+    """Torch's check of each parameter that becomes a part of a vector, or is made of one."""
+    if isinstance(param, (ShardedParameter, Slice)):
+        raise LifecycleError(
+            f"a vector of all parameters would have only this rank's slice of {'='.join(param.names)}",
+            hint="call it inside `with fullshard.unsharded(model)`, or use .full_tensor() of each on every rank",
+        )
+    return _check_param_device(param, old_param_device)
+
+
 def install() -> None:
     """Put them in place; called once when the engine is imported."""
     torch_clip._get_total_norm = _total_norm
     nn.utils.get_total_norm = _total_norm
     torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[method-assign, assignment]
+    torch.optim.Optimizer.state_dict = _state_dict  # type: ignore[method-assign, assignment]
     torch.optim.Optimizer.load_state_dict = _load_state_dict  # type: ignore[method-assign, assignment]
+    torch.optim.Optimizer.__setstate__ = _setstate  # type: ignore[method-assign, assignment]
+    torch_convert._check_param_device = _check_param
     torch_optimizer.register_optimizer_step_pre_hook(_before_step)
     torch_optimizer.register_optimizer_step_post_hook(_after_step)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Self
 
@@ -13,8 +14,10 @@ from torch import nn
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.additions import MANAGED
+from fullshard.engine.callers import refuse_writers
 from fullshard.engine.parameter import ShardedParameter, sharded_parameter_of
 from fullshard.engine.schedule import Schedule
+from fullshard.engine.slices import Slice
 from fullshard.engine.unit import Unit
 
 _UNIT = "_fullshard_unit"
@@ -35,6 +38,7 @@ class FSDPModule:
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As every module has it: sharded parameters, after a backward that failed too."""
+        refuse_writers(sys._getframe(1), type(self).__name__)  # what get_state_dict and its kin begin with
         _unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
@@ -302,9 +306,11 @@ def _before_load_state_dict(
         value = state_dict.get(key)
         if not isinstance(value, torch.Tensor):
             continue
-        if isinstance(value, ShardedParameter):
+        if isinstance(value, (ShardedParameter, Slice)):
             if value.interval != parameter.interval or value.global_shape != parameter.global_shape:
                 error_messages.append(f"{key}: got the slice {value}, expected {parameter}")
+            elif isinstance(value, Slice):
+                state_dict[key] = value.plain()
         elif value.shape == parameter.global_shape:
             state_dict[key] = value.detach().reshape(-1)[parameter.interval.start : parameter.interval.stop]
         elif value.shape != parameter.shape:

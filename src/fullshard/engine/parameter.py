@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
+from fullshard.engine.callers import knows_slices
+from fullshard.engine.slices import NotWhole, Slice, gather_interval, method_of_slice, warn_of_local_result
 
 if TYPE_CHECKING:
     from fullshard.comm.mesh import Mesh
@@ -25,14 +27,22 @@ _grad_descriptor: Any = torch.Tensor.grad
 _plain_grad, _set_plain_grad = _grad_descriptor.__get__, _grad_descriptor.__set__
 _plain_requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _REFERENCE = "_fullshard_sharded_parameter"
+_SLICE = "_fullshard_slice"
+_METHODS = (
+    "abs bfloat16 clone contiguous cpu detach double float half max mean min mul norm numpy pow square std sub sum to "
+    "tolist var __add__ __matmul__ __mul__ __pow__ __sub__ __truediv__"
+)
+"""Of a sharded parameter, for code that does not know slices, these are a `Slice`'s."""
 
 
-class ShardedParameter(nn.Parameter):
+class ShardedParameter(NotWhole, nn.Parameter):
     """A 1-D slice of a parameter, and where it belongs.
 
     The data is a view of the bucket's main buffer, so an optimizer that updates it in place updates the bucket.
-    `shape` and `numel()` are those of the slice (often empty); `global_shape` is that of the whole, and `ndim` /
-    `dim()` count its dimensions, so that rules such as "decay matrices only" hold for sharded parameters too.
+    `shape` is that of the slice (often empty); `global_shape` is that of the whole. `ndim` / `dim()` count the whole's
+    dimensions, so that rules such as "decay matrices only" hold for sharded parameters too, and `numel()` its elements,
+    but for optimizers and the engine. What the user's code computes from it is a `Slice`, which says so before it is
+    taken for the whole.
 
     Attributes:
         names: qualified names in the model, several if the parameter is tied.
@@ -59,6 +69,8 @@ class ShardedParameter(nn.Parameter):
         self.names = ()
         self.global_shape = torch.Size(bucket.layout.specs[index].shape)
         self.interval = bucket.layout.interval(index, bucket.mesh.shard_rank)
+        if requires_grad:
+            torch.Tensor.register_post_accumulate_grad_hook(self, _used_in_a_loss)
         return self
 
     @property
@@ -80,6 +92,12 @@ class ShardedParameter(nn.Parameter):
         """Dimensions of the whole parameter."""
         return len(self.global_shape)
 
+    def numel(self) -> int:
+        """Elements of the whole parameter; of the slice for optimizers and the engine, which see plain slices."""
+        return self.interval.numel if knows_slices(sys._getframe(1)) else self.global_shape.numel()
+
+    nelement = numel
+
     @property
     def grad(self) -> torch.Tensor | None:
         """This rank's slice of the gradient, averaged over all ranks; None before the first backward.
@@ -93,14 +111,29 @@ class ShardedParameter(nn.Parameter):
                 f"sharded parameter {self.names}: the optimizer has stepped in backward and used its gradient up",
                 hint="leave step_in_backward out to clip, unscale or read gradients; call zero_grad() after step()",
             )
-        return _plain_grad(self)  # type: ignore[no-any-return]
+        grad: torch.Tensor | None = _plain_grad(self)
+        return grad if grad is None or knows_slices(sys._getframe(1)) else self._slice_of(grad)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if isinstance(value, Slice):
+            current = _plain_grad(self)
+            if current is not None and value is getattr(current, _SLICE, _nothing)():
+                return  # as after `p.grad *= 2`
+            value = value.plain()
         # Marked, because torch's clip_grad_norm_ looks at gradients alone and must know that this is only a slice.
         if value is not None:
             value._fullshard_mesh = self._bucket.mesh  # type: ignore[attr-defined]
         _set_plain_grad(self, value)
+
+    def _slice_of(self, grad: torch.Tensor) -> Slice:
+        """The same one for as long as somebody holds it. Weakly: views keep what they are views of."""
+        reference = getattr(grad, _SLICE, None)
+        held: Slice | None = None if reference is None else reference()
+        if held is None:
+            held = Slice.of(grad, self)
+            setattr(grad, _SLICE, weakref.ref(held))
+        return held
 
     @property
     def requires_grad(self) -> bool:
@@ -120,7 +153,8 @@ class ShardedParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The slice, without autograd."""
-        return self.detach()  # which, unlike plain `.data`, counts changes: compute shards are made from this
+        data = torch.Tensor.detach(self)  # which, unlike plain `.data`, counts changes: compute shards are made of it
+        return data if knows_slices(sys._getframe(1)) else Slice.of(data, self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -139,7 +173,7 @@ class ShardedParameter(nn.Parameter):
 
         A collective: every rank of the shard group calls it for the same parameters in the same order.
         """
-        return gather_interval(self.detach(), self)
+        return gather_interval(torch.Tensor.detach(self), self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -151,12 +185,6 @@ class ShardedParameter(nn.Parameter):
         raise LifecycleError(
             f"cannot copy sharded parameter {self.names}: a copy would not be part of any unit",
             hint="deepcopy the model before sharding it, or build a second one and load the state dict",
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise LifecycleError(
-            f"cannot pickle sharded parameter {self.names}: it is only this rank's slice of the whole",
-            hint="use fullshard.checkpoint.save_checkpoint, or full_state_dict for whole tensors",
         )
 
     def register_hook(self, hook: object) -> NoReturn:
@@ -183,21 +211,6 @@ def plain_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor
     return list(map(_plain_grad, parameters))
 
 
-def gather_interval(local: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:
-    """The whole tensor of which `local` is this rank's interval, laid out as `parameter` (itself, or its state).
-
-    Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
-    """
-    layout, index, mesh = parameter._bucket.layout, parameter._index, parameter.mesh
-    full = torch.empty(parameter.global_shape.numel(), dtype=local.dtype, device=mesh.device)
-    full[parameter.interval.start : parameter.interval.stop] = local
-    for owner in range(mesh.shard_size):
-        interval = layout.interval(index, owner)
-        if interval.numel and mesh.shard_group is not None:
-            dist.broadcast(full[interval.start : interval.stop], group=mesh.shard_group, group_src=owner)
-    return full.view(parameter.global_shape)
-
-
 def mesh_of_gradient(gradient: torch.Tensor) -> Mesh | None:
     """The mesh of a sharded parameter's gradient; None for any other tensor."""
     return getattr(gradient, "_fullshard_mesh", None)
@@ -216,12 +229,25 @@ def mark_original(parameter: nn.Parameter, sharded: ShardedParameter) -> None:
     setattr(parameter, _REFERENCE, weakref.ref(sharded))
 
 
+def _used_in_a_loss(parameter: torch.Tensor) -> None:
+    """Autograd comes to a sharded parameter only if a script has computed with it: a penalty, say."""
+    assert isinstance(parameter, ShardedParameter)  # noqa: S101 -- it is registered on these
+    warn_of_local_result(parameter, "a loss made")
+
+
+def _nothing() -> None:
+    """A weak reference to nothing."""
+
+
 def _no_hook(parameter: ShardedParameter, method: str) -> LifecycleError:
     return LifecycleError(
         f"{method} on sharded parameter {parameter.names} would never fire: autograd sees the unsharded parameter",
         hint="read .grad after backward, or register the hook before fully_shard",
     )
 
+
+for _name in _METHODS.split():
+    setattr(ShardedParameter, _name, method_of_slice(_name))
 
 # torch turns its foreach and fused optimizers on only for types in these lists (DTensor is added the same way).
 for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):

@@ -32,7 +32,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
 from fullshard.engine import ShardedParameter
 from fullshard.engine.interop import optimizer_of
-from fullshard.engine.parameter import gather_interval
+from fullshard.engine.slices import gather_interval
 from fullshard.integrations.torchacc.process import joined
 from fullshard.launch.environment import run_on_main
 

@@ -1,0 +1,259 @@
+"""What leaves a sharded model by others' code: right, or an error, or said to be a slice's.
+
+pytest tests/test_traps_borders.py
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state
+from torch.nn.utils import convert_parameters
+
+from fullshard.core.errors import LifecycleError
+from fullshard.engine import ShardedParameter, clip_grad_norm_, fully_shard, slices
+from fullshard.engine.slices import Slice
+from tests.distributed import run_ranks
+from tests.traps import BLOCKS, Stack, adamw, build, build_sharded, rank_and_size, reference_step, run_squared
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model and its optimizer after a step, with the gradients of another."""
+    model = build_sharded(Stack, BLOCKS)
+    optimizer = adamw(model.parameters())
+    run_squared(model, 0, rank_and_size()[0])
+    optimizer.step()
+    optimizer.zero_grad()
+    run_squared(model, 1, rank_and_size()[0])
+    return model, optimizer
+
+
+def refused(function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    with pytest.raises((LifecycleError, dcp.api.CheckpointException)) as caught:
+        function(*args, **options)
+    assert "slice" in str(caught.value) and "save_checkpoint" in str(caught.value), caught.value
+
+
+def async_save(state: dict[str, Any], directory: str) -> None:
+    future: Any = dcp.async_save(state, checkpoint_id=directory)
+    future.result()
+
+
+# -- torch's checkpoint API, pickles and safetensors ------------------------------------------------------------
+
+
+def check_torch_checkpoints() -> None:
+    model, optimizer = trained()
+    leaf = fully_shard(nn.Linear(3, 5))
+    whole = torch_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    from_rank_0 = torch_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for options in (None, whole):
+        refused(torch_state.get_model_state_dict, model, options=options)
+        refused(torch_state.get_model_state_dict, leaf, options=options)
+        refused(torch_state.get_model_state_dict, nn.Sequential(leaf), options=options)
+        refused(torch_state.get_optimizer_state_dict, model, optimizer, options=options)
+        refused(torch_state.get_state_dict, model, optimizer, options=options)
+    state = build(Stack).state_dict()
+    for options in (None, whole, from_rank_0):
+        refused(torch_state.set_model_state_dict, model, state, options=options)
+        refused(torch_state.set_optimizer_state_dict, model, optimizer, {}, options=options)
+    with tempfile.TemporaryDirectory() as directory:
+        for held in (model.state_dict(), optimizer.state_dict()):
+            refused(dcp.save, {"it": held}, checkpoint_id=directory)
+            refused(async_save, {"it": held}, directory)
+        # The same names and shapes as the first bytes of a slice: what is there may fit.
+        first = model.state_dict()
+        plain = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in first.items()}
+        dcp.save({"it": plain}, checkpoint_id=f"{directory}/{rank_and_size()[0]}", no_dist=True)
+        for held in (first, {name: value.detach() for name, value in first.items()}):
+            refused(dcp.load, {"it": held}, checkpoint_id=f"{directory}/{rank_and_size()[0]}", no_dist=True)
+
+
+def test_torchs_checkpoint_api_is_refused() -> None:
+    run_ranks(check_torch_checkpoints, 2)
+
+
+def check_files() -> None:
+    model, optimizer = trained()
+    held: dict[str, dict[str, torch.Tensor]] = {
+        "model": model.state_dict(),
+        "copies": {name: value.clone() for name, value in model.state_dict().items()},
+        "on the host": {name: value.cpu() for name, value in model.state_dict().items()},
+        "in bf16": {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()},
+        "data": {name: value.data for name, value in model.named_parameters()},
+        "gradients": {name: value.grad for name, value in model.named_parameters() if value.grad is not None},
+        "exp_avg": {str(key): state["exp_avg"] for key, state in optimizer.state_dict()["state"].items()},
+        "averaged": {
+            name: value.clone().mul_(0.9).add_(value, alpha=0.1) for name, value in model.state_dict().items()
+        },
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        for tensors in held.values():
+            refused(torch.save, tensors, io.BytesIO())
+            refused(pickle.dumps, tensors)
+            refused(safetensors.torch.save_file, tensors, Path(directory) / "file")
+            refused(safetensors.torch.save, tensors)
+    refused(torch.save, optimizer.state_dict(), io.BytesIO())
+    for function in (convert_parameters.parameters_to_vector, nn.utils.parameters_to_vector):
+        with pytest.raises(LifecycleError, match=r"unsharded\(model\)"):
+            function(model.parameters())
+    with pytest.raises(LifecycleError, match=r"unsharded\(model\)"):
+        nn.utils.vector_to_parameters(torch.zeros(1000, dtype=torch.float64), model.parameters())
+    with pytest.raises(LifecycleError):
+        torch.optim.swa_utils.AveragedModel(model)
+
+
+def test_slices_in_files_are_refused() -> None:
+    run_ranks(check_files, 2)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------
+
+LOCAL: dict[str, Callable[[list[Any]], Any]] = {
+    "p.grad.norm()": lambda ps: [p.grad.norm() for p in ps],
+    "p.grad.data.norm(2)": lambda ps: [p.grad.detach().data.norm(2).item() for p in ps],
+    "torch.norm(p.grad)": lambda ps: torch.stack([torch.norm(p.grad) for p in ps]),
+    "vector_norm": lambda ps: [torch.linalg.vector_norm(p.grad) for p in ps],
+    "_foreach_norm": lambda ps: torch._foreach_norm([p.grad for p in ps]),
+    "cat": lambda ps: torch.cat([p.grad.flatten() for p in ps]).norm(),
+    "(p.grad ** 2).sum()": lambda ps: sum((p.grad**2).sum() for p in ps),
+    "isnan().any()": lambda ps: any(bool(p.grad.isnan().any()) for p in ps),
+    "p.norm()": lambda ps: [p.norm() for p in ps],
+    "p.data.norm()": lambda ps: [p.data.norm() for p in ps],
+    "(p ** 2).sum()": lambda ps: sum((p**2).sum() for p in ps),
+    "p.pow(2).sum()": lambda ps: sum(p.pow(2).sum() for p in ps),
+    "(p - q).abs().mean()": lambda ps: sum((p - p.clone()).abs().mean() for p in ps),
+    "p.detach().cpu().numpy()": lambda ps: [p.detach().cpu().numpy() for p in ps],
+    "a penalty": lambda ps: torch.stack([torch.norm(p) for p in ps]).sum().backward(),
+}
+
+
+def check_warnings() -> None:
+    for name, function in LOCAL.items():
+        model, _ = trained()
+        slices._has_warned = False
+        with pytest.warns(
+            UserWarning, match=r"slice, elements \d+ to \d+ of \d+.*full_tensor.*clip_grad_norm_"
+        ) as seen:
+            function(list(model.parameters()))
+            function(list(model.parameters()))
+        assert len(seen) == 1, name
+        is_from_autograd = name == "a penalty"
+        assert is_from_autograd or seen[0].filename == __file__, (name, seen[0].filename)
+
+
+def test_local_numbers_are_said_to_be() -> None:
+    run_ranks(check_warnings, 2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "AdamW, slice by slice": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+def check_silence() -> None:
+    """Nothing is said of what is right: optimizers, clipping, element-wise work, a model in one part."""
+    slices._has_warned = False
+    rank, _ = rank_and_size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make in OPTIMIZERS.values():
+            model = build_sharded(Stack, BLOCKS)
+            optimizer = make(model.parameters())
+            for step in range(2):
+                run_squared(model, step, rank)
+                clip_grad_norm_(model.parameters(), 1.0)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                nn.utils.clip_grad_value_(model.parameters(), 0.5)
+                nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad *= 0.5
+                    parameter.grad.data.clamp_(-1, 1)
+                    parameter.data.mul_(0.99)
+                optimizer.step()
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                optimizer.zero_grad()
+            averaged = {name: value.clone() for name, value in model.state_dict().items()}
+            for name, value in model.state_dict().items():
+                averaged[name].mul_(0.9).add_(value, alpha=0.1)
+            model.load_state_dict(averaged)
+            assert not any(isinstance(v, Slice) for state in optimizer.state.values() for v in state.values())
+        alone = build_sharded(Stack, BLOCKS, strategy="NO_SHARD")
+        run_squared(alone, 0, rank)
+        assert [p.grad.norm() for p in alone.parameters() if p.grad is not None]
+
+
+def test_what_is_right_on_slices_is_silent() -> None:
+    run_ranks(check_silence, 2)
+
+
+def check_gradients() -> None:
+    """The user's view of a gradient is the gradient: changes in place arrive, and it can be made whole."""
+    model, reference = build_sharded(Stack, BLOCKS), build(Stack)
+    reference_step(reference, run_squared, 0)
+    run_squared(model, 0, rank_and_size()[0])
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter, ShardedParameter) and isinstance(parameter.grad, Slice)
+        assert parameter.grad is parameter.grad and parameter.grad.global_shape == other.shape
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, rtol=1e-9, atol=1e-9)
+        parameter.grad *= 2  # type: ignore[misc]
+        parameter.grad.data.add_(1)
+        assert other.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), 2 * other.grad + 1, rtol=1e-9, atol=1e-9)
+    # Another backward adds to what is there, and the optimizer takes it.
+    run_squared(model, 1, rank_and_size()[0])
+    other_reference = build(Stack)
+    reference_step(other_reference, run_squared, 1)
+    for own, first, second in zip(
+        model.parameters(), reference.parameters(), other_reference.parameters(), strict=True
+    ):
+        assert isinstance(own.grad, Slice) and first.grad is not None and second.grad is not None
+        torch.testing.assert_close(own.grad.full_tensor(), 2 * first.grad + 1 + second.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_the_users_gradient_is_the_gradient() -> None:
+    run_ranks(check_gradients, 2)
+
+
+def check_counts() -> None:
+    model, reference = build_sharded(Stack, BLOCKS), build(Stack)
+    expected = [p.numel() for p in reference.parameters()]
+    assert [p.numel() for p in model.parameters()] == expected
+    assert [p.nelement() for p in model.parameters()] == expected
+    assert [v.numel() for v in model.state_dict().values()] == expected
+
+
+def test_numel_is_the_whole_parameters() -> None:
+    run_ranks(check_counts, 2)
+
+
+def check_foreign_state() -> None:
+    """State of another slice is refused, by whatever way it comes."""
+    _, optimizer = trained()
+    _, other = trained()
+    state = other.state_dict()
+    first, last = state["state"][0], state["state"][3]
+    state["state"][0], state["state"][3] = last, first
+    with pytest.raises(ValueError, match=r"state 'exp_avg' of .* is that of .* its elements \d+ to \d+, expected"):
+        optimizer.load_state_dict(state)
+
+
+def test_optimizer_state_of_another_slice_is_refused() -> None:
+    run_ranks(check_foreign_state, 2)
