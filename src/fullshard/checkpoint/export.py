@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.adapters import is_adapted
-from fullshard.checkpoint.format import DTYPES
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
@@ -226,12 +225,11 @@ def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) 
     ]
     numbers = file_numbers((entry.nbytes for _, entry in pairs), limit)
     shards: list[list[_Member]] = [[] for _ in range(max(numbers, default=0) + 1)]
-    for (source, entry), number in zip(pairs, numbers, strict=True):
+    placed = sorted(zip(pairs, numbers, strict=True), key=lambda one: one[0][1].order_key)
+    for (source, entry), number in placed:
         if not shards[number] or shards[number][-1].source is not source:
             shards[number].append(_Member(source, []))
         shards[number][-1].entries.append(entry)
-    for shard in shards:  # all tensors made of one source have one dtype, so this is their order in the file
-        shard.sort(key=lambda member: -DTYPES[member.entries[0].dtype][1])
     return list(zip(file_names(len(shards)), shards, strict=True)), convert
 
 

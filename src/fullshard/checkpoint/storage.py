@@ -58,6 +58,11 @@ class TensorEntry:
         """Bytes of its elements."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
+    @property
+    def order_key(self) -> tuple[int, bool]:
+        """What tensors are ordered by in a file."""
+        return order_key(self.dtype, math.prod(self.shape))
+
 
 def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     """`entries` in the order they are stored.
@@ -65,11 +70,11 @@ def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     Widest elements first, which keeps every tensor aligned to its dtype. Of those, single ones first: every rank wants
     them (the step counts), and together they are a chunk to read, apart one each.
     """
-    return sorted(entries, key=lambda entry: order_key(entry.dtype, math.prod(entry.shape)))
+    return sorted(entries, key=lambda entry: entry.order_key)
 
 
 def order_key(dtype: str, numel: int) -> tuple[int, bool]:
-    """What tensors are ordered by in a file."""
+    """The same of a tensor of `numel` elements."""
     return -DTYPES[dtype][1], numel > 1
 
 
