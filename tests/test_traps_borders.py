@@ -6,6 +6,7 @@ pytest tests/test_traps_borders.py
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import tempfile
@@ -20,10 +21,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import convert_parameters
+from torch.utils._pytree import tree_map_only
 
-from fullshard.core.errors import LifecycleError
-from fullshard.engine import ShardedParameter, clip_grad_norm_, fully_shard, slices
+from fullshard.core.errors import LifecycleError, WrapError
+from fullshard.engine import ShardedParameter, clip_grad_norm_, fully_shard, shard_model, slices
 from fullshard.engine.slices import Slice
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, Stack, adamw, build, build_sharded, rank_and_size, reference_step, run_squared
@@ -257,3 +261,79 @@ def check_foreign_state() -> None:
 
 def test_optimizer_state_of_another_slice_is_refused() -> None:
     run_ranks(check_foreign_state, 2)
+
+
+# -- parameters that are not memory of their own ----------------------------------------------------------------
+
+
+class Wrapper(torch.Tensor):
+    """As torchao's: another tensor inside, and operations of its own."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.held = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        result = func(*tree_map_only(cls, lambda t: t.held, args), **(kwargs or {}))
+        return cls(result) if func is torch.ops.aten.detach.default else result
+
+
+class Gathering(nn.Parameter):
+    """Says how it is gathered."""
+
+    def fsdp_pre_all_gather(self, *args: Any) -> None:
+        """Torch's FSDP would call it."""
+
+
+class Marked(nn.Parameter):
+    """A subclass in name only, as bitsandbytes' weights are."""
+
+
+def with_weight(weight: torch.Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = weight
+    return model
+
+
+def test_parameters_that_wrap_other_tensors_are_refused_by_name() -> None:
+    values = torch.ones(4, 4)
+    for weight, message in (
+        (nn.Parameter(Wrapper(values)), r"1\.weight: a parameter of type Wrapper wraps other tensors"),
+        (nn.Parameter(Wrapper(values), requires_grad=False), r"1\.weight: .*\n.*ignored_params"),
+        (Gathering(values), r"1\.weight: a parameter of type Gathering says by `fsdp_pre_all_gather`"),
+    ):
+        model = with_weight(weight)
+        for shard in (fully_shard, functools.partial(shard_model, unit_modules=[model[0]])):  # type: ignore[index]
+            with pytest.raises(WrapError, match=message):
+                shard(model)
+        assert not any(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
+    ignored = nn.Parameter(Wrapper(values), requires_grad=False)
+    fully_shard(with_weight(ignored), ignored_params={ignored})
+    fully_shard(with_weight(Marked(values)))
+
+
+def check_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (rank_and_size()[1],))
+    for rows in (4, 7):
+        model = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 4))
+        parallelize_module(model, mesh, {"0": ColwiseParallel()})
+        with pytest.raises(WrapError, match=r"0\.weight, 0\.bias: a parameter of type DTensor is sharded already"):
+            fully_shard(model)
+
+
+def test_dtensors_are_refused_by_name() -> None:
+    run_ranks(check_dtensors, 2)
+
+
+def test_torchaos_weights_are_refused_by_name() -> None:
+    quantization: Any = pytest.importorskip("torchao.quantization", reason="needs the extra `quant`")
+    training: Any = pytest.importorskip("torchao.prototype.quantized_training", reason="needs the extra `quant`")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantization.quantize_(model, training.int8_weight_only_quantized_training())
+    with pytest.raises(WrapError, match=r"0\.weight, 1\.weight: a parameter of type Int8"):
+        fully_shard(model)

@@ -29,7 +29,7 @@ from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import BackwardPrefetch
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.unit import Unit, UnitState
-from fullshard.wrap.partition import UnitPlan, partition
+from fullshard.wrap.partition import UnitPlan, check_types, partition
 from fullshard.wrap.quantized import expose_scales, outline
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -65,8 +65,8 @@ def fully_shard(
 
     Raises:
         ConfigError: an argument that cannot be honoured.
-        WrapError: already a unit, nothing to shard where something must be, or a parameter that is tied to one in
-            another unit.
+        WrapError: already a unit, nothing to shard where something must be, a parameter that is tied to one in another
+            unit, or one of a tensor subclass that wraps other tensors (DTensor, torchao's).
     """
     if shard_placement_fn is not None:
         raise ConfigError("shard_placement_fn has no meaning here: units are cut into intervals", hint="leave it out")
@@ -80,6 +80,7 @@ def fully_shard(
         expose_scales(one)
     inner = [m for root in modules for m in root.modules() if unit_of(m) is not None]
     [plan] = partition(modules, ignored=ignored_params or (), stop_at=inner)
+    check_types([plan], modules)
     _make_unit(
         plan,
         mesh=resolved,
@@ -155,6 +156,7 @@ def shard_model(
     if weights is not None:
         weights.start(model)
     plans = partition([model], unit_modules, ignored=ignored_params or ())
+    check_types(plans, [model])
     _check_offload(offload_of(offload_policy), plans)
     for plan in plans:
         _make_unit(

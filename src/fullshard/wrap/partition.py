@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+
+from fullshard.core.errors import WrapError
 
 
 @dataclass(slots=True)
@@ -109,6 +112,43 @@ def partition(
     for key, slot in slots.items():
         chains[key][-1].slots.append(slot)
     return finished
+
+
+def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
+    """See to it that every parameter is its own memory: a unit gives that to the bucket, and takes it back.
+
+    Tensor subclasses that dispatch for themselves hold other tensors, which would stay as they are: forward would go on
+    computing with them while the optimizer updates the shards. bitsandbytes' weights are memory of their own.
+
+    Args:
+        plans: whose parameters to check.
+        roots: what names are relative to.
+
+    Raises:
+        WrapError: those that are not, by name.
+    """
+    wrong = {id(slot.parameter): slot.parameter for plan in plans for slot in plan.slots if _wraps(slot.parameter)}
+    if not wrong:
+        return
+    names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wrong]
+    kinds = sorted({type(parameter).__name__ for parameter in wrong.values()})
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if any(hasattr(parameter, "placements") for parameter in wrong.values()):
+        reason, hint = "is sharded already", "leave out what made it one (parallelize_module, distribute_tensor)"
+    elif any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in wrong.values()):
+        reason, hint = (
+            "says by `fsdp_pre_all_gather` how it is gathered, which is not supported",
+            "turn that off (for torchao's float8: enable_fsdp_float8_all_gather=False)",
+        )
+    else:
+        reason = "wraps other tensors, with which forward would go on computing whatever the optimizer does"
+        hint = "convert or quantise the model after training, or leave frozen ones out with ignored_params"
+    raise WrapError(f"{', '.join(names[:3])}{more}: a parameter of type {', '.join(kinds)} {reason}", hint=hint)
+
+
+def _wraps(parameter: Any) -> bool:
+    is_own_memory = type(parameter).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return not is_own_memory or hasattr(parameter, "fsdp_pre_all_gather")
 
 
 def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:
