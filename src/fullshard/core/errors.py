@@ -10,6 +10,7 @@
     ├── CheckpointError     (RuntimeError)  a checkpoint is incomplete, damaged or does not match
     ├── DataError           (ValueError)    training data that cannot be read or used
     ├── HubError            (OSError)       a model that is saved could not be pushed
+    ├── VersionError        (ImportError)   a dependency is too old
     └── MissingExtraError   (ImportError)   an optional dependency is not installed
 
 The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own.
@@ -68,6 +69,10 @@ class DataError(FullshardError, ValueError):
 
 class HubError(FullshardError, OSError):
     """A model that is saved could not be pushed to the hub."""
+
+
+class VersionError(FullshardError, ImportError):
+    """A package that is installed is too old."""
 
 
 class MissingExtraError(FullshardError, ImportError):

@@ -14,6 +14,7 @@ from typing import Any
 
 from fullshard.config.hardware import Hardware
 from fullshard.config.load import load_environment
+from fullshard.core.requirements import OLDEST_TORCH, is_too_old
 from fullshard.core.sizes import MIB, format_nbytes
 from fullshard.launch.report import Report, open_files_limit, shared_memory_nbytes
 
@@ -21,7 +22,6 @@ _SMALL_SHARED_MEMORY = 64 * MIB
 """What a container gets by default, and too little for several ranks."""
 
 _FEW_OPEN_FILES = 1024
-_OLDEST_TORCH = (2, 11)
 _WORKER = "fullshard.launch.doctor_ranks"
 _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SLOW_CPU_GB, _SLOW_ACCELERATOR_GB = 0.05, 2.0
@@ -195,9 +195,8 @@ def _limits(shared: int | None, files: int | None) -> Iterator[Finding]:
 
 def _torch(hardware: Hardware, report: Report) -> Iterator[Finding]:
     version = report["packages"].get("torch", "0")
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if numbers < _OLDEST_TORCH:
-        yield Finding(f"torch {version} is too old", f"install torch {'.'.join(map(str, _OLDEST_TORCH))} or later")
+    if is_too_old(version):
+        yield Finding(f"torch {version} is too old", f"install torch {'.'.join(map(str, OLDEST_TORCH))} or later")
     if hardware.failure:
         yield Finding(hardware.failure, "check the driver with nvidia-smi, or restart the host")
     if hardware.accelerators and report["torch"]["CUDA available"] == "false":

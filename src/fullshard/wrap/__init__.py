@@ -1,1 +1,5 @@
 """Decides which modules are units and which unit owns which parameter. Knows `nn.Module`, not the engine."""
+
+from fullshard.core.requirements import require_torch
+
+require_torch()

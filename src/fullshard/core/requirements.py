@@ -1,0 +1,32 @@
+"""Which torch this works with, said when it is imported and not in the middle of a run. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from fullshard.core.errors import VersionError
+
+OLDEST_TORCH = (2, 13)
+"""The oldest that the tests pass with; `pyproject.toml` says the same. 2.12 and 2.11 fail in the middle of a run."""
+
+
+def is_too_old(version: str) -> bool:
+    """Whether a torch of this version, such as `2.13.0+cpu`, is older than the oldest."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()) < OLDEST_TORCH
+
+
+def require_torch() -> None:
+    """Called by the lowest packages that use torch, before they do.
+
+    Raises:
+        VersionError: it is too old.
+    """
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # built from source, or not there: the import will tell
+        return
+    if is_too_old(version):
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise VersionError(
+            f"fullshard needs torch {oldest} or later, got {version}", hint=f"pip install 'torch>={oldest}'"
+        )
