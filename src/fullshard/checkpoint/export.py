@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import re
 import shutil
-import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.adapters import is_adapted
+from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
@@ -29,11 +28,17 @@ from fullshard.checkpoint.storage import (
     make_temp_directory,
     temp_directory,
 )
-from fullshard.checkpoint.tensors import LocalTensor, dtype_name, local_buffers, local_parameters, rest, tensor_bytes
+from fullshard.checkpoint.tensors import (
+    LocalTensor,
+    dtype_name,
+    local_buffers,
+    local_parameters,
+    rest,
+    stand_in,
+    tensor_bytes,
+)
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
-
-logger = logging.getLogger(__name__)
 
 
 def export_hf(
@@ -48,12 +53,11 @@ def export_hf(
     """Write the weights, configuration and tokenizer of `model` for `from_pretrained`. A collective.
 
     Parameters are gathered one at a time and written at once, so besides the shards every device holds one whole
-    parameter and rank 0's host up to two copies of it, however large the model and `max_shard_size` are. The directory
-    appears under its name only when it is complete.
+    parameter (or those that are stored as one) and rank 0's host up to two copies of it, however large the model and
+    `max_shard_size` are. The directory appears under its name only when it is complete.
 
     Names and layout are those `save_pretrained` would write, also where Transformers keeps another layout in memory
-    (experts). The exception, which is logged, are models whose layout on disk joins several parameters into one: they
-    are written as they are in memory, which `from_pretrained` reads as well.
+    (experts). Where its layout on disk joins several parameters into one, these are gathered together.
 
     Args:
         path: directory to create; only rank 0 writes.
@@ -100,25 +104,37 @@ def export_hf(
 
 def is_exported_as_it_is(model: nn.Module) -> bool:
     """Whether `export_hf` writes every parameter and persistent buffer under its own name and in its own shape."""
-    sources = [*local_parameters(model, rank=0), *local_buffers(model, rank=0)]
-    convert = _Converter(model, sources, cast=None)
-    return all(
-        [(name in source.names, tuple(t.shape)) for name, t in convert(source, _meta(source)).items()]
-        == [(True, source.shape)]
-        for source in sources
-    )
+    convert = _Converter(model, [*local_parameters(model, rank=0), *local_buffers(model, rank=0)], cast=None)
+    return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Parameters and buffers that are stored together: usually one as it is, else those that a converter takes.
+
+    Attributes:
+        sources: what to gather.
+        names: the name of each in the model.
+        stored_name: of the one that is stored as it is.
+        group: the conversion of several.
+    """
+
+    sources: list[LocalTensor]
+    names: list[str]
+    stored_name: str = ""
+    group: Group | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """Part of a file that comes from one parameter or buffer.
+    """Part of a file that comes from one batch.
 
     Attributes:
-        source: what to gather.
+        batch: what to gather.
         entries: the tensors made of it that go into this file, in the order they are stored.
     """
 
-    source: LocalTensor
+    batch: _Batch
     entries: list[TensorEntry]
 
 
@@ -127,7 +143,7 @@ _Plan = list[tuple[str, list[_Member]]]
 
 
 class _Converter:
-    """From a whole parameter to the tensors that Transformers stores for it.
+    """From whole parameters to the tensors that Transformers stores for them.
 
     Usually that is the parameter itself. But Transformers 5 keeps some models in another form in memory than on disk,
     such as all experts of a layer in one tensor, and other software reads the form on disk.
@@ -141,19 +157,25 @@ class _Converter:
         cast: torch.dtype | None,
         merged: MergedModel | None = None,
     ) -> None:
-        self._model, self._cast, self.merged = model, cast, merged
+        self._cast, self.merged = cast, merged
         self._tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
-        self._ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        self._revert = _weight_conversion(model)
-        if self._revert is not None and not self._is_separable(sources):
-            logger.warning(
-                "%s is exported in the form it has in memory: its form on disk joins several parameters into one",
-                type(model).__name__,
-            )
-            self._revert = None
+        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        self._outline = outline_of(model, {name: stand_in(source) for source in sources for name in source.names})
+        by_name = {name: source for source in sources if (name := self._name(source)) not in ignored}
+        as_it_is, groups = saving_rules(model, self._outline).save(by_name)
+        batches = [_Batch([by_name[name]], [name], stored_name=stored) for name, stored in as_it_is.items()]
+        for group in groups:
+            names = [name for _, name in group.takes]
+            batches.append(_Batch([by_name[name] for name in names], names, group=group))
+        order = {id(source): index for index, source in enumerate(sources)}
+        self.batches = sorted(batches, key=lambda batch: min(order[id(source)] for source in batch.sources))
 
-    def gather(self, source: LocalTensor) -> Callable[[], torch.Tensor]:
-        """Bring together what a source is made of, which is a collective; what is returned makes it."""
+    def gather(self, batch: _Batch) -> Callable[[], list[torch.Tensor]]:
+        """Bring together what a batch is made of, which is a collective; what is returned makes it."""
+        makers = [self._gather(source) for source in batch.sources]
+        return lambda: [make() for make in makers]
+
+    def _gather(self, source: LocalTensor) -> Callable[[], torch.Tensor]:
         if self.merged is None:
             whole = full_tensor(source)
             return lambda: whole
@@ -161,46 +183,21 @@ class _Converter:
         wholes = {id(part): full_tensor(merged.local(part)) for part in merged.parts(source)}
         return lambda: merged.merge(source, lambda tensor: wholes[id(tensor)])
 
-    def __call__(self, source: LocalTensor, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: _Batch, wholes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The stored tensors by name. Works on the meta device too, to learn names and shapes."""
-        sources = [name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied)]
-        name = sources[0] if sources else source.name  # the name that the others are tied to
-        if name in self._ignored:
-            return {}
-        if self._cast is not None and whole.is_floating_point():
-            whole = whole.to(self._cast)
-        return {name: whole} if self._revert is None else dict(self._revert(self._model, {name: whole}))
+        cast = [self._casted(whole) for whole in wholes]
+        if batch.group is None:
+            return {batch.stored_name: cast[0]}
+        by_name = dict(zip(batch.names, cast, strict=True))
+        return batch.group.convert(by_name.__getitem__, self._outline)
 
-    def _is_separable(self, sources: Sequence[LocalTensor]) -> bool:
-        """Whether every parameter can be converted alone, which streaming needs."""
-        revert = self._revert
-        assert revert is not None  # noqa: S101 -- the caller checked
-        try:
-            alone = [shape for source in sources for shape in _shapes(self(source, _meta(source)))]
-            self._revert = None
-            metas = {name: t for source in sources for name, t in self(source, _meta(source)).items()}
-            together = _shapes(revert(self._model, metas))
-        except (KeyError, ValueError, RuntimeError, IndexError, TypeError):
-            return False
-        finally:
-            self._revert = revert
-        return sorted(alone) == sorted(together)
+    def _name(self, source: LocalTensor) -> str:
+        """Of the names of a tied weight the one that the others are tied to."""
+        names = [name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied)]
+        return names[0] if names else source.name
 
-
-def _meta(source: LocalTensor) -> torch.Tensor:
-    return torch.empty(source.shape, dtype=source.tensor.dtype, device="meta")
-
-
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-
-
-def _weight_conversion(model: nn.Module) -> Callable[[Any, dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None:
-    """Transformers' conversion from the form in memory to the form on disk; None if the version has none."""
-    if not hasattr(getattr(model, "config", None), "save_pretrained"):
-        return None
-    loading = sys.modules.get("transformers.core_model_loading")  # there if the model comes from Transformers 5
-    return getattr(loading, "revert_weight_conversion", None)
+    def _casted(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.to(self._cast) if self._cast is not None and whole.is_floating_point() else whole
 
 
 def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, _Converter]:
@@ -219,16 +216,16 @@ def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) 
         sources = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
         convert = _Converter(model, sources, cast=cast)
     pairs = [
-        (source, TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)))
-        for source in sources
-        for name, tensor in convert(source, _meta(source)).items()
+        (batch, TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)))
+        for batch in convert.batches
+        for name, tensor in convert(batch, [stand_in(source) for source in batch.sources]).items()
     ]
     numbers = file_numbers((entry.nbytes for _, entry in pairs), limit)
     shards: list[list[_Member]] = [[] for _ in range(max(numbers, default=0) + 1)]
     placed = sorted(zip(pairs, numbers, strict=True), key=lambda one: one[0][1].order_key)
-    for (source, entry), number in placed:
-        if not shards[number] or shards[number][-1].source is not source:
-            shards[number].append(_Member(source, []))
+    for (batch, entry), number in placed:
+        if not shards[number] or shards[number][-1].batch is not batch:
+            shards[number].append(_Member(batch, []))
         shards[number][-1].entries.append(entry)
     return list(zip(file_names(len(shards)), shards, strict=True)), convert
 
@@ -243,14 +240,14 @@ def _write_weights(directory: Path, plan: _Plan, convert: _Converter, ranks: Ran
         with contextlib.ExitStack() as stack:
             writer: TensorFileWriter | None = None
             for member in members:
-                whole = convert.gather(member.source)
+                wholes = convert.gather(member.batch)
                 if ranks.rank != 0 or error is not None:
                     continue
                 try:
                     if writer is None:
                         entries = [entry for m in members for entry in m.entries]
                         writer = stack.enter_context(TensorFileWriter(directory / name, entries, {"format": "pt"}))
-                    converted = convert(member.source, whole())
+                    converted = convert(member.batch, wholes())
                     for entry in member.entries:
                         writer.write(entry.name, tensor_bytes(converted[entry.name]))
                     if member is members[-1]:

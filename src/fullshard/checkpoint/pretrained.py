@@ -9,10 +9,12 @@ weight that is quantised on the way (QLoRA) that one weight before quantisation.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Set
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -21,22 +23,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
-from fullshard.checkpoint.weight_files import StoredWeights, read_elements, stored_tensors
+from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
+from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
+from fullshard.checkpoint.sources import Match, Source, are_equal, match
+from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest, stand_in
+from fullshard.checkpoint.weight_files import model_directory, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.engine.fully_shard import meta_parameters
 from fullshard.engine.materialize import WEIGHTS
-from fullshard.engine.module import clean_name, join
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import dequantised, is_exact, outline, quantise, whole_shape
 
 logger = logging.getLogger(__name__)
 
 _HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
-_RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-"""Names in old checkpoints, and what they are called today."""
 _DORA = "lora_magnitude_vector"
 _NORM_NUMEL = 2**20
 """Elements of a weight that are held at once to take the norms of its rows."""
@@ -49,6 +51,11 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     quantization_config: Any = None,
     config: Any = None,
+    key_mapping: Mapping[str, str] | None = None,
+    ignore_missing: bool = False,
+    ignore_mismatched_sizes: bool = False,
+    variant: str | None = None,
+    subfolder: str = "",
     **options: Any,
 ) -> nn.Module:
     """A Transformers model whose weights are read when it is sharded, by each rank only its own.
@@ -56,31 +63,48 @@ def from_pretrained(
     Until then its parameters are on the meta device: it can be wrapped by PEFT and its embeddings resized, but not
     run.
 
+    Names and forms that Transformers keeps otherwise in memory than on disk are converted by its own rules. A weight
+    that the model has and the files lack is an error, unless the class that saved them has no such weight either, as
+    of the new head of a base model; those are initialised and named in a warning.
+
     Args:
         auto_class: `AutoModelForCausalLM`, another auto class, or a model class.
-        name_or_path: a directory with safetensors files and a config.json, or a hub name.
-        dtype: of the parameters. Default: as the configuration says.
+        name_or_path: a directory with weights (safetensors or `pytorch_model.bin`) and a config.json, or a hub name.
+        dtype: of the parameters. Default: as the configuration says, else as the first weight is.
         quantization_config: bitsandbytes' `BitsAndBytesConfig`: weights are quantised as they are read.
         config: instead of the one in the directory.
+        key_mapping: further renamings of the files' tensors, from patterns to names.
+        ignore_missing: initialise whatever the files lack; it is named in a warning.
+        ignore_mismatched_sizes: the same for what has another shape in the files.
+        variant: of the files' names, as `fp16` in `model.fp16.safetensors`.
+        subfolder: of the directory, where configuration and weights are.
         options: passed on to the model's configuration (`attn_implementation`, say) and to the hub (`revision`).
 
     Raises:
-        CheckpointError: no safetensors files; later, when the model is sharded: weights that do not fit.
-        ConfigError: a quantisation that is not bitsandbytes'.
+        CheckpointError: no weights; later, when the model is sharded: weights that do not fit.
+        ConfigError: a quantisation that is not bitsandbytes', or weights that are quantised already.
         MissingExtraError: without the `hf` extra.
     """
     transformers = _transformers()
     hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
-    directory = model_directory(name_or_path, hub)
+    directory = model_directory(name_or_path, hub, subfolder=subfolder, variant=variant)
     if config is None:
         # What the configuration knows (num_labels, rope_scaling, ...) goes there; the rest is for the model.
-        config, options = transformers.AutoConfig.from_pretrained(directory, return_unused_kwargs=True, **options)
-    if dtype is None or dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
-    parsed: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        source = transformers.AutoConfig if hasattr(auto_class, "from_config") else auto_class.config_class
+        config, options = source.from_pretrained(directory, return_unused_kwargs=True, **options)
+    config = copy.deepcopy(config)
+    _refuse_quantised(directory, config)
+    stored = dict(stored_tensors(directory, variant=variant))
+    parsed = _dtype(dtype, config, stored)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with meta_parameters():
         model: nn.Module = make(config, dtype=parsed, **options)
+        _keep_in_fp32(model, parsed)
+        built = outline_of(model, tensors_of(model))
+        rules = loading_rules(model, built, key_mapping)
+        found = match(stored, rules)
+        model._weight_conversions = rules.used()  # type: ignore[assignment] # what saving reverses
+        _untie_what_differs(model, found.sources)
         if quantization_config is not None:
             _replace_linear_layers(model, quantization_config)
             outline(model)  # so that PEFT finds weights of the kind they will be
@@ -90,8 +114,59 @@ def from_pretrained(
     generation = directory / "generation_config.json"
     if generation.is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
-    model.__dict__[WEIGHTS] = PretrainedWeights(directory, model, parsed)
+    allowed = Allowed(missing=ignore_missing, mismatched=ignore_mismatched_sizes)
+    model.__dict__[WEIGHTS] = PretrainedWeights(directory, model, built, parsed, found, allowed)
     return model
+
+
+def _dtype(dtype: torch.dtype | str | None, config: Any, stored: Mapping[str, Source]) -> torch.dtype:
+    if dtype is None or dtype == "auto":
+        floating = (source.dtype for source in stored.values() if source.dtype.is_floating_point)
+        dtype = getattr(config, "dtype", None) or next(floating, torch.float32)
+    parsed: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    return parsed
+
+
+def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Some models name modules that stay in fp32 whatever the rest is in."""
+    if not hasattr(model, "_get_dtype_plan"):
+        return
+    asked: Any = model
+    plan = asked._get_dtype_plan(dtype)
+    for name, tensor in tensors_of(model).items():
+        for pattern, kept in plan.items():
+            if tensor.is_floating_point() and re.search(pattern.replace("*", ".*"), name):
+                tensor.data = tensor.data.to(kept)
+
+
+def _refuse_quantised(directory: Path, config: Any) -> None:
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ConfigError(
+            f"the weights in {directory} are quantised already ({getattr(method, 'value', method)})",
+            hint="load the model as it was before, with quantization_config=BitsAndBytesConfig(...) if it is to be "
+            "quantised as it is read, or load it with Transformers' own from_pretrained",
+        )
+
+
+def _untie_what_differs(model: nn.Module, sources: Mapping[str, Source]) -> None:
+    """The configuration may tie weights that the files hold with different values; they are not one weight then."""
+    tied: Any = getattr(model, "all_tied_weights_keys", {})
+    for target, origin in list(tied.items()):
+        if target in sources and origin in sources and not are_equal(sources[target], sources[origin]):
+            logger.warning(
+                "%s: the configuration ties %s to %s, but their values differ in the files: they are not tied",
+                type(model).__name__, target, origin,
+            )  # fmt: skip
+            path, _, attribute = target.rpartition(".")
+            module = model.get_submodule(path)
+            parameter = module._parameters[attribute]
+            assert parameter is not None  # noqa: S101 -- it is tied
+            module._parameters[attribute] = nn.Parameter(
+                torch.empty_like(parameter), requires_grad=parameter.requires_grad
+            )
+            del tied[target]
 
 
 def _resize_token_embeddings(
@@ -111,56 +186,83 @@ def _resize_token_embeddings(
     return resized
 
 
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What the files may lack, or have in another shape."""
+
+    missing: bool = False
+    mismatched: bool = False
+
+
 class PretrainedWeights:
     """The weights of a directory, for one model. A `WeightSource` of the engine.
 
     Args:
-        directory: holds safetensors files.
+        directory: where they are.
         base: the Transformers model, which may be wrapped later; names are relative to it.
+        built: the model as the configuration describes it, before anybody has changed it.
         dtype: of weights before they are quantised.
+        found: where the model's tensors come from.
+        allowed: what may be initialised anew.
     """
 
-    def __init__(self, directory: Path, base: nn.Module, dtype: torch.dtype) -> None:
-        self.directory, self._base, self._dtype = directory, base, dtype
-        self._stored = dict(stored_tensors(directory))
-        self._by_name: dict[str, StoredWeights] = {}
+    def __init__(
+        self, directory: Path, base: nn.Module, built: Outline, dtype: torch.dtype, found: Match, allowed: Allowed
+    ) -> None:
+        self.directory, self._base, self._built, self._dtype = directory, base, built, dtype
+        self._sources, self._unused, self._allowed = found.sources, found.unused, allowed
         self._names: dict[tuple[int, str], str] = {}
         self._adapters: dict[int, _AdapterPart] = {}
 
     def start(self, model: nn.Module) -> None:
-        """Match the model's names with those in the files.
+        """Match the places in the model with the tensors found in the files.
 
         Raises:
-            CheckpointError: shapes that differ, or names that only Transformers can convert; all are listed.
+            CheckpointError: shapes that differ, or weights that are missing; all are listed.
         """
         self._adapters = {id(part.module): part for part in _adapter_parts(model)}
-        places = [p for p in _places(self._base) if id(p.module) not in self._adapters]
-        known = {place.name for place in places}
-        self._by_name = {self._model_name(key, known): stored for key, stored in self._stored.items()}
-        found = [place for place in places if place.name in self._by_name]
+        adapters = _adapter_modules(model)
+        places = [p for p in places_of(self._base) if id(p.module) not in adapters]
+        found = [place for place in places if place.name in self._sources]
+        mismatched = {place.name: problem for place in found if (problem := self._shape_problem(place))}
+        if self._allowed.mismatched:
+            found = [place for place in found if place.name not in mismatched]
         self._names = {(id(place.module), place.attribute): place.name for place in found}
-        problems = [problem for place in found if (problem := self._shape_problem(place))]
         present = {id(place.tensor) for place in found}  # tied ones are there under one of their names
-        absent = sorted({p.name for p in places if id(p.tensor) not in present and not is_exact(p.tensor)})
-        if absent and _needs_conversion(self._base):
-            problems += [f"{name} is not in {self.directory} under this name" for name in absent]
+        absent = [p for p in places if id(p.tensor) not in present and not is_exact(p.tensor)]
+        names = {p.name for p in absent if isinstance(p.tensor, nn.Parameter)} - mismatched.keys()
+        names = not_ignored(names, self._base, "_keys_to_ignore_on_load_missing")
+        missing = set() if self._allowed.missing else names - new_parts(self._base, names)
+        problems = [] if self._allowed.mismatched else [mismatched[name] for name in sorted(mismatched)]
+        problems += [f"{name} is not in the files" for name in sorted(missing)]
         if problems:
             raise CheckpointError(
                 f"{self.directory} does not fit {type(self._base).__name__}:\n" + "\n".join(problems),
-                hint="load it with Transformers' own from_pretrained, which can convert it",
+                hint="load the class that was saved, or pass ignore_missing=True or ignore_mismatched_sizes=True to "
+                "initialise these anew",
             )
-        unexpected = sorted(self._by_name.keys() - known)
-        for names, what in ((absent, "not in %s, newly initialised: %s"), (unexpected, "in %s, not used: %s")):
-            if names:
-                logger.warning(f"%s: {what}", type(self._base).__name__, self.directory, ", ".join(names))
+        buffers = {p.name for p in absent if not isinstance(p.tensor, nn.Parameter)} - names
+        unused = not_ignored(set(self._unused), self._base, "_keys_to_ignore_on_load_unexpected")
+        for named, what in (
+            (names - missing, "not in %s, newly initialised: %s"),
+            (mismatched.keys() & {place.name for place in absent}, "in another shape in %s, newly initialised: %s"),
+            (
+                not_ignored(buffers, self._base, "_keys_to_ignore_on_load_missing"),
+                "not in %s, as the model makes them: %s",
+            ),
+            (unused, "in %s, not used: %s"),
+        ):
+            if named:
+                logger.warning(f"%s: {what}", type(self._base).__name__, self.directory, ", ".join(sorted(named)))
 
-    def _shape_problem(self, place: _Place) -> str | None:
-        stored = self._by_name[place.name]
+    def _shape_problem(self, place: Place) -> str | None:
+        stored = self._sources[place.name]
         outlined = whole_shape(place.module) if place.attribute == "weight" else None
         shape = tuple(place.tensor.shape) if outlined is None else outlined
-        if shape == stored.shape or _is_resized(place.module, shape, stored.shape):
+        is_resized = tuple(self._built.tensors[place.name].shape) == stored.shape  # by `resize_token_embeddings`, say
+        if shape == stored.shape or (is_resized and _has_more_rows(place.module, shape, stored.shape)):
             return None
-        return f"{place.name} has shape {shape} in the model and {stored.shape} in {stored.path.name}"
+        return f"{place.name} has shape {shape} in the model and {stored.shape} in {stored.where}"
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
         """Read the module's persistent buffers, and quantise its weight if it is to be."""
@@ -184,7 +286,7 @@ class PretrainedWeights:
         """Fill `out` with elements `interval` of the parameter."""
         name = self._name(slot)
         assert name is not None  # noqa: S101 -- the caller asked `holds`
-        stored = self._by_name[name]
+        stored = self._sources[name]
         kept = interval.intersect(Interval(0, stored.numel))
         self._read(name, kept, out[: kept.numel])
         if interval.numel > kept.numel:  # rows that were added to an embedding
@@ -227,12 +329,12 @@ class PretrainedWeights:
             out.copy_(torch.linalg.norm(values.to(torch.promote_types(values.dtype, adapter_dtype)), dim=1))
             return
         name = self._names.get((id(base), "weight"))
-        if name is None or self._by_name[name].numel != out.numel() * math.prod(self._by_name[name].shape[1:]):
+        if name is None or self._sources[name].numel != out.numel() * math.prod(self._sources[name].shape[1:]):
             raise ConfigError(
                 f"DoRA on {type(base).__name__}: {self.directory} does not hold its weight as it is in the model",
                 hint="load the base with Transformers' own from_pretrained before adding the adapter",
             )
-        rows, columns = self._by_name[name].shape
+        rows, columns = self._sources[name].shape
         step = max(1, _NORM_NUMEL // columns)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
@@ -244,26 +346,17 @@ class PretrainedWeights:
         names = (self._names.get((id(module), attribute)) for module, attribute in slot.owners)
         return next((name for name in names if name is not None), None)
 
-    def _model_name(self, key: str, known: Set[str]) -> str:
-        """What the model calls a tensor of the files: with the prefix of its base model or without, renamed."""
-        for old, new in _RENAMED.items():
-            key = key.replace(old, new)
-        prefix = getattr(self._base, "base_model_prefix", "")
-        for name in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
-            if name in known:
-                return name
-        return key
-
     def _read(self, name: str, interval: Interval, out: torch.Tensor) -> None:
-        """Elements of a stored tensor into `out`, cast on the way, through a small buffer."""
-        read_elements(self._by_name[name], interval, out)
+        """Elements of a weight into `out`, cast on the way."""
+        self._sources[name].read(interval, out)
 
 
 def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     """Load a directory of safetensors files into a model that is sharded already: each rank reads its intervals.
 
     Args:
-        directory: holds every parameter and persistent buffer under the name the model has for it.
+        directory: holds every parameter and persistent buffer, under the name and in the form that the model has it in,
+            or in those that Transformers saves it in.
         model: sharded or not.
 
     Raises:
@@ -271,10 +364,12 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     """
     rest(model)
     directory = local_path(directory)
-    tensors = dict(stored_tensors(directory))
-    found: list[tuple[LocalTensor, StoredWeights]] = []
+    locals_ = [*local_parameters(model, rank=0), *local_buffers(model, rank=0)]
+    metas = {name: stand_in(local) for local in locals_ for name in local.names}
+    tensors = match(dict(stored_tensors(directory)), loading_rules(model, outline_of(model, metas))).sources
+    found: list[tuple[LocalTensor, Source]] = []
     problems = []
-    for local in (*local_parameters(model, rank=0), *local_buffers(model, rank=0)):
+    for local in locals_:
         stored = next((tensors[name] for name in local.names if name in tensors), None)
         if stored is None:
             problems.append(f"{local.name} is missing")
@@ -285,39 +380,16 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     if problems:
         raise CheckpointError(f"{directory} does not fit {type(model).__name__}:\n" + "\n".join(problems))
     for local, stored in found:
-        read_elements(stored, local.interval, local.tensor.detach().view(-1))
+        stored.read(local.interval, local.tensor.detach().view(-1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a parameter or persistent buffer is in a model, under the name it has in files."""
-
-    name: str
-    module: nn.Module
-    attribute: str
-    tensor: torch.Tensor
-
-
-def _places(model: nn.Module) -> Iterator[_Place]:
-    for path, module in model.named_modules(remove_duplicate=False):
-        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        for attribute, tensor in {**module._parameters, **buffers}.items():
-            if tensor is not None:
-                yield _Place(join(_without_wrappers(path), attribute), module, attribute, tensor)
-
-
-def _without_wrappers(path: str) -> str:
-    """A path as it was before PEFT put its layers around the model's, and checkpointing its own."""
-    return ".".join(part for part in clean_name(path).split(".") if part not in ("base_layer", "original_module"))
-
-
-def _is_resized(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
+def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
     """Whether only the number of rows differs, as after `resize_token_embeddings`."""
     is_table = isinstance(module, nn.Embedding | nn.Linear) and len(shape) == len(stored) and len(shape) in (1, 2)
     return is_table and shape[1:] == stored[1:] and shape[0] > stored[0]
 
 
-def _new_rows(model: nn.Module, name: str, stored: StoredWeights, numel: int) -> torch.Tensor:
+def _new_rows(model: nn.Module, name: str, stored: Source, numel: int) -> torch.Tensor:
     """Values for the rows a resized table has gained, the same on every rank and at every world size."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + stored.numel)
     std = getattr(getattr(model, "config", None), "initializer_range", 0.02)
@@ -361,6 +433,17 @@ def _adapter_parts(model: nn.Module) -> Iterator[_AdapterPart]:
                 yield _AdapterPart(part, kind, scheme, layer)
 
 
+def _adapter_modules(model: nn.Module) -> set[int]:
+    """Modules of adapters of any kind: no file of the base model holds their parameters."""
+    found: set[int] = set()
+    for module in model.modules():
+        for kind in getattr(module, "adapter_layer_names", ()):
+            holder = getattr(module, kind, None)
+            if isinstance(holder, nn.Module) and kind != "modules_to_save":  # those are copies of the model's
+                found |= {id(part) for part in holder.modules()}
+    return found
+
+
 def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(holder, nn.ModuleDict):
         for adapter, part in holder.items():
@@ -378,16 +461,6 @@ def _scheme(model: nn.Module, adapter: str) -> Any:
     return True
 
 
-def _needs_conversion(model: nn.Module) -> bool:
-    """Whether Transformers stores some of the model's tensors in another form than it computes with."""
-    try:
-        mapping: Any = importlib.import_module("transformers.conversion_mapping")
-        found = mapping.get_model_conversion_mapping(model)
-    except (ImportError, AttributeError, TypeError):
-        return False
-    return any(type(item).__name__ == "WeightConverter" for item in found)
-
-
 def _replace_linear_layers(model: nn.Module, quantization_config: Any) -> None:
     quantizers: Any = importlib.import_module("transformers.quantizers.auto")
     quantizer = quantizers.AutoHfQuantizer.from_config(quantization_config)
@@ -400,22 +473,6 @@ def _replace_linear_layers(model: nn.Module, quantization_config: Any) -> None:
     model.is_quantized, model.quantization_method = True, quantization_config.quant_method  # type: ignore[assignment]
     is_4bit = bool(getattr(quantization_config, "load_in_4bit", False))
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = is_4bit, not is_4bit  # type: ignore[assignment]
-
-
-def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = None) -> Path:
-    """The directory itself, or that of the hub's cache, downloaded first if need be.
-
-    Raises:
-        CheckpointError: a path that does not exist.
-    """
-    path = local_path(name_or_path)
-    if path.is_dir():
-        return path
-    if path.exists() or path.is_absolute() or str(name_or_path).startswith("."):
-        raise CheckpointError(f"there is no directory {name_or_path}", hint="give a directory or a hub name")
-    hub_module: Any = importlib.import_module("huggingface_hub")
-    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
-    return Path(hub_module.snapshot_download(str(name_or_path), allow_patterns=patterns, **(hub or {})))
 
 
 def _transformers() -> Any:

@@ -44,6 +44,11 @@ class LocalTensor:
         return isinstance(self.tensor, ShardedParameter)
 
 
+def stand_in(local: LocalTensor) -> torch.Tensor:
+    """A tensor on the meta device of the whole one's shape and dtype."""
+    return torch.empty(local.shape, dtype=local.tensor.dtype, device="meta")
+
+
 def rest(model: nn.Module) -> None:
     """Bring every unit of `model` to rest, so that its parameters are the slices that optimizers know.
 

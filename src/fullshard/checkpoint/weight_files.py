@@ -1,4 +1,4 @@
-"""Directories of safetensors files as Hugging Face writes them, read by intervals.
+"""Directories of weights as Hugging Face writes them, read by intervals.
 
 Other people write these files, so nothing in them is believed: an index names files of its own directory only, and a
 header describes tensors that lie in the file, none of them twice.
@@ -6,10 +6,13 @@ header describes tensors that lie in the file, none of them twice.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
-from collections.abc import Iterator
+import pickle
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,27 @@ from fullshard.checkpoint.storage import Bytes, file_beside
 from fullshard.checkpoint.tensors import torch_dtype
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
+from fullshard.core.paths import local_path
 from fullshard.core.sizes import MIB
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
+PICKLED_NAME = "pytorch_model.bin"
+_FOREIGN = (
+    (r"model\..+\.safetensors|pytorch_model\..+\.bin|.*\.index\..+\.json", "weights of a variant",
+     "name it: variant='fp16' for model.fp16.safetensors"),
+    (r"(model|pytorch_model)-\d+-of-\d+\..*", "files without their index", "download or copy the index again"),
+    (r"adapter_(config\.json|model\..*)", "an adapter", "load the base model, then the adapter with PEFT"),
+    (r"manifest\.json", "a checkpoint of fullshard", "fullshard ckpt export makes a model of it"),
+    (r"\.metadata|.*\.distcp", "a checkpoint of torch's", "fullshard ckpt import and export make a model of it"),
+    (r"tf_model.*\.h5|model\.ckpt.*", "weights of TensorFlow", "convert them with Transformers 4"),
+    (r"flax_model.*", "weights of Flax", "convert them with Transformers 4"),
+    (r".*\.gguf", "weights in GGUF", "load them with Transformers and save_pretrained them"),
+    (r"(?!training_args|optimizer|scheduler|scaler|rng_state).*\.(safetensors|bin|pth?)", "weights under another name",
+     "save_pretrained names them as they are looked for"),
+)  # fmt: skip
+"""Files of a directory whose weights cannot be read from it, what they are, and what to do."""
 _STAGING_NBYTES = 16 * MIB
 _MAX_HEADER_NBYTES = 100 * MIB
 """A header is some hundred bytes per tensor; more than this is not one."""
@@ -43,6 +63,48 @@ class StoredWeights:
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return self.path.name
+
+    def read(self, interval: Interval, out: torch.Tensor) -> None:
+        """Elements `interval` into `out`, cast on the way, through a small buffer."""
+        read_elements(self, interval, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MappedWeights:
+    """A tensor of a file that torch has mapped into memory."""
+
+    path: Path
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it is in the file."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it is in the file."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.tensor.numel()
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return self.path.name
+
+    @torch.no_grad()
+    def read(self, interval: Interval, out: torch.Tensor) -> None:
+        """Elements `interval` into `out`, cast on the way."""
+        out.copy_(self.tensor.reshape(-1)[interval.start : interval.stop])
 
 
 @torch.no_grad()
@@ -68,30 +130,129 @@ def _read_exactly(descriptor: int, buffer: Bytes, position: int, path: Path) -> 
         done += count
 
 
-def stored_tensors(directory: Path) -> Iterator[tuple[str, StoredWeights]]:
-    """Every tensor of the directory by name.
+def model_directory(
+    name_or_path: str | Path,
+    hub: Mapping[str, Any] | None = None,
+    *,
+    subfolder: str = "",
+    variant: str | None = None,
+) -> Path:
+    """The directory itself, or that of the hub's cache, downloaded first if need be.
 
     Raises:
-        CheckpointError: no safetensors files, an index that points elsewhere, or a file that is cut or malformed.
+        CheckpointError: a path that does not exist, or a hub name that cannot be had.
     """
-    index = directory / INDEX_NAME
-    if index.is_file():
-        weight_map = _json_object(_read_index(index), index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map")
-        for name in sorted(set(weight_map.values())):
-            tensors = dict(_file_tensors(file_beside(directory, name, where=str(index))))
-            for key in (key for key, file in weight_map.items() if file == name):
-                if key not in tensors:
-                    raise CheckpointError(f"{directory / name} does not hold {key!r}, which {index.name} promises")
-                yield key, tensors[key]
-        return
-    if not (directory / SINGLE_NAME).is_file():
+    path = local_path(name_or_path)
+    if not path.is_dir():
+        if path.exists() or path.is_absolute() or str(name_or_path).startswith("."):
+            raise CheckpointError(f"there is no directory {name_or_path}", hint="give a directory or a hub name")
+        path = _downloaded(str(name_or_path), dict(hub or {}), subfolder=subfolder, variant=variant)
+    if not (path / subfolder).is_dir():
+        raise CheckpointError(f"there is no directory {path / subfolder}", hint="check subfolder")
+    return path / subfolder
+
+
+def _downloaded(name: str, hub: dict[str, Any], *, subfolder: str, variant: str | None) -> Path:
+    module: Any = importlib.import_module("huggingface_hub")
+    inside = f"{subfolder.rstrip('/')}/" if subfolder else ""
+    # Weights, configuration, tokenizer.
+    patterns = [f"{inside}{pattern}" for pattern in ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")]
+    try:
+        path = Path(module.snapshot_download(name, allow_patterns=patterns, **hub))
+        if not any((path / subfolder).glob("*.safetensors")):
+            suffix = f".{variant}.bin" if variant else ".bin"
+            module.snapshot_download(name, allow_patterns=[f"{inside}pytorch_model*{suffix}"], **hub)
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}",
-            hint="weights are read from safetensors files only; save_pretrained writes them",
+            f"{name} is no directory, and cannot be had from the hub: {error}",
+            hint="give a directory, or download it first",
+        ) from error
+    return path
+
+
+def weights_file(directory: Path, *, variant: str | None = None) -> Path | None:
+    """The file of a directory that holds its weights, or the index of several; None if it has no weights.
+
+    Raises:
+        CheckpointError: weights that cannot be read here: of another variant or format, an adapter's, a checkpoint's.
+    """
+    for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME):
+        path = directory / _of_variant(name, variant)
+        if path.is_file():
+            return path
+    if variant is not None:
+        raise CheckpointError(f"{directory} holds neither {_of_variant(SINGLE_NAME, variant)} nor an index of them")
+    names = sorted(path.name for path in directory.iterdir())
+    for pattern, what, hint in _FOREIGN:
+        found = [name for name in names if re.fullmatch(pattern, name)]
+        if found:
+            raise CheckpointError(
+                f"{directory} holds {what} ({found[0]}), but neither {SINGLE_NAME} nor {PICKLED_NAME}", hint=hint
+            )
+    return None
+
+
+def stored_tensors(
+    directory: Path, *, variant: str | None = None
+) -> Iterator[tuple[str, StoredWeights | MappedWeights]]:
+    """Every tensor of the directory by name.
+
+    Args:
+        directory: holds safetensors files, or pickled ones of torch's, and an index if there are several.
+        variant: of the files' names, as `fp16` in `model.fp16.safetensors`.
+
+    Raises:
+        CheckpointError: no weights, an index that points elsewhere, or a file that is cut or malformed.
+    """
+    path = weights_file(directory, variant=variant)
+    if path is None:
+        raise CheckpointError(
+            f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}, nor {PICKLED_NAME}",
+            hint="save_pretrained writes them",
         )
-    yield from _file_tensors(directory / SINGLE_NAME)
+    if path.suffix != ".json":
+        yield from _tensors_of(path)
+        return
+    weight_map = _json_object(_read_index(path), path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path} has no weight_map")
+    for name in sorted(set(weight_map.values())):
+        file = file_beside(directory, name, where=str(path))
+        if not file.is_file():
+            raise CheckpointError(f"{path} names {name}, which is not there", hint="download or copy it again")
+        tensors = dict(_tensors_of(file))
+        for key in (key for key, holder in weight_map.items() if holder == name):
+            if key not in tensors:
+                raise CheckpointError(f"{directory / name} does not hold {key!r}, which {path.name} promises")
+            yield key, tensors[key]
+
+
+def _of_variant(name: str, variant: str | None) -> str:
+    if variant is None:
+        return name
+    stem, end = name.rsplit(".", 1)
+    return f"{stem}.{variant}.{end}"
+
+
+def _tensors_of(path: Path) -> Iterator[tuple[str, StoredWeights | MappedWeights]]:
+    return _file_tensors(path) if path.suffix == ".safetensors" else _pickled_tensors(path)
+
+
+def _pickled_tensors(path: Path) -> Iterator[tuple[str, MappedWeights]]:
+    """Tensors of a file that `torch.save` has written, without running any code that is in it."""
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"cannot read {path} as tensors alone, mapped into memory: {str(error).splitlines()[0]}",
+            hint="load it with Transformers and save_pretrained it, which writes safetensors",
+        ) from error
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{path} holds a {type(tensors).__name__}, not tensors by name")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise CheckpointError(f"{path} holds a {type(tensor).__name__} under {name!r}, not a tensor")
+        yield name, MappedWeights(path, tensor.detach())
 
 
 def _file_tensors(path: Path) -> Iterator[tuple[str, StoredWeights]]:

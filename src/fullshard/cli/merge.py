@@ -30,7 +30,7 @@ def merge(
 ) -> None:
     """Merge a LoRA adapter into its base model. Holds one layer and the adapter, whatever the model's size."""
     from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
-    from fullshard.checkpoint.pretrained import model_directory
+    from fullshard.checkpoint.weight_files import model_directory
 
     source = HuggingFaceSource(model_directory(base))
     with MergedSource(source, adapter) as merged, merged.configuration() as configuration:

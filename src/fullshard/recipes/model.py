@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint import from_pretrained
+from fullshard.checkpoint.weight_files import weights_file
 from fullshard.core.errors import ConfigError, MissingExtraError
-
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 
 
 def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) -> tuple[nn.Module, str]:
-    """The model in fp32 in host memory, the same on every rank, and where its weights come from.
+    """The model in fp32, the same on every rank, and where its weights come from: files are read when it is sharded.
 
     Args:
         source: a config.json, a Hugging Face directory with or without weights, a hub name, or None for the default.
@@ -25,6 +25,7 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
         seed: fixes random weights, on any number of ranks alike.
 
     Raises:
+        CheckpointError: weights of a format that is not read.
         ConfigError: no such model, not a causal language model, or one that does not fit the tokenizer or `seq_len`.
         MissingExtraError: without the `hf` extra.
     """
@@ -33,10 +34,10 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
     _check_fits(config, source, tokenizer=tokenizer, seq_len=seq_len)
     if source is not None and _has_weights(source):
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+            loaded = from_pretrained(transformers.AutoModelForCausalLM, source, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot load the model {source!r}: {error}") from error
-        return model, f"weights from {source}"
+        return loaded, f"weights from {source}"
     torch.manual_seed(seed)
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -93,7 +94,7 @@ def _check_fits(config: Any, source: str | None, *, tokenizer: Any, seq_len: int
 def _has_weights(source: str) -> bool:
     path = Path(source)
     if path.is_dir():
-        return any(file.name.endswith(_WEIGHT_SUFFIXES) for file in path.iterdir())
+        return weights_file(path) is not None
     return not path.exists()  # a hub name; a config.json brings none
 
 

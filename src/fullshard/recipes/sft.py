@@ -15,7 +15,7 @@ import torch
 
 from fullshard import checkpoint
 from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
-from fullshard.checkpoint.pretrained import model_directory
+from fullshard.checkpoint.weight_files import model_directory
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.recipes.hub import Hub, pushing_later, say
@@ -142,7 +142,7 @@ def load_model(arguments: ModelArguments, training: Any) -> Any:
         )
     elif arguments.use_8bit_quantization:
         quantization = transformers.BitsAndBytesConfig(load_in_8bit=True)
-    options = {"attn_implementation": "flash_attention_2"} if _uses_flash_attention(arguments) else {}
+    options: dict[str, Any] = {"attn_implementation": "flash_attention_2"} if _uses_flash_attention(arguments) else {}
     if arguments.use_flash_attn and not options:
         say("--use_flash_attn has no effect here: it needs a CUDA device and the package flash-attn; sdpa is used")
     model = checkpoint.from_pretrained(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
-from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, read_elements, stored_tensors
+from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, stored_tensors
 from fullshard.core.layout import Interval
 
 CONFIG_NAME = "config.json"
@@ -39,7 +39,7 @@ class HuggingFaceSource(Source):
         """See `Source.read`."""
         stored = self._stored[name]
         out = torch.empty(interval.numel, dtype=stored.dtype)
-        read_elements(stored, interval, out)
+        stored.read(interval, out)
         return out
 
 

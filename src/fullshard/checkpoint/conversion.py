@@ -1,0 +1,283 @@
+"""From the tensors of a Hugging Face directory to those of a model and back, by Transformers' own rules.
+
+Transformers 5 holds many models under other names in memory than on disk, and some in another form: all experts of a
+layer in one tensor, a fused projection in three. The rules for that are its own objects. A *renaming* makes a name of a
+name; a *converter* makes tensors of tensors. Here they are asked which tensors belong together, and applied to one such
+`Group` after the other, so that nobody holds more of a model than that.
+
+Earlier versions have no rules; then a tensor keeps its name, but for the prefix of its base model.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.engine.module import clean_name
+
+_RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""Names in old checkpoints, and what they are called today; later versions of Transformers have a rule for them."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the rules ask of a model: its configuration, and the names, shapes and dtypes of its tensors unsharded."""
+
+    config: Any
+    base_model_prefix: str
+    tensors: Mapping[str, torch.Tensor]
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """The tensor of that name, on the meta device."""
+        return self.tensors[name]
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return type(self.config).__name__.removesuffix("Config")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that a converter makes of others, all at once.
+
+    Attributes:
+        rule: the converter.
+        first: the name of the first tensor that it makes.
+        takes: what it takes, in order: the pattern of the rule that a name matches, and the name.
+        renamings: what the names of what it makes go through.
+    """
+
+    rule: Any
+    first: str
+    takes: list[tuple[str, str]] = field(default_factory=list)
+    renamings: tuple[Any, ...] = ()
+
+    def convert(self, get: Callable[[str], torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
+        """What is made of the tensors that `get` gives, by name.
+
+        Raises:
+            CheckpointError: they are not what the rule expects.
+        """
+        return self._apply([(pattern, name, get(name)) for pattern, name in self.takes], outline)
+
+    def convert_meta(self, metas: Mapping[str, torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
+        """Names, shapes and dtypes of what is made."""
+        with torch.device("meta"):
+            return self.convert(lambda name: metas[name].to("meta"), outline)
+
+    def row(self, index: int, get: Callable[[str], torch.Tensor], outline: Outline) -> torch.Tensor:
+        """Row `index` of what is made; see `has_rows`."""
+        by_pattern = self._by_pattern()
+        taken = [(pattern, names[index], get(names[index])) for pattern, names in by_pattern.items()]
+        return next(iter(self._apply(taken, outline).values()))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it stacks lists of equal length along dim 0 and nothing later mixes that dim: rows can be made alone.
+
+        So an expert of a layer can be read without the others.
+        """
+        first, *others = self.rule.operations
+        lengths = {len(names) for names in self._by_pattern().values()}
+        return (
+            type(first).__name__ == "MergeModulelist"
+            and first.dim == 0
+            and len(lengths) == 1
+            and len(self.rule.target_patterns) == 1
+            and all(
+                (type(op).__name__ == "Concatenate" and op.dim > 0)
+                or (type(op).__name__ == "Transpose" and min(op.dim0, op.dim1) > 0 and not op.check_dims)
+                for op in others
+            )
+        )
+
+    def _by_pattern(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for pattern, name in self.takes:
+            found.setdefault(pattern, []).append(name)
+        return found
+
+    def _apply(self, taken: Iterable[tuple[str, str, torch.Tensor]], outline: Outline) -> dict[str, torch.Tensor]:
+        rule = copy.deepcopy(self.rule)  # it holds what it is given
+        for pattern, name, tensor in taken:
+            rule.add_tensor(self.first, name, pattern, tensor)
+        try:
+            made = rule.convert(self.first, model=outline, config=outline.config)
+        except (KeyError, ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{outline.title}: Transformers' rule for {self.first} ({self.rule.operations}) does not fit "
+                f"{', '.join(name for _, name in self.takes[:8])}: {error}"
+            ) from error
+        single = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        return {_renamed(name, self.renamings): tensor for name, tensor in single.items()}
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What a model's tensors are made of.
+
+    Attributes:
+        as_it_is: for each that is stored as it is, the name in the files.
+        groups: how the others are made.
+        unused: names in the files that no tensor of the model is made of.
+        again: further names in the files for a tensor of the model that is stored as it is.
+    """
+
+    as_it_is: dict[str, str]
+    groups: list[Group]
+    unused: list[str]
+    again: list[tuple[str, str]]
+
+
+class Rules:
+    """Rules of Transformers for one model, in one direction.
+
+    Args:
+        outline: the model.
+        transforms: renamings and converters, in the order they are applied.
+    """
+
+    def __init__(self, outline: Outline, transforms: Iterable[Any]) -> None:
+        self.outline, self.transforms = outline, tuple(transforms)
+        converters = [t for t in self.transforms if hasattr(t, "operations")]
+        self._converters = tuple(converters)
+        self._renamings = tuple(t for t in self.transforms if not hasattr(t, "operations"))
+        self._by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
+
+    def used(self) -> list[Any]:
+        """Those that matched something."""
+        return [transform for transform in self.transforms if transform.was_used()]
+
+    def load(self, keys: Iterable[str]) -> Loading:
+        """What the model's tensors are made of, given the names of the files' tensors."""
+        known = self.outline.tensors
+        as_it_is: dict[str, str] = {}
+        groups: dict[str, Group] = {}
+        unused, again = [], []
+        for key in sorted(keys, key=_natural):
+            name, pattern = self._converted(_renamed(key, self._renamings))
+            name = self._prefixed(name)
+            if name not in known and key in known:
+                name, pattern = self._prefixed(key), None  # the files hold it as it is in memory
+            if pattern is not None and name in known:
+                groups.setdefault(name, Group(self._by_pattern[pattern], name)).takes.append((pattern, key))
+            elif name not in known:
+                unused.append(key)
+            elif as_it_is.setdefault(name, key) != key:
+                again.append((name, key))
+        return Loading(as_it_is, list(groups.values()), unused, again)
+
+    def save(self, names: Iterable[str]) -> tuple[dict[str, str], list[Group]]:
+        """What is to be stored of the model's tensors: the name of each that is as it is, and groups of others."""
+        as_it_is: dict[str, str] = {}
+        groups: dict[str, Group] = {}
+        for name in sorted(names, key=_natural):
+            first, pattern = self._converted(name)
+            if pattern is None:
+                as_it_is[name] = _renamed(name, self._renamings)
+            else:
+                group = Group(self._by_pattern[pattern], first, renamings=self._renamings)
+                groups.setdefault(first, group).takes.append((pattern, name))
+        return as_it_is, list(groups.values())
+
+    def _converted(self, name: str) -> tuple[str, str | None]:
+        for converter in self._converters:
+            renamed, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                return renamed, pattern
+        return name, None
+
+    def _prefixed(self, name: str) -> str:
+        """A base model's tensor in a model with a head has a prefix, and the other way round."""
+        prefix, known = f"{self.outline.base_model_prefix}.", self.outline.tensors
+        if name.startswith(prefix) and name.removeprefix(prefix) in known:
+            return name.removeprefix(prefix)
+        return prefix + name if prefix + name in known else name
+
+
+def loading_rules(model: nn.Module, outline: Outline, key_mapping: Mapping[str, str] | None = None) -> Rules:
+    """Rules from a Hugging Face directory to `model`.
+
+    Args:
+        model: a Transformers model.
+        outline: its.
+        key_mapping: further renamings, as Transformers' `from_pretrained` takes them.
+
+    Raises:
+        ConfigError: `key_mapping` with a version of Transformers that has no rules.
+    """
+    mapping = _module("transformers.conversion_mapping")
+    if mapping is not None:
+        given = None if key_mapping is None else dict(key_mapping)
+        return Rules(outline, mapping.get_model_conversion_mapping(model, given))
+    if key_mapping is not None:
+        raise ConfigError("key_mapping needs Transformers 5 or later", hint="leave it out, or upgrade Transformers")
+    return Rules(outline, [_Legacy()])
+
+
+def saving_rules(model: nn.Module, outline: Outline) -> Rules:
+    """Rules from `model` to a Hugging Face directory: those it was loaded by, reversed, or else those of its kind."""
+    mapping = _module("transformers.conversion_mapping")
+    if mapping is None or not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return Rules(outline, ())
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:
+        transforms = [
+            transform
+            for transform in mapping.get_model_conversion_mapping(model, add_legacy=False)
+            # Nobody knows whether a model that was never loaded would have had such a prefix.
+            if type(transform).__name__ != "PrefixChange"
+        ]
+    return Rules(outline, [transform.reverse_transform() for transform in reversed(transforms)])
+
+
+def outline_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outline:
+    """The outline of a model whose tensors, or stand-ins of their shapes and dtypes, are given by name."""
+    metas = {clean_name(name): tensor.detach().to("meta") for name, tensor in tensors.items()}
+    return Outline(getattr(model, "config", None), getattr(model, "base_model_prefix", ""), metas)
+
+
+class _Legacy:
+    """The renaming that every version of Transformers does."""
+
+    def rename_source_key(self, name: str) -> tuple[str, str | None]:
+        for old, new in _RENAMED.items():
+            name = name.replace(old, new)
+        return name, None
+
+    def was_used(self) -> bool:
+        return False
+
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _natural(name: str) -> list[tuple[int, Any, int]]:
+    """Sorts the second expert before the tenth, as Transformers does, whose order of a group's tensors this is."""
+    parts: list[tuple[int, Any, int]] = []
+    for part in name.split("."):
+        if part.isdigit():
+            parts.append((0, int(part), 0))
+        else:
+            text, digits = re.fullmatch(r"(.*?)(\d*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
+            parts.append((1, text, int(digits) if digits else -1))
+    return parts
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None

@@ -1,0 +1,82 @@
+"""The places in a Transformers model that the files of a directory fill, and which of them may stay empty."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine.fully_shard import meta_parameters
+from fullshard.engine.module import clean_name, join
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter or persistent buffer is in a model, under the name it has in files."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    tensor: torch.Tensor
+
+
+def places_of(model: nn.Module) -> Iterator[Place]:
+    """Every parameter and persistent buffer, tied ones under each of their names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for attribute, tensor in {**module._parameters, **buffers}.items():
+            if tensor is not None:
+                yield Place(join(_without_wrappers(path), attribute), module, attribute, tensor)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The same by name."""
+    return {place.name: place.tensor for place in places_of(model)}
+
+
+def _without_wrappers(path: str) -> str:
+    """A path as it was before PEFT put its layers around the model's, and checkpointing its own.
+
+    A module that PEFT trains as a whole starts as a copy of the original one, so it has that one's name.
+    """
+    path = re.sub(r"(^|\.)modules_to_save\.[^.]+(?=\.|$)", "", clean_name(path))
+    return ".".join(part for part in path.split(".") if part not in ("", "base_layer", "original_module"))
+
+
+def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
+    """Names but for those that the model's class says are no matter, as Transformers has it."""
+    patterns = list(getattr(model, attribute, None) or ())
+    if attribute == "_keys_to_ignore_on_load_unexpected":
+        # Buffers that earlier versions stored in every layer.
+        buffers = [name for name, _ in model.named_buffers()]
+        ends = [end for end in ("rotary_emb.inv_freq", "position_ids") if any(name.endswith(end) for name in buffers)]
+        patterns += [rf"(^|\.){re.escape(end)}$" for end in ends]
+    return {name for name in names if not any(re.search(pattern, name) for pattern in patterns)}
+
+
+def new_parts(model: nn.Module, names: Set[str]) -> set[str]:
+    """Which of these weights the class that was saved has no more than its files do: a new head, another pooler.
+
+    Which class was saved is in the configuration. If it cannot be built here, what is outside the base model is a head.
+    """
+    if not names:
+        return set()
+    config: Any = getattr(model, "config", None)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    architecture = next(iter(getattr(config, "architectures", None) or ()), None)
+    cls: Any = getattr(importlib.import_module("transformers"), architecture, None) if architecture else None
+    if architecture == type(model).__name__:
+        return set()
+    try:
+        with meta_parameters():
+            saved = cls._from_config(copy.deepcopy(config))
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError):
+        return {name for name in names if not name.startswith(prefix)} if hasattr(model, prefix[:-1]) else set()
+    known = {name.removeprefix(f"{saved.base_model_prefix}.") for name in tensors_of(saved)}
+    return {name for name in names if name.removeprefix(prefix) not in known}

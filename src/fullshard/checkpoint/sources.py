@@ -1,0 +1,173 @@
+"""Where the tensors of a model come from in a Hugging Face directory: stored as they are, or made of what is stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fullshard.checkpoint.conversion import Group, Outline, Rules
+from fullshard.core.errors import CheckpointError
+from fullshard.core.layout import Interval
+
+_COMPARED_NUMEL = 2**20
+"""Elements of two tensors that are held at once to compare them."""
+
+
+class Source(Protocol):
+    """A tensor that can be read by intervals."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it is stored or made."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        ...
+
+    def read(self, interval: Interval, out: torch.Tensor) -> None:
+        """Elements `interval` of the flattened tensor into `out`, cast on the way."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What of a directory goes into a model.
+
+    Attributes:
+        sources: where the model's tensors come from, by name.
+        unused: names of the directory's that no tensor of the model is made of.
+    """
+
+    sources: dict[str, Source]
+    unused: list[str]
+
+
+def match(stored: Mapping[str, Source], rules: Rules) -> Match:
+    """Find the model's tensors among those of a directory.
+
+    Raises:
+        CheckpointError: tensors of the directory that are not what a rule expects, or two that are one in the model.
+    """
+    loading = rules.load(stored)
+    found: dict[str, Source] = {name: stored[key] for name, key in loading.as_it_is.items()}
+    clashes = [
+        f"{loading.as_it_is[name]} and {key} are both {name}"
+        for name, key in loading.again
+        if not are_equal(stored[key], found[name])
+    ]
+    if clashes:
+        raise CheckpointError(
+            f"the files hold several values for one weight of {rules.outline.title}:\n" + "\n".join(clashes),
+            hint="load the class that was saved; Transformers itself would take the first without a word",
+        )
+    unused, outline = list(loading.unused), rules.outline
+    for group in loading.groups:
+        together = _Together(group, stored, outline)
+        for name, meta in together.metas.items():
+            if name in outline.tensors:
+                found[name] = _Made(name, tuple(meta.shape), together)
+            else:
+                unused.append(name)
+    return Match(found, unused)
+
+
+def are_equal(one: Source, other: Source) -> bool:
+    """Whether two hold the same values; both are read a few elements at a time."""
+    if one == other:
+        return True
+    if one.shape != other.shape:
+        return False
+    for start in range(0, one.numel, _COMPARED_NUMEL):
+        interval = Interval(start, min(start + _COMPARED_NUMEL, one.numel))
+        values = [torch.empty(interval.numel, dtype=source.dtype) for source in (one, other)]
+        for source, out in zip((one, other), values, strict=True):
+            source.read(interval, out)
+        if not torch.equal(*values):
+            return False
+    return True
+
+
+class _Together:
+    """What a group makes, made when the first of it is read and kept until the last of it has been."""
+
+    def __init__(self, group: Group, stored: Mapping[str, Source], outline: Outline) -> None:
+        self.group, self._stored, self._outline = group, stored, outline
+        self._dtype = outline.tensors[group.first].dtype
+        metas = {key: torch.empty(stored[key].shape, dtype=self._dtype, device="meta") for _, key in group.takes}
+        self.metas = group.convert_meta(metas, outline)
+        self._made: dict[str, torch.Tensor] = {}
+        self.has_rows = group.has_rows
+
+    @property
+    def where(self) -> str:
+        return ", ".join(dict.fromkeys(self._stored[key].where for _, key in self.group.takes))
+
+    def read(self, name: str, interval: Interval, out: torch.Tensor) -> None:
+        if not interval.numel:
+            self._made.pop(name, None)
+            return
+        if self.has_rows:
+            self._read_rows(interval, out, math.prod(self.metas[name].shape[1:]))
+            return
+        if name not in self._made:
+            self._made = self.group.convert(self._whole, self._outline)
+        out.copy_(self._made.pop(name).reshape(-1)[interval.start : interval.stop])
+
+    def _read_rows(self, interval: Interval, out: torch.Tensor, row_numel: int) -> None:
+        """Row by row, so that a layer of many experts is never whole in memory."""
+        for index in _rows(interval, row_numel):
+            row = self.group.row(index, self._whole, self._outline).reshape(-1)
+            part = Interval(index * row_numel, (index + 1) * row_numel).intersect(interval)
+            start = part.start - index * row_numel
+            out[part.start - interval.start : part.stop - interval.start].copy_(row[start : start + part.numel])
+
+    def _whole(self, key: str) -> torch.Tensor:
+        source = self._stored[key]
+        whole = torch.empty(source.shape, dtype=self._dtype)
+        source.read(Interval(0, source.numel), whole.view(-1))
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that a converter makes."""
+
+    name: str
+    shape: tuple[int, ...]
+    together: _Together
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.together.metas[self.name].dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def where(self) -> str:
+        return self.together.where
+
+    @torch.no_grad()
+    def read(self, interval: Interval, out: torch.Tensor) -> None:
+        self.together.read(self.name, interval, out)
+
+
+def _rows(interval: Interval, row_numel: int) -> Iterable[int]:
+    return range(interval.start // row_numel, -(-interval.stop // row_numel))
