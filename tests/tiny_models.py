@@ -96,6 +96,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "pocket_tts": {"flow_head_config.condition_dim": 64},
     "moonshine_streaming": {"num_key_value_heads": 2},
     "swinv2": {"image_size": 32, "patch_size": 4, "window_size": 4, "depths": [1, 1], "num_heads": [2, 4]},
+    "vits": {"depth_separable_channels": 2, "upsample_initial_channel": 32, "flow_size": 12},
     "zamba": {"num_hidden_layers": 8},
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2},
     "PerceiverForImageClassificationFourier": {"num_cross_attention_heads": 1},

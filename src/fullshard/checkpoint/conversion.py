@@ -197,8 +197,14 @@ class Rules:
         return name, None
 
     def _prefixed(self, name: str) -> str:
-        """A base model's tensor in a model with a head has a prefix, and the other way round."""
+        """A base model's tensor in a model with a head has a prefix, and the other way round.
+
+        A name that the model has is left as it is. Transformers looks for another even then, and exchanges two norms of
+        a model (Pixio's backbone) that has one with the prefix and one without.
+        """
         prefix, known = f"{self.outline.base_model_prefix}.", self.outline.tensors
+        if name in known:
+            return name
         if name.startswith(prefix) and name.removeprefix(prefix) in known:
             return name.removeprefix(prefix)
         return prefix + name if prefix + name in known else name
