@@ -78,7 +78,9 @@ class MixedPrecisionPolicy:
         return self.param_dtype if statistics is None else statistics
 
     def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients of such a parameter are summed."""
+        """Dtype in which gradients of such a parameter are summed. Complex ones are never cast."""
+        if stored.is_complex:
+            return stored
         if self.reduce_dtype is not None:
             return self.reduce_dtype
         compute = self.compute_dtype(stored)

@@ -266,7 +266,8 @@ class Unit:
     def watch_gradients(self, bucket: Bucket) -> None:
         """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
         for index, slot in enumerate(bucket.slots):
-            if slot.parameter.is_leaf and slot.parameter.dtype.is_floating_point:
+            dtype = slot.parameter.dtype
+            if slot.parameter.is_leaf and (dtype.is_floating_point or dtype.is_complex):
                 # A hook can only be put on what requires grad at that moment.
                 requires_grad = slot.parameter.requires_grad
                 slot.parameter.requires_grad_(True)
