@@ -160,6 +160,7 @@ class Bucket:
             for tensor in (slot.parameter, *aliases(slot.parameter)):
                 tensor.data = self._view(self.full, index)
         self._originals = tuple(slot.parameter for slot in self.slots)
+        self._known_versions = self.versions()
         self.reshard()
 
     def _allocate_compute_shard(self) -> torch.Tensor:
@@ -278,6 +279,30 @@ class Bucket:
     def versions(self) -> list[int]:
         """How often each original parameter has been changed in place."""
         return [parameter._version for parameter in self._originals]
+
+    def know_changes(self) -> None:
+        """What was changed in place until now is meant so."""
+        self._known_versions = self.versions()
+
+    def check_unchanged(self) -> None:
+        """Refuse changes in place of unsharded parameters, which would be lost with them, or differ between ranks.
+
+        Raises:
+            LifecycleError: a forward changed one. On one rank that owns everything it may.
+        """
+        versions = self.versions()
+        if versions == self._known_versions:
+            return
+        changed = [i for i, (a, b) in enumerate(zip(versions, self._known_versions, strict=True)) if a != b]
+        self._known_versions = versions
+        if self.shares_main and self.mesh.world_size == 1:
+            return
+        names = ", ".join("=".join(self.sharded_parameters[index].names) for index in changed)
+        raise LifecycleError(
+            f"rank {self.mesh.rank}, unit {self.unit.name!r}: {names} changed in place while unsharded (clamp_, "
+            "Embedding(max_norm=), ...): other ranks have other copies, and the change would be lost",
+            hint="change it between steps, under unsharded(model, writeback=True) and on every rank alike",
+        )
 
     def bind(self, *, unsharded: bool) -> None:
         """Make the modules hold the original or the sharded parameters."""

@@ -310,6 +310,8 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
                     hint="use unsharded(model, writeback=True)",
                 )
     finally:
+        for bucket in buckets:
+            bucket.know_changes()
         for unit, (was_pinned, state) in before.items():
             unit.take_requires_grad()
             unit.is_pinned = was_pinned

@@ -198,6 +198,8 @@ class Unit:
     def _bind(self, *, unsharded: bool) -> None:
         for bucket in self.buckets:
             bucket.check_binding()  # all of them before any is changed
+            if self._is_bound:
+                bucket.check_unchanged()
         for bucket in self.buckets:
             bucket.bind(unsharded=unsharded)
         self._is_bound = unsharded
