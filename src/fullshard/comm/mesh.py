@@ -172,7 +172,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
             hint="1-D (shard) or 2-D (replicate, shard)",
         )
     ranks = device_mesh.mesh
-    if torch.equal(ranks.flatten(), torch.arange(dist.get_world_size())):
+    if ranks.flatten().tolist() == list(range(dist.get_world_size())):  # tensors might be made on the meta device
         return init_mesh(shard_size=ranks.shape[-1], device=device)
     # A part of the world (tensor or pipeline parallelism owns the rest): only its own groups can be used, because
     # making new ones would need the other ranks to take part.

@@ -8,6 +8,7 @@ from fullshard.engine.fully_shard import (
     fully_shard,
     meta_parameters,
     no_sync,
+    register_fsdp_forward_method,
     shard_model,
     unsharded,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "keep_unsharded",
     "meta_parameters",
     "no_sync",
+    "register_fsdp_forward_method",
     "repoint",
     "shard_model",
     "step_in_backward",

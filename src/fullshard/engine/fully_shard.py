@@ -7,6 +7,7 @@ one call, from a strategy and a list of modules.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -77,6 +78,7 @@ def fully_shard(
         if unit_of(one) is not None:
             raise WrapError(f"{type(one).__name__} is a unit already", hint="call fully_shard once per module")
     for one in modules:
+        _check_can_be_unsharded(one, [one])
         expose_scales(one)
     inner = [m for root in modules for m in root.modules() if unit_of(m) is not None]
     [plan] = partition(modules, ignored=ignored_params or (), stop_at=inner)
@@ -147,6 +149,7 @@ def shard_model(
         raise ConfigError(f"unknown backward_prefetch {backward_prefetch!r}", hint=f"use one of {names}") from None
     if any(unit_of(m) is not None for m in model.modules()):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
+    _check_can_be_unsharded(model, [model, *unit_modules])
     reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
     storage = Storage.of(offload_policy, mesh.device)
     weights = weight_source(model)
@@ -214,6 +217,23 @@ def _make_unit(
         make_fsdp_module(module, unit)
 
 
+def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
+    for module in units:
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+        if is_container and type(module).forward is nn.Module.forward:
+            raise WrapError(
+                f"a {type(module).__name__} cannot be a unit: it has no forward, so nothing would unshard it",
+                hint="make each module in it a unit, or pass them as one: fully_shard(list(modules))",
+            )
+    for path, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise WrapError(
+                f"{path or 'the module'} ({module.original_name}) is TorchScript, which would not see its parameters "
+                "unsharded",
+                hint="shard the module that it was made from",
+            )
+
+
 def _check_not_managed(plan: UnitPlan) -> None:
     for slot in plan.slots:
         sharded = sharded_parameter_of(slot.parameter)
@@ -243,6 +263,28 @@ def _check_offload(offload: Offload, plans: Sequence[UnitPlan]) -> None:
             "weights, and none is frozen",
             hint="offload main weights too, or leave compute shards on the device",
         )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a unit unshard it as its `forward` does: `encode`, `generate`. The name is torch's.
+
+    Only what the method returns may be used for backward. On a module that is no unit this does nothing.
+
+    Raises:
+        WrapError: the module has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise WrapError(f"{type(module).__name__} has no method {method_name!r}", hint="name one that it has")
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return unit.run_method(module, method, *args, **kwargs)
+
+    setattr(module, method_name, run)
 
 
 # -- contexts and queries ---------------------------------------------------------------------------------------
@@ -368,6 +410,7 @@ __all__ = [
     "fully_shard",
     "meta_parameters",
     "no_sync",
+    "register_fsdp_forward_method",
     "shard_model",
     "unsharded",
 ]

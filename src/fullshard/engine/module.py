@@ -131,7 +131,11 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     cls = type(module)
     _made[:] = _made or [cls.__name__]
     # The name stays: layer class names in configs and exported architectures are read from it.
-    module.__class__ = type(cls.__name__, (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    members: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    for name, member in vars(cls).items():
+        if inspect.isfunction(member) and not name.startswith("_") and name != "forward":
+            members[name] = _explained(name, member)
+    module.__class__ = type(cls.__name__, (FSDPModule, cls), members)
     module.__dict__[_UNIT] = unit
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
     for inner in module.modules():
@@ -143,6 +147,26 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
             inner.resize_token_embeddings = _resizes_nothing(inner)  # type: ignore[assignment]
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(_before_load_state_dict)
+
+
+def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the user's class: if it fails while its unit is sharded, the error says so."""
+
+    @functools.wraps(method)
+    def explained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            unit = unit_of(self)
+            if unit is not None and unit.is_at_rest:
+                error.add_note(
+                    f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}: {type(self).__name__}.{name} was called "
+                    f"past forward, where parameters are sharded\n"
+                    f"hint: call fullshard.register_fsdp_forward_method(module, {name!r}) after fully_shard"
+                )
+            raise
+
+    return explained
 
 
 def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:

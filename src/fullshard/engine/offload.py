@@ -19,7 +19,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ LEAVING = 1
 """Gradients that may be on their way to the host before computing waits for the oldest; bounds what they keep."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPolicy:
     """What lives in host memory. As it stands: nothing.
 
@@ -67,10 +67,14 @@ class OffloadPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Everything that is sharded. On a CPU it is there anyway, and nothing is moved."""
+    """Everything that is sharded. On a CPU it is there anyway, and nothing is moved.
 
-    compute_shards: bool = True
-    main_weights: bool = True
+    As in torch, `pin_memory` is the one argument that may be given without its name.
+    """
+
+    compute_shards: bool = field(default=True, kw_only=True)
+    main_weights: bool = field(default=True, kw_only=True)
+    pin_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True)

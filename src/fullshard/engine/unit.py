@@ -132,6 +132,8 @@ class Unit:
         self._current: list[Call] = []
         self._ran: set[int] = set()
         self._part: nn.Module | None = None
+        self._running = 0
+        self._is_in_method = False
         self._bind(unsharded=False)
         self._register_hooks()
 
@@ -206,12 +208,14 @@ class Unit:
 
     def abandon_forward(self) -> None:
         """Back to rest after a forward that ended without its hooks. Gradients collected before it stay."""
+        self._running = 0
         self._current.clear()
         self._ran.clear()
         self.reshard()
 
     def reset(self) -> None:
         """Back to rest after a step that failed half-way."""
+        self._running = 0
         self._calls.clear()
         self._current.clear()
         self._ran.clear()
@@ -239,6 +243,11 @@ class Unit:
     def is_left(self) -> bool:
         """Whether backward has left it for good and nothing unsharded is there any more."""
         return self.state is UnitState.SHARDED and not self.awaits_backward
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether its modules hold sharded parameters, which nothing can be computed with."""
+        return not self._is_bound
 
     def take_requires_grad(self) -> None:
         """See `Bucket.take_requires_grad`."""
@@ -277,10 +286,29 @@ class Unit:
                 slot.parameter.requires_grad_(requires_grad)
         watch_uses(bucket, _take_use, _uncompiled)
 
+    def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a module of the unit as if it were its forward. Within the unit's forward it just runs."""
+        if self._running and self._is_bound:
+            return method(*args, **kwargs)
+        try:
+            args, kwargs = self._pre_forward(module, args, kwargs)
+            self._is_in_method = True  # its forward, if the method calls that, is a part of this
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._is_in_method = False
+            self._post_forward(module, args, None)
+            raise
+        self._is_in_method = False
+        cast = self._post_forward(module, args, output)
+        return output if cast is None else cast
+
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_in_method:
+            return args, kwargs
         in_backward = backward_under_way() != -1
         if not in_backward:
             self.schedule.begin_forward(self)
+        self._running += 1
         self.unshard()
         if not in_backward:
             self.schedule.prefetch_forward(self)
@@ -295,7 +323,10 @@ class Unit:
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._is_in_method:
+            return None
         in_backward = backward_under_way() != -1
+        self._running = max(0, self._running - 1)
         self.emit(EventKind.FORWARD_END)
         self._ran.add(id(module))
         # Called although forward raised: see always_call.

@@ -1,0 +1,189 @@
+"""What torch's `fully_shard` takes and refuses besides modules with a forward: methods, containers, TorchScript, meta.
+
+pytest tests/test_entries.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import register_fsdp_forward_method
+from fullshard.core.errors import WrapError
+from fullshard.engine import CPUOffloadPolicy, fully_shard
+from tests.distributed import run_ranks
+from tests.traps import (
+    BLOCKS,
+    WIDTH,
+    Block,
+    Stack,
+    assert_at_rest,
+    assert_trains_alike,
+    batch,
+    build,
+    build_sharded,
+    run_squared,
+)
+
+
+class Encoder(Block):
+    """A block that is entered by methods of its own, one of which calls its forward."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.linear(x, self.up.weight, self.up.bias)) * self.scale
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self(x)
+        return y + self.encode(x)[..., :WIDTH]
+
+    def fail(self, x: torch.Tensor) -> torch.Tensor:
+        self.encode(x)
+        raise KeyError("mine")
+
+
+class Encoding(Stack):
+    """A model that is never called by its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Encoder()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        inner: Any = self.blocks[1]
+        x = self.blocks[0](self.embed(x))
+        y: torch.Tensor = self.head(inner.twice(x) + inner.encode(x)[..., :WIDTH])
+        return y
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + self(x).sum()
+        return x * self.head.weight.sum()
+
+
+METHODS = {"": ("encode", "generate"), "blocks.1": ("encode", "twice", "fail")}
+
+
+def run_encode(model: Any, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model.encode(batch(step, rank)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def run_generate(model: Any, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model.generate(batch(step, rank)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def registered(strategy: str, method: str) -> None:
+    plain: Any = build(Encoding)
+    model: Any = build_sharded(Encoding, BLOCKS, strategy=strategy)
+    for path, names in METHODS.items():
+        for name in names:
+            register_fsdp_forward_method(model.get_submodule(path), name)
+            register_fsdp_forward_method(plain.get_submodule(path), name)
+    run = run_encode if method == "encode" else run_generate
+    assert_trains_alike(model, plain, run, steps=2)
+    with pytest.raises(KeyError, match="mine"):
+        model.blocks[1].fail(batch(0, 0))
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode(batch(0, 0)), plain.encode(batch(0, 0)), rtol=1e-9, atol=1e-9)
+    assert_trains_alike(model, plain, run, steps=1, first=2)
+    assert_trains_alike(model, plain, run_squared, steps=1, first=3)
+    assert_at_rest(model)
+    with pytest.raises(WrapError, match="Encoder has no method 'decode'"):
+        register_fsdp_forward_method(model.blocks[1], "decode")
+
+
+@pytest.mark.parametrize("method", ["encode", "generate"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_registered_methods_unshard(strategy: str, method: str) -> None:
+    run_ranks(registered, 2, strategy, method)
+
+
+def unregistered() -> None:
+    model: Any = build_sharded(Encoding, BLOCKS)
+    with pytest.raises(RuntimeError) as raised:
+        model.blocks[1].encode(batch(0, 0))
+    [note] = raised.value.__notes__
+    assert f"rank {dist.get_rank()}, unit 'blocks.1': Encoder.encode was called past forward" in note
+    assert "hint: call fullshard.register_fsdp_forward_method(module, 'encode')" in note
+
+
+def test_unregistered_methods_say_what_to_do() -> None:
+    run_ranks(unregistered, 2)
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        nn.ModuleList([nn.Linear(4, 4)]),
+        nn.ModuleDict({"a": nn.Linear(4, 4)}),
+        nn.ParameterList([torch.ones(4)]),
+        nn.ParameterDict({"a": torch.ones(4)}),
+    ],
+    ids=lambda container: type(container).__name__,
+)
+def test_containers_without_forward_are_refused(container: nn.Module) -> None:
+    for module in (container, [nn.Linear(2, 2), container]):
+        with pytest.raises(WrapError, match=f"a {type(container).__name__} cannot be a unit: it has no forward"):
+            fully_shard(module)
+
+
+class Chain(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
+def lists() -> None:
+    """A container with a forward, and a list of modules, which are unsharded together."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(Chain([Block(), Block()]), Block(), Block())
+
+    plain, model = build(make), build(make)
+    fully_shard(model[0])  # type: ignore[index]
+    fully_shard([model[1], model[2]])  # type: ignore[index]
+    fully_shard(model)
+    assert_trains_alike(model, plain, run_squared)
+
+
+def test_lists_of_modules() -> None:
+    run_ranks(lists, 2)
+
+
+def test_torchscript_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(WrapError, match=r"1 \(Linear\) is TorchScript"):
+        fully_shard(model)
+
+
+def under_meta() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    loss = model(torch.ones(2, WIDTH)).sum()
+    loss.backward()
+    assert loss.isfinite() and all(p.grad is not None and not p.is_meta for p in model.parameters())
+
+
+def test_sharded_under_a_meta_context() -> None:
+    run_ranks(under_meta, 2)
+
+
+def test_offload_policy_takes_torchs_argument() -> None:
+    for value in (True, False):
+        assert CPUOffloadPolicy(value).pin_memory is fsdp.CPUOffloadPolicy(value).pin_memory is value
+    assert CPUOffloadPolicy(False).offload == CPUOffloadPolicy().offload
+    with pytest.raises(TypeError):
+        CPUOffloadPolicy(True, False)  # type: ignore[call-arg]
