@@ -9,7 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, accelerate
+    from fullshard.api import (
+        Accelerator,
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ParallelismConfig,
+        PartialState,
+        ProjectConfiguration,
+        accelerate,
+        skip_first_batches,
+    )
     from fullshard.api.planning import plan_model
     from fullshard.api.planning import plan_model as plan
     from fullshard.checkpoint import from_pretrained
@@ -36,11 +51,21 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accelerator",
+    "AutocastKwargs",
     "CPUOffloadPolicy",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
     "FSDPModule",
     "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParallelismConfig",
+    "PartialState",
+    "ProjectConfiguration",
     "ShardedParameter",
     "__version__",
     "accelerate",
@@ -55,13 +80,18 @@ __all__ = [
     "register_fsdp_forward_method",
     "repoint",
     "shard_model",
+    "skip_first_batches",
     "step_in_backward",
     "unsharded",
     "use_chunked_loss",
 ]
 
-_ELSEWHERE = {
-    **dict.fromkeys(("Accelerator", "FullyShardedDataParallelPlugin", "accelerate"), "fullshard.api"),
+_ENGINE = (
+    "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ShardedParameter", "clip_grad_norm_",
+    "describe", "fully_shard", "meta_parameters", "no_sync", "repoint", "shard_model", "step_in_backward", "unsharded",
+)  # fmt: skip
+_HOMES = {
+    **dict.fromkeys(_ENGINE, "fullshard.engine"),
     "from_pretrained": "fullshard.checkpoint",
     "plan_model": "fullshard.api.planning",
     "use_chunked_loss": "fullshard.wrap.chunked_loss",
@@ -69,12 +99,14 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "plan":  # a package that can be called
         return importlib.import_module("fullshard.plan")
-    module = importlib.import_module(_ELSEWHERE.get(name, "fullshard.engine"))
-    value = getattr(module, name)
+    if name in __all__:
+        value = getattr(importlib.import_module(_HOMES.get(name, "fullshard.api")), name)
+    elif name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    else:
+        value = importlib.import_module("fullshard.api.refused").from_accelerate(name)
     globals()[name] = value
     return value
 

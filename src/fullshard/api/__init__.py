@@ -1,11 +1,14 @@
 """What users import: Accelerate's names, and one call for loops of one's own."""
 
+from fullshard.api.accelerates import ParallelismConfig
 from fullshard.api.accelerator import Accelerator
+from fullshard.api.accelerator_state import PartialState
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.entry import accelerate
 from fullshard.api.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -18,11 +21,14 @@ __all__ = [
     "Accelerator",
     "AutocastKwargs",
     "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
     "DistributedType",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "ParallelismConfig",
+    "PartialState",
     "ProjectConfiguration",
     "ShardedDataLoader",
     "accelerate",

@@ -22,34 +22,35 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fullshard import checkpoint
 from fullshard.api import collectives, saving
+from fullshard.api.accelerates import is_accelerates, own_plugin
 from fullshard.api.accelerator_state import AcceleratorState
+from fullshard.api.checkpointing import Checkpointing
 from fullshard.api.configure import run_config
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
-from fullshard.api.gathering import Gathering
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.options import (
     DataLoaderConfiguration,
-    DistributedType,
     GradientAccumulationPlugin,
     Handlers,
     ProjectConfiguration,
     check_data_loader_configuration,
 )
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
+from fullshard.api.refused import METHODS, refuse_arguments
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.config.schema import ShardingConfig
-from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
-from fullshard.core.paths import local_name, local_path
+from fullshard.core.errors import ConfigError, OptimizerError
+from fullshard.core.paths import local_name
 from fullshard.engine import (
     ShardedParameter,
     clip_grad_norm_,
@@ -57,33 +58,17 @@ from fullshard.engine import (
     no_sync,
     repoint,
     step_in_backward,
+    with_sync,
 )
-from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS, run_on_main
+from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from fullshard.api.plan_check import PlanWatch
 
-_REFUSED = {
-    "deepspeed_plugin": "there is one engine here; SHARD_GRAD_OP is ZeRO-2 and FULL_SHARD is ZeRO-3",
-    "deepspeed_plugins": "there is one engine here; SHARD_GRAD_OP is ZeRO-2 and FULL_SHARD is ZeRO-3",
-    "megatron_lm_plugin": "tensor and pipeline parallelism are not supported",
-    "torch_tp_plugin": "tensor parallelism is not supported",
-    "parallelism_config": "tensor, context and pipeline parallelism are not supported",
-    "dynamo_plugin": "give dynamo_backend, which compiles every unit on its own",
-    "log_with": "trackers are not supported; write what you log from the main process",
-}
 _RNG_TYPES = {"generator", "torch", "cuda"}
-_ABSENT = {
-    **dict.fromkeys(("init_trackers", "log", "get_tracker", "log_images"), _REFUSED["log_with"]),
-    "join_uneven_inputs": "not needed: every rank has the same number of steps",
-    "profile": "use torch.profiler",
-    "lomo_backward": "set training.step_in_backward in the launcher's configuration, for torch's own optimizers",
-    "register_save_state_pre_hook": "use register_for_checkpointing",
-    "register_load_state_pre_hook": "use register_for_checkpointing",
-}
 
 
-class Accelerator(Gathering):
+class Accelerator(Checkpointing):
     """Trains a script's models sharded, on any number of ranks.
 
     Args:
@@ -93,9 +78,9 @@ class Accelerator(Gathering):
         gradient_accumulation_steps: micro-batches per optimizer step; 1 leaves them to the launcher's configuration.
         cpu: compute on the CPU although there is an accelerator.
         dataloader_config: `DataLoaderConfiguration`; replaces `split_batches`.
-        fsdp_plugin: `FullyShardedDataParallelPlugin`, a `ShardingConfig` or a dict for one. What it leaves out is taken
-            from the launcher: `fullshard launch`, or `accelerate launch` with its variables. Without one: FULL_SHARD
-            with units found automatically.
+        fsdp_plugin: `FullyShardedDataParallelPlugin`, fullshard's or Accelerate's; a `ShardingConfig`; or a dict for
+            one. What it leaves out is taken from the launcher: `fullshard launch`, or `accelerate launch` with its
+            variables. Without one: FULL_SHARD with units found automatically.
         rng_types: generators made equal over the ranks at the start of every epoch: `torch`, `cuda`; samplers
             (`generator`) always are.
         project_dir, project_config: where `save_state` writes.
@@ -104,8 +89,10 @@ class Accelerator(Gathering):
             False: once at every call.
         step_scheduler_once: schedulers step once per optimizer step, at any number of ranks. Not in Accelerate.
         kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, Accelerate's or fullshard's.
+            `DistributedDataParallelKwargs` have no effect, which is said.
         dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not. Default: the
             launcher's.
+        parallelism_config: `ParallelismConfig`, Accelerate's or fullshard's: ranks per replica and replicas.
         refused: Accelerate's other arguments; anything but None is an error that gives the reason.
 
     Raises:
@@ -128,12 +115,15 @@ class Accelerator(Gathering):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[Any] | None = None,
         dynamo_backend: str | None = None,
+        parallelism_config: Any = None,
         *,
         step_scheduler_once: bool = False,
         **refused: Any,
     ) -> None:
-        _refuse(refused)
-        handlers = Handlers.of(kwargs_handlers)
+        refuse_arguments(refused)
+        self.handlers = handlers = Handlers.of(kwargs_handlers)
+        if is_accelerates(fsdp_plugin, "FullyShardedDataParallelPlugin"):
+            fsdp_plugin = own_plugin(fsdp_plugin)
         self._config = run_config(
             fsdp_plugin,
             {
@@ -144,6 +134,7 @@ class Accelerator(Gathering):
                 if gradient_accumulation_steps == 1
                 else gradient_accumulation_steps,
             },
+            parallelism_config,
         )
         self.fsdp_plugin = FullyShardedDataParallelPlugin() if fsdp_plugin is None else fsdp_plugin
         if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin):
@@ -164,15 +155,19 @@ class Accelerator(Gathering):
                 accumulation.sync_each_batch,
             ),
         )
-        _check_precision(self.mixed_precision, self.device)
+        _check_precision(self.setup.precision.mode, self.device)
         sharding = self._config.sharding
         self.state = AcceleratorState(
             self.process,
-            mixed_precision=self.mixed_precision,
+            mixed_precision=self.setup.precision.mode,
             fsdp_plugin=self.fsdp_plugin,
             dynamo_backend=sharding.compile_backend if sharding.compile else "no",
+            parallelism_config=parallelism_config,
+            gradient_state=self.gradient_state,
         )
         self.state.tell_accelerate()
+        for note in handlers.notes:
+            self._say(note)
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         check_data_loader_configuration(self.dataloader_config, self.num_processes)
@@ -185,53 +180,18 @@ class Accelerator(Gathering):
         self.scaler = (
             torch.amp.GradScaler(self.device.type, **handlers.scaler) if self.mixed_precision == "fp16" else None
         )
-        self.step = 0
-        self._models: list[nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[ShardedDataLoader] = []
-        self._custom_objects: list[Any] = []
-        self._saver = checkpoint.AsyncSaver()
         self._said_schedule = False
         self._plan_watch = self._watch_plan() if self._config.training.check_plan else None
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that do not exist.
-        reason = f" ({_ABSENT[name]})" if name in _ABSENT else ""
+        reason = f" ({METHODS[name]})" if name in METHODS else ""
         raise AttributeError(f"fullshard's Accelerator has no {name!r}{reason}")
-
-    # -- what it is ---------------------------------------------------------------------------------------------
-
-    @property
-    def mixed_precision(self) -> str:
-        """The precision mode: `no`, `fp32`, `bf16` or `fp16`."""
-        return self.setup.precision.mode
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """Always FSDP, on one rank too."""
-        return self.state.distributed_type
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.gradient_state.num_steps
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends a step."""
-        return self.gradient_state.sync_gradients
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left out its last step because a scaled gradient overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    @property
-    def project_dir(self) -> str | None:
-        """Base directory for `save_state`."""
-        directory: str | None = self.project_configuration.project_dir
-        return directory
 
     # -- prepare ------------------------------------------------------------------------------------------------
 
@@ -344,12 +304,21 @@ class Accelerator(Gathering):
             )
         return prepared
 
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> ShardedDataLoader:
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> ShardedDataLoader:
         """Divide a data loader over the ranks.
+
+        Args:
+            data_loader: the loader.
+            device_placement: whether batches go to the device; None: as the Accelerator does.
+            slice_fn_for_dispatch: must be None: every rank reads its own batches.
 
         Raises:
             ConfigError, DataError: see `ShardedDataLoader`.
         """
+        if slice_fn_for_dispatch is not None:
+            raise ConfigError("slice_fn_for_dispatch is for dispatch_batches, which is not supported")
         if isinstance(data_loader, ShardedDataLoader):
             return data_loader
         places = self.device_placement if device_placement is None else device_placement
@@ -387,6 +356,34 @@ class Accelerator(Gathering):
         """Keep gradients unsharded and local inside; the first backward outside reduces their sum."""
         with no_sync(model) if is_sharded(model) else contextlib.nullcontext():
             yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Have backward reduce gradients inside, although a `no_sync` is around it."""
+        with with_sync(model) if is_sharded(model) else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing: every prepared loader has the same number of steps on all ranks.
+
+        Args:
+            joinables: models and optimizers.
+            even_batches: must not be False.
+
+        Raises:
+            ConfigError: batches are to be uneven.
+        """
+        check_data_loader_configuration(SimpleNamespace(even_batches=even_batches is not False), self.num_processes)
+        yield
+
+    @contextlib.contextmanager
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> Iterator[None]:
+        """Nothing: there is no context parallelism, and an Accelerator that is asked for it is an error."""
+        yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Backward of the loss, divided by the accumulation steps and, in fp16, scaled.
@@ -447,98 +444,6 @@ class Accelerator(Gathering):
             self.device.type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         ):
             yield
-
-    # -- saving -------------------------------------------------------------------------------------------------
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have `save_state` and `load_state` include objects with `state_dict()` and `load_state_dict()`."""
-        wrong = [type(o).__name__ for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
-        if wrong:
-            raise ConfigError(f"cannot checkpoint {', '.join(wrong)}: no state_dict() and load_state_dict()")
-        self._custom_objects.extend(objects)
-
-    def save_state(
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,
-        *,
-        wait: bool | None = None,
-    ) -> str:
-        """Save models, optimizers, schedulers, scaler, loader positions, random states and registered objects.
-
-        Args:
-            output_dir: directory to create; an earlier checkpoint there is replaced once the new one is complete. With
-                `automatic_checkpoint_naming` it is `project_dir/checkpoints/checkpoint_N` instead.
-            safe_serialization: must not be False: there is no other.
-            wait: whether training waits until it is written. If not, an error is raised by the `backward` that ends a
-                step, by the next `save_state` or by `end_training`. Default: as `async_save` of the project or of the
-                configuration says; without either it waits.
-
-        Returns:
-            The directory.
-        """
-        if not safe_serialization:
-            raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
-        config = self.project_configuration
-        if config.save_on_each_node:
-            raise ConfigError("save_on_each_node: a checkpoint lies in storage that all hosts share")
-        awaited = self._is_awaited(wait)
-        if awaited:
-            self._saver.wait()  # for an earlier save that was not
-        # Rank 0 looks, because others may see the file system a moment earlier or later.
-        path, overwrite = run_on_main(self.process.environment, lambda: saving.next_path(config, output_dir))
-        saving.save(
-            path,
-            self._training_state(),
-            self.process.environment,
-            total_limit=config.total_limit if config.automatic_checkpoint_naming else None,
-            overwrite=overwrite,
-            whole_weights=self._state_dict_type() == "FULL_STATE_DICT",
-            torch_format=self._config.checkpoint.format == "dcp",
-            saver=None if awaited else self._saver,
-        )
-        config.iteration += 1
-        return str(path)
-
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
-        """Load what `save_state` wrote, at any number of ranks, into the same prepared objects.
-
-        Args:
-            input_dir: the directory; None: the newest complete one under `project_dir/checkpoints`.
-        """
-        config = self.project_configuration
-        self._saver.wait()
-        path = run_on_main(self.process.environment, lambda: saving.existing_path(config, input_dir))
-        self.step = saving.load(path, self._training_state())
-        if config.automatic_checkpoint_naming:
-            config.iteration = saving.number_of(path) + 1
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole, in host memory: on rank 0; empty elsewhere. A collective.
-
-        With LOCAL_STATE_DICT instead, without any communication, what this rank holds: flat slices, most of them empty
-        at large world sizes, which only the same layout can make use of.
-        """
-        if self._state_dict_type() == "LOCAL_STATE_DICT":
-            return checkpoint.local_state_dict(model)
-        return checkpoint.full_state_dict(model)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the whole model as safetensors into a directory, with its config if it has one. A collective."""
-        if not safe_serialization:
-            raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
-        saving.save_model(model, local_path(save_directory), max_shard_size, self.process.environment)
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object on the main process: `torch.save`, or safetensors for a dict of tensors; never half of it."""
-        if self.is_main_process:
-            saving.save_object(obj, local_path(f), safe=safe_serialization)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The model itself: it was sharded in place. A module made by `torch.compile` is unwrapped if asked.
@@ -611,44 +516,11 @@ class Accelerator(Gathering):
         if self._plan_watch is not None:
             self._plan_watch.watch(self._models, [optimizer.optimizer for optimizer in self._optimizers])
 
-    def _state_dict_type(self) -> str:
-        """What a script asked for; `save_state` writes the whole weights besides if it is FULL_STATE_DICT."""
-        chosen: str | None = getattr(self.fsdp_plugin, "state_dict_type", None)  # a script may change it at any time
-        return chosen or self._config.checkpoint.state_dict_type
-
-    def _is_awaited(self, wait: bool | None) -> bool:
-        """Whether training waits for a save."""
-        if wait is not None:
-            return wait
-        return not (getattr(self.project_configuration, "async_save", False) or self._config.checkpoint.async_save)
-
     def _synchronize_rng(self) -> None:
         if "torch" in self.rng_types:
             torch.set_rng_state(collectives.broadcast_object(torch.get_rng_state()))
         if "cuda" in self.rng_types and self.device.type == "cuda":
             torch.cuda.set_rng_state(collectives.broadcast_object(torch.cuda.get_rng_state(self.device)), self.device)
-
-    def _training_state(self) -> saving.TrainingState:
-        if not self._models:
-            raise LifecycleError("nothing to save or load", hint="call prepare(model, ...) first")
-        return saving.TrainingState(
-            models=self._models,
-            optimizers=[optimizer.optimizer for optimizer in self._optimizers],
-            schedulers=[scheduler.scheduler for scheduler in self._schedulers],
-            scaler=self.scaler,
-            loaders=self._dataloaders,
-            objects=self._custom_objects,
-            step=self.step,
-            config=self._config.model_dump(mode="json"),
-        )
-
-
-def _refuse(arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        if name not in _REFUSED:
-            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
-        if value is not None:
-            raise ConfigError(f"{name} is not supported", hint=_REFUSED[name])
 
 
 def _check_precision(mode: str, device: torch.device) -> None:

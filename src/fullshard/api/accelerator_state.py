@@ -9,44 +9,47 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fullshard.api.options import DistributedType
 from fullshard.api.processes import Processes
-from fullshard.api.state import ProcessState
+from fullshard.api.refused import ONE_ENGINE
+from fullshard.api.state import GradientState, ProcessState
+from fullshard.config.handover import handed_over
 from fullshard.core.imports import after_import
+from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS
 
-_TOLD: list[AcceleratorState] = []
-"""The state of the Accelerator that was started last, for when Accelerate is imported after it."""
+_TOLD: list[PartialState] = []
+"""The state that was made last, for when Accelerate is imported after it."""
 
 
-class AcceleratorState(Processes):
-    """This process's place in the job and how models are trained, under Accelerate's names.
+class PartialState(Processes):
+    """This process's place in the job, under Accelerate's names. The first one made joins the job.
 
     Args:
-        process: this process's place in the job.
-        mixed_precision: `no`, `fp32`, `bf16` or `fp16`.
-        fsdp_plugin: how models are sharded.
-        dynamo_backend: what units are compiled with; `no` if they are not.
+        cpu: compute on the CPU although there is an accelerator. Counts for the first that is made in a process.
+        timeout: how long a collective waits for the other ranks.
     """
 
-    deepspeed_plugin = deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = None
-    parallelism_config = device_mesh = None
     initialized = True
-    is_fsdp2 = True  # a model is sharded in place, and an optimizer is re-pointed to it
+    distributed_type = DistributedType.FSDP
 
-    def __init__(
-        self, process: ProcessState, *, mixed_precision: str, fsdp_plugin: Any, dynamo_backend: str = "no"
-    ) -> None:
-        super().__init__(process)
-        self.mixed_precision = mixed_precision
-        self.fsdp_plugin = fsdp_plugin
-        self.dynamo_backend = dynamo_backend
-        self.distributed_type = DistributedType.FSDP
+    def __init__(self, cpu: bool = False, timeout: timedelta | None = None) -> None:
+        if _TOLD:
+            super().__init__(_TOLD[0].process)
+        else:
+            config = handed_over()
+            device = "cpu" if cpu else "auto" if config is None else config.launch.device
+            seconds = DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout.total_seconds()
+            super().__init__(ProcessState.start(device=device, timeout_seconds=seconds))
         self.debug = _flag("ACCELERATE_DEBUG_MODE")
+        if not _TOLD:
+            self.tell_accelerate()
 
     @property
     def backend(self) -> str | None:
@@ -57,6 +60,19 @@ class AcceleratorState(Processes):
     def use_distributed(self) -> bool:
         """Whether there are several ranks."""
         return self.num_processes > 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.device
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether this process is one of a notebook's."""
+        return _flag("FORK_LAUNCHED")
+
+    def set_device(self) -> None:
+        """Nothing: the device was taken when the job was joined."""
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave a process group; None: the default one."""
@@ -72,6 +88,50 @@ class AcceleratorState(Processes):
             _tell(module)
         elif not is_awaited:
             after_import("accelerate.state", _tell)
+
+
+class AcceleratorState(PartialState):
+    """This process's place in the job and how models are trained, under Accelerate's names.
+
+    Args:
+        process: this process's place in the job.
+        mixed_precision: `no`, `fp32`, `bf16` or `fp16`.
+        fsdp_plugin: how models are sharded.
+        dynamo_backend: what units are compiled with; `no` if they are not.
+        parallelism_config: what the script gave.
+        gradient_state: where the loop is.
+    """
+
+    deepspeed_plugin = deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = device_mesh = None
+    is_fsdp2 = True  # a model is sharded in place, and an optimizer is re-pointed to it
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names that do not exist.
+        reason = f" ({ONE_ENGINE})" if "deepspeed" in name else ""
+        raise AttributeError(f"the state of fullshard's Accelerator has no {name!r}{reason}")
+
+    def __init__(
+        self,
+        process: ProcessState,
+        *,
+        mixed_precision: str,
+        fsdp_plugin: Any,
+        dynamo_backend: str = "no",
+        parallelism_config: Any = None,
+        gradient_state: GradientState | None = None,
+    ) -> None:
+        Processes.__init__(self, process)
+        self.gradient_state = gradient_state
+        self.debug = _flag("ACCELERATE_DEBUG_MODE")
+        self.mixed_precision = mixed_precision
+        self.fsdp_plugin = fsdp_plugin
+        self.dynamo_backend = dynamo_backend
+        self.parallelism_config = parallelism_config
+
+    @property
+    def dynamo_plugin(self) -> Any:
+        """Accelerate's plugin for `dynamo_backend`; needs Accelerate."""
+        return _dynamo_plugin(self.dynamo_backend)
 
 
 def _tell(module: ModuleType) -> None:
@@ -90,18 +150,23 @@ def _tell(module: ModuleType) -> None:
         "local_process_index": state.local_process_index,
         "fork_launched": _flag("FORK_LAUNCHED"),
     }
+    module.PartialState._shared_state.clear()
+    module.PartialState._shared_state.update(partial)
+    if not isinstance(state, AcceleratorState):
+        return
     whole = partial | {
         "deepspeed_plugins": None,
         "torch_tp_plugin": None,
-        "parallelism_config": None,
+        "parallelism_config": state.parallelism_config,
         "device_mesh": None,
         "dynamo_plugin": _dynamo_plugin(state.dynamo_backend),
         "fsdp_plugin": state.fsdp_plugin,
         "_mixed_precision": "no" if state.mixed_precision == "fp32" else state.mixed_precision,
     }
-    for cls, values in ((module.PartialState, partial), (module.AcceleratorState, whole)):
-        cls._shared_state.clear()
-        cls._shared_state.update(values)
+    module.AcceleratorState._shared_state.clear()
+    module.AcceleratorState._shared_state.update(whole)
+    if state.gradient_state is not None:
+        module.GradientState._shared_state = vars(state.gradient_state)  # the same fields: both see every change
 
 
 def _dynamo_plugin(backend: str) -> Any:

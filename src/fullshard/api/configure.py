@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fullshard.api.accelerates import parallelism
 from fullshard.api.plugin import FullyShardedDataParallelPlugin, say_once, tell_transformers
 from fullshard.config.accelerate import FLAT
 from fullshard.config.dialect import Note, Reading, Setting, Status, shown
@@ -16,19 +17,20 @@ from fullshard.config.schema import SECTIONS, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
 
 
-def run_config(plugin: Any, arguments: Mapping[str, Any]) -> RunConfig:
+def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: Any = None) -> RunConfig:
     """The configuration of this run.
 
     Args:
         plugin: a plugin, a `ShardingConfig`, a dict for one, or None.
         arguments: of the Accelerator, by the names that Accelerate's launcher has for them; None: not given.
+        parallelism_config: fullshard's or Accelerate's `ParallelismConfig`, or None; has the last word on the strategy.
 
     Raises:
         ConfigError: a setting that is wrong, or another library's plugin.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     accelerator, plugins = load_arguments(given, FLAT, "Accelerator"), _reading(plugin)
-    resolved = resolve([launched(), accelerator, plugins])
+    resolved = resolve([launched(), accelerator, plugins, parallelism(parallelism_config, plugins)])
     say_once([*resolved.notes, *_given_way(accelerator, plugins)])
     if resolved.config.sharding.cpu_ram_efficient_loading:
         tell_transformers()

@@ -7,14 +7,28 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
+from fullshard.api.refused import HANDLERS
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_name
 
 
 class DistributedType(StrEnum):
-    """How a model is distributed; scripts compare with it. There is one way here."""
+    """How a model is distributed; scripts compare with it. Here it is always FSDP."""
 
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
 
 
 @dataclass(slots=True)
@@ -106,9 +120,30 @@ class AutocastKwargs:
 
 @dataclass(slots=True)
 class InitProcessGroupKwargs:
-    """Arguments of the process group; only the timeout can be chosen."""
+    """Arguments of the process group.
+
+    Attributes:
+        timeout: how long a collective waits for the other ranks.
+        backend: no choice: `nccl` for CUDA, `gloo` for a CPU. Another one is an error.
+        init_method: must be None or `env://`: the launcher's variables say where to meet.
+    """
 
     timeout: timedelta | None = None
+    backend: str | None = None
+    init_method: str | None = None
+
+
+@dataclass(slots=True)
+class DistributedDataParallelKwargs:
+    """Arguments for torch's DDP. They have no effect, which is said: a model is sharded and not replicated by DDP."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,36 +154,71 @@ class Handlers:
         scaler: arguments for the loss scaler.
         autocast: whether the model and `autocast()` use autocast, and its weight cache.
         timeout_seconds: of the process group; None: the default.
+        given: the handlers, by the names of their classes.
+        notes: what has no effect, and why.
     """
 
     scaler: dict[str, Any]
     autocast: AutocastKwargs
     timeout_seconds: float | None
+    given: dict[str, Any]
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, handlers: list[Any] | None) -> Handlers:
         """Sort handlers by the name of their class, so that Accelerate's own serve as well.
 
         Raises:
-            ConfigError: a handler that nothing here uses.
+            ConfigError: a handler, or a value of one, that nothing here uses; two of one kind.
         """
+        given = {type(handler).__name__: handler for handler in handlers or ()}
+        if len(given) != len(handlers or ()):
+            raise ConfigError(
+                f"kwargs_handlers has two of one kind: {', '.join(type(h).__name__ for h in handlers or ())}"
+            )
         scaler: dict[str, Any] = {}
-        autocast, timeout = AutocastKwargs(), None
-        for handler in handlers or ():
-            match type(handler).__name__:
+        autocast, timeout, notes = AutocastKwargs(), None, []
+        for name, handler in given.items():
+            match name:
                 case "GradScalerKwargs":
                     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
                     scaler = {name: getattr(handler, name) for name in names}
                 case "AutocastKwargs":
                     autocast = AutocastKwargs(handler.enabled, handler.cache_enabled)
                 case "InitProcessGroupKwargs":
+                    _check_process_group(handler)
                     timeout = handler.timeout.total_seconds() if handler.timeout is not None else None
-                case name:
+                case "DistributedDataParallelKwargs":
+                    _check_no_hook(handler)
+                    notes.append(f"{name}: no effect, the model is sharded and not replicated by DDP")
+                case _:
                     raise ConfigError(
                         f"kwargs handler {name} has no meaning here",
-                        hint="GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs are used",
+                        hint=HANDLERS.get(name, "GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs are used"),
                     )
-        return cls(scaler, autocast, timeout)
+        return cls(scaler, autocast, timeout, given, tuple(notes))
+
+
+def _check_process_group(handler: Any) -> None:
+    if handler.init_method not in (None, "env://"):
+        raise ConfigError(
+            f"InitProcessGroupKwargs.init_method = {handler.init_method!r} is not supported",
+            hint="ranks meet where the launcher's variables say; or make the process group before the Accelerator",
+        )
+    if handler.backend not in (None, "nccl", "gloo", "cpu:gloo,cuda:nccl"):
+        raise ConfigError(
+            f"InitProcessGroupKwargs.backend = {handler.backend!r} is not supported",
+            hint="CUDA gets nccl and a CPU gloo; or make the process group before the Accelerator",
+        )
+
+
+def _check_no_hook(handler: Any) -> None:
+    hooks = [getattr(handler, name, None) for name in ("comm_hook", "comm_wrapper")]
+    if any(str(getattr(hook, "value", hook)) not in ("None", "no") for hook in hooks):
+        raise ConfigError(
+            "DistributedDataParallelKwargs.comm_hook: gradients are not reduced by DDP",
+            hint="precision.reduce_as = bfloat16 in the launcher's configuration rounds what is sent",
+        )
 
 
 def check_data_loader_configuration(config: Any, world_size: int) -> None:
@@ -165,5 +235,6 @@ def check_data_loader_configuration(config: Any, world_size: int) -> None:
     if not getattr(config, "even_batches", True) and world_size > 1:
         raise ConfigError(
             "even_batches=False would give some ranks fewer steps, and the others would wait for them for ever",
-            hint="leave it out, or drop the incomplete batch with DataLoader(drop_last=True)",
+            hint="leave it out (gather_for_metrics drops the repetitions), or drop the incomplete batch with "
+            "DataLoader(drop_last=True)",
         )

@@ -99,6 +99,12 @@ class Processes:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(self.process_index == process_index, function)
 
+    def on_local_process(self, function: FunctionT | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator: the function runs on the given rank of each host and returns None elsewhere."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only(self.local_process_index == local_process_index, function)
+
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's part of `inputs`: neighbouring items, the first ranks taking one more if it does not divide.

@@ -8,15 +8,17 @@ complete, so like a single one it is whole or not there.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard import checkpoint
@@ -31,6 +33,7 @@ from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
 
 _WHOLE = "model"
+_HOOKS = "files-of-hooks.json"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 
@@ -74,7 +77,8 @@ class TrainingState:
                 )
             pairs.append((owners[0], optimizer))
         covered = {id(model) for model, _ in pairs}
-        return pairs + [(model, None) for model in self.models if id(model) not in covered]
+        pairs += [(model, None) for model in self.models if id(model) not in covered]
+        return pairs or [(nn.Module(), None)]  # loaders and objects alone: a checkpoint without a weight
 
     @property
     def scheduler(self) -> Any:
@@ -205,14 +209,35 @@ def save(
             save_model(model, part / _WHOLE, "10GB", environment)
 
 
+@contextlib.contextmanager
+def files_of_hooks(path: Path, environment: RankEnvironment) -> Iterator[None]:
+    """Note what a script's hooks put into a checkpoint, so that a later save may replace that, too. A collective."""
+    before = run_on_main(environment, lambda: _names(path))
+    yield
+    if environment.world_size > 1:
+        dist.barrier()
+
+    def note() -> None:
+        names = sorted(_names(path) - before)
+        if names:
+            (path / _HOOKS).write_text(json.dumps(names))
+
+    run_on_main(environment, note)
+
+
 def announce(state: TrainingState, saver: checkpoint.AsyncSaver) -> None:
     """Have `saver` take its memory while training begins."""
     with contextlib.suppress(CheckpointError):  # models and optimizers that fit only when all are prepared
         saver.reserve(state.parts())
 
 
-def load(path: Path, state: TrainingState) -> int:
+def load(path: Path, state: TrainingState, weights: Literal["all", "stored"] = "all") -> int:
     """Load everything that `save` wrote; returns the step. A collective.
+
+    Args:
+        path: the checkpoint's directory.
+        state: what to load into.
+        weights: whether the checkpoint must hold all of the models' weights, or may hold some of them.
 
     Raises:
         CheckpointError: damaged, incomplete, or of other objects than those in `state`.
@@ -229,7 +254,9 @@ def load(path: Path, state: TrainingState) -> int:
     for number, (model, optimizer) in reversed(list(enumerate(parts))):
         whole: dict[str, Any] = {"scheduler": state.scheduler, "scaler": state.scaler, "objects": state.all_objects}
         part = path / f"{PART_PREFIX}{number}" if saved else path
-        extra = checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, **(whole if number == 0 else {}))
+        extra = checkpoint.load_checkpoint(
+            part, model=model, optimizer=optimizer, weights=weights, **(whole if number == 0 else {})
+        )
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):
         raise CheckpointError(
@@ -284,7 +311,18 @@ def _foreign_entries(path: Path) -> list[str]:
     """Names in a directory that no checkpoint of ours put there."""
     if not path.is_dir():
         return []
-    names = {entry.name for entry in path.iterdir() if not is_for_others(entry.name)}
+    names = {entry.name for entry in path.iterdir() if not is_for_others(entry.name)} - _names_of_hooks(path)
     if (path / MANIFEST_NAME).is_file():
         return sorted(names - {MANIFEST_NAME, *read_manifest(path).files})
     return sorted(name for name in names if not (path / name / MANIFEST_NAME).is_file())
+
+
+def _names(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def _names_of_hooks(path: Path) -> set[str]:
+    """Names in a checkpoint that a script's hooks put there."""
+    if not (path / _HOOKS).is_file():
+        return set()
+    return {_HOOKS, *json.loads((path / _HOOKS).read_text())}

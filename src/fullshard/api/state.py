@@ -106,6 +106,16 @@ class GradientState:
         loader = self.active_dataloader
         return -1 if loader is None or loader.remainder is None else loader.remainder
 
+    @property
+    def initialized(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Always: every backward leaves reduced gradients."""
+        return True
+
     def begin_micro_batch(self) -> None:
         """Count a micro-batch and decide whether it ends a step."""
         if self.sync_with_dataloader and self.end_of_dataloader:

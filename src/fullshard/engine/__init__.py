@@ -11,6 +11,7 @@ from fullshard.engine.fully_shard import (
     register_fsdp_forward_method,
     shard_model,
     unsharded,
+    with_sync,
 )
 from fullshard.engine.interop import check_optimizer, clip_grad_norm_, clip_grad_value_, repoint
 from fullshard.engine.keeping import keep_head, keep_unsharded
@@ -49,4 +50,5 @@ __all__ = [
     "step_in_backward",
     "units_of",
     "unsharded",
+    "with_sync",
 ]

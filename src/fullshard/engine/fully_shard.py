@@ -23,7 +23,7 @@ from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.engine.activations import check_pages
 from fullshard.engine.gradient import backward_under_way
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
-from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, unit_of, units_of
+from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, reducing, unit_of, units_of
 from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy, Storage, offload_of
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
@@ -297,15 +297,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Saves communication during accumulation and costs a whole model's gradients of memory per rank. Without it every
     micro-batch is reduced into the sharded gradient, which is usually what is wanted.
     """
-    units = units_of(model)
-    before = [unit.reduce_gradients for unit in units]
-    for unit in units:
-        unit.reduce_gradients = False
-    try:
+    with reducing(model, reduces=False):
         yield
-    finally:
-        for unit, value in zip(units, before, strict=True):
-            unit.reduce_gradients = value
+
+
+@contextlib.contextmanager
+def with_sync(model: nn.Module) -> Iterator[None]:
+    """Reduce gradients inside, although a `no_sync` is around it: what was kept unreduced goes along."""
+    with reducing(model, reduces=True):
+        yield
 
 
 @contextlib.contextmanager
@@ -413,4 +413,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "shard_model",
     "unsharded",
+    "with_sync",
 ]

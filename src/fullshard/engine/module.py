@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
@@ -41,6 +42,12 @@ class FSDPModule:
         refuse_writers(sys._getframe(1), type(self).__name__)  # what get_state_dict and its kin begin with
         _unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside reduces no gradients; the first one after it reduces their sum. FSDP1 and DDP have it."""
+        with reducing(cast("nn.Module", self), reduces=False):
+            yield
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; False keeps them unsharded, to be reduced by a later backward."""
@@ -114,6 +121,20 @@ def _unit(module: Any) -> Unit:
 def anything_was_sharded() -> bool:
     """Whether any module was ever a unit in this process; the launcher warns at the end if not."""
     return bool(_made)
+
+
+@contextlib.contextmanager
+def reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
+    """Inside, backward reduces gradients, or keeps them unsharded until it does."""
+    units = units_of(model)
+    before = [unit.reduce_gradients for unit in units]
+    for unit in units:
+        unit.reduce_gradients = reduces
+    try:
+        yield
+    finally:
+        for unit, value in zip(units, before, strict=True):
+            unit.reduce_gradients = value
 
 
 def units_of(model: nn.Module) -> list[Unit]:

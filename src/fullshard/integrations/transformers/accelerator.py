@@ -90,11 +90,6 @@ class TrainerAccelerator(Accelerator):
         """Nothing: every micro-batch is reduced into the sharded gradient, so accumulation costs no memory."""
         yield
 
-    @contextlib.contextmanager
-    def maybe_context_parallel(self, **options: Any) -> Iterator[None]:
-        """Nothing: there is no context parallelism."""
-        yield
-
     @property
     def steps_in_backward(self) -> bool:
         """Whether optimizers update buckets within backward, so that there is no gradient to look at after it."""

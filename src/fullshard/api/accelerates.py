@@ -1,0 +1,98 @@
+"""Accelerate's own plugin objects, read as fullshard's."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.api.plugin import FullyShardedDataParallelPlugin
+from fullshard.config.dialect import Reading, Setting
+from fullshard.config.handover import handed_over
+from fullshard.config.origin import Origin
+from fullshard.core.errors import ConfigError
+from fullshard.core.strategy import parse_strategy
+from fullshard.launch.environment import read_rank_environment
+
+
+@dataclass
+class ParallelismConfig:
+    """How many ranks share a model, and how many replicas of it there are.
+
+    Attributes:
+        dp_replicate_size: replicas of the model.
+        dp_shard_size: ranks per replica. Both together are all ranks.
+        tp_size, cp_size, sp_size: must be 1: tensor, context and sequence parallelism are not supported.
+    """
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    sp_size: int = 1
+
+
+def is_accelerates(value: Any, name: str) -> bool:
+    """Whether a value is an object of Accelerate's class of that name, or of one derived from it."""
+    return any(c.__name__ == name and c.__module__.startswith("accelerate.") for c in type(value).__mro__)
+
+
+def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
+    """A plugin of Accelerate's as fullshard's: what its maker chose, and not what Accelerate filled in.
+
+    Raises:
+        ConfigError: a value that is unknown or cannot be honoured.
+    """
+    untouched, chosen = type(plugin)(fsdp_version=plugin.fsdp_version), {}
+    for field in dataclasses.fields(FullyShardedDataParallelPlugin):
+        value = getattr(plugin, field.name, None)
+        # Whole or sharded depends on the version there, so without a launcher's word what was filled in counts, too.
+        counts = field.name == "state_dict_type" and handed_over() is None
+        if value is not None and (counts or value != getattr(untouched, field.name, None)):
+            chosen[field.name] = value
+    for name in ("state_dict_config", "optim_state_dict_config"):  # Accelerate's own, made from the type
+        chosen.pop(name, None)
+    named = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
+    name = getattr(chosen.get("auto_wrap_policy"), "__name__", None)
+    if name in named:  # the bare function; given a model it becomes a partial of it
+        chosen["auto_wrap_policy"] = named[name]
+    return FullyShardedDataParallelPlugin(**chosen)
+
+
+def parallelism(config: Any, plugin: Reading) -> Reading:
+    """The strategy that a `ParallelismConfig` stands for.
+
+    Args:
+        config: fullshard's or Accelerate's; None: nothing is said.
+        plugin: what the plugin says: whether parameters are freed after forward is its matter.
+
+    Raises:
+        ConfigError: another kind of parallelism, or a number of ranks that is not that of the job.
+    """
+    reading = Reading()
+    if config is None:
+        return reading
+    if not isinstance(config, ParallelismConfig) and not is_accelerates(config, "ParallelismConfig"):
+        raise ConfigError(f"parallelism_config is a {type(config).__name__}", hint="use fullshard.ParallelismConfig")
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (getattr(config, name, None) or 1) > 1:
+            raise ConfigError(
+                f"parallelism_config has {name} = {getattr(config, name)}",
+                hint="only dp_replicate_size and dp_shard_size are supported",
+            )
+    replicas, shards = config.dp_replicate_size or 1, config.dp_shard_size or 1
+    ranks = read_rank_environment().world_size
+    if replicas * shards != ranks:
+        raise ConfigError(
+            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards}, but the job has {ranks} ranks"
+        )
+    if replicas == 1:
+        return reading
+    origin = Origin.argument("parallelism_config")
+    said = plugin.setting("sharding.strategy")
+    keeps = said is not None and not parse_strategy(said.value).reshard_after_forward
+    strategy = "NO_SHARD" if shards == 1 else "HYBRID_SHARD_ZERO2" if keeps else "HYBRID_SHARD"
+    reading.settings.append(Setting("sharding.strategy", strategy, origin, "dp_replicate_size"))
+    if shards > 1:
+        reading.settings.append(Setting("sharding.shard_size", shards, origin, "dp_shard_size"))
+    return reading

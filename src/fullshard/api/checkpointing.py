@@ -1,0 +1,214 @@
+"""Saving and loading, as the Accelerator offers it. What goes into a checkpoint, and where, is in `api.saving`."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fullshard import checkpoint
+from fullshard.api import saving
+from fullshard.api.data import ShardedDataLoader
+from fullshard.api.facts import Facts
+from fullshard.api.optimizer import AcceleratedOptimizer
+from fullshard.api.scheduler import AcceleratedScheduler
+from fullshard.api.state import GradientState, ProcessState
+from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.paths import local_path
+from fullshard.launch.environment import run_on_main
+
+
+class Checkpointing(Facts):
+    """The part of the Accelerator that saves and loads what was prepared.
+
+    Args:
+        process: this process's place in the job.
+        gradient_state: knows the loop.
+    """
+
+    fsdp_plugin: Any
+    scaler: Any
+
+    def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
+        super().__init__(process, gradient_state)
+        self.step = 0
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[ShardedDataLoader] = []
+        self._custom_objects: list[Any] = []
+        self._saver = checkpoint.AsyncSaver()
+        self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Have `save_state` and `load_state` include objects with `state_dict()` and `load_state_dict()`."""
+        wrong = [type(o).__name__ for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
+        if wrong:
+            raise ConfigError(f"cannot checkpoint {', '.join(wrong)}: no state_dict() and load_state_dict()")
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Have `save_state` call `hook(models, weights, directory)` on every rank; the handle takes it back.
+
+        It is called when the checkpoint is complete, and may put files and directories of its own beside it. As with
+        Accelerate's FSDP, `weights` is empty: the models' weights are in the checkpoint.
+        """
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Have `load_state` call `hook(models, directory)` on every rank before it loads; the handle takes it back.
+
+        As with Accelerate's FSDP, `models` is empty: their weights come from the checkpoint.
+        """
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        wait: bool | None = None,
+    ) -> str:
+        """Save models, optimizers, schedulers, scaler, loader positions, random states and registered objects.
+
+        Args:
+            output_dir: directory to create; an earlier checkpoint there is replaced once the new one is complete. With
+                `automatic_checkpoint_naming` it is `project_dir/checkpoints/checkpoint_N` instead.
+            safe_serialization: must not be False: there is no other.
+            wait: whether training waits until it is written. If not, an error is raised by the `backward` that ends a
+                step, by the next `save_state` or by `end_training`. Default: as `async_save` of the project or of the
+                configuration says; without either it waits.
+
+        Returns:
+            The directory.
+
+        Raises:
+            ConfigError: no directory, or a way of saving that is not supported.
+            CheckpointError: nothing new is left there.
+        """
+        if not safe_serialization:
+            raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
+        config = self.project_configuration
+        if config.save_on_each_node:
+            raise ConfigError("save_on_each_node: a checkpoint lies in storage that all hosts share")
+        awaited = self._is_awaited(wait)
+        if self._save_hooks and not awaited:
+            raise ConfigError(
+                "a hook of register_save_state_pre_hook needs the complete checkpoint, which is to be written later",
+                hint="save_state(wait=True), or leave async_save out",
+            )
+        if awaited:
+            self._saver.wait()  # for an earlier save that was not
+        # Rank 0 looks, because others may see the file system a moment earlier or later.
+        path, overwrite = run_on_main(self.process.environment, lambda: saving.next_path(config, output_dir))
+        saving.save(
+            path,
+            self._training_state(),
+            self.process.environment,
+            total_limit=config.total_limit if config.automatic_checkpoint_naming else None,
+            overwrite=overwrite,
+            whole_weights=self._state_dict_type() == "FULL_STATE_DICT",
+            torch_format=self._config.checkpoint.format == "dcp",
+            saver=None if awaited else self._saver,
+        )
+        config.iteration += 1
+        if self._save_hooks:
+            with saving.files_of_hooks(path, self.process.environment):
+                for hook in self._save_hooks.values():
+                    hook(list(self._models), [], str(path))
+        return str(path)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        map_location: Any = None,
+    ) -> None:
+        """Load what `save_state` wrote, at any number of ranks, into the same prepared objects.
+
+        Args:
+            input_dir: the directory; None: the newest complete one under `project_dir/checkpoints`.
+            load_kwargs: must be empty: nothing is unpickled, so `torch.load` has nothing to be told.
+            strict: the checkpoint must hold every weight of the models; False: those that it lacks stay as they are.
+            map_location: no choice: what is loaded goes where the prepared object is.
+
+        Raises:
+            ConfigError: no directory, or arguments for `torch.load`.
+            CheckpointError: there is none, it is damaged, or it is of other objects.
+        """
+        if load_kwargs:
+            raise ConfigError(
+                f"load_state(load_kwargs={load_kwargs}): nothing is unpickled", hint="leave load_kwargs out"
+            )
+        config = self.project_configuration
+        self._saver.wait()
+        path = run_on_main(self.process.environment, lambda: saving.existing_path(config, input_dir))
+        for hook in self._load_hooks.values():
+            hook([], str(path))
+        self.step = saving.load(path, self._training_state(), weights="all" if strict else "stored")
+        if config.automatic_checkpoint_naming:
+            config.iteration = saving.number_of(path) + 1
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole, in host memory: on rank 0; empty elsewhere. A collective.
+
+        With LOCAL_STATE_DICT instead, without any communication, what this rank holds: flat slices, most of them empty
+        at large world sizes, which only the same layout can make use of.
+        """
+        if self._state_dict_type() == "LOCAL_STATE_DICT":
+            return checkpoint.local_state_dict(model)
+        return checkpoint.full_state_dict(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the whole model as safetensors into a directory, with its config if it has one. A collective."""
+        if not safe_serialization:
+            raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
+        saving.save_model(model, local_path(save_directory), max_shard_size, self.process.environment)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write an object on the main process: `torch.save`, or safetensors for a dict of tensors; never half of it."""
+        if self.is_main_process:
+            saving.save_object(obj, local_path(f), safe=safe_serialization)
+
+    def _state_dict_type(self) -> str:
+        """What a script asked for; `save_state` writes the whole weights besides if it is FULL_STATE_DICT."""
+        chosen: str | None = getattr(self.fsdp_plugin, "state_dict_type", None)  # a script may change it at any time
+        return chosen or self._config.checkpoint.state_dict_type
+
+    def _is_awaited(self, wait: bool | None) -> bool:
+        """Whether training waits for a save."""
+        if wait is not None:
+            return wait
+        return not (getattr(self.project_configuration, "async_save", False) or self._config.checkpoint.async_save)
+
+    def _training_state(self) -> saving.TrainingState:
+        if not (self._models or self._dataloaders or self._custom_objects):
+            raise LifecycleError("nothing to save or load", hint="call prepare(model, ...) first")
+        return saving.TrainingState(
+            models=self._models,
+            optimizers=[optimizer.optimizer for optimizer in self._optimizers],
+            schedulers=[scheduler.scheduler for scheduler in self._schedulers],
+            scaler=self.scaler,
+            loaders=self._dataloaders,
+            objects=self._custom_objects,
+            step=self.step,
+            config=self._config.model_dump(mode="json"),
+        )

@@ -1,0 +1,184 @@
+"""What an Accelerator is asked and never does: the facts that scripts read, under Accelerate's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fullshard.api.accelerator_state import AcceleratorState
+from fullshard.api.gathering import Gathering
+from fullshard.api.options import DistributedType, Handlers
+from fullshard.config.schema import RunConfig
+from fullshard.core.errors import ConfigError
+
+
+class Facts(Gathering):
+    """The part of the Accelerator that only answers."""
+
+    _config: RunConfig
+    state: AcceleratorState
+    handlers: Handlers
+    dataloader_config: Any
+    project_configuration: Any
+    deepspeed_plugin = None
+    multi_device = False  # whether models are replicated by DDP
+    is_fsdp2 = True  # a model is sharded in place
+    is_composable_parallelism_enabled = True
+    should_save_model = True  # every rank takes part in saving
+    has_lomo_optimizer = False
+    has_fp8_handler = fp8_enabled = delayed_fp8_autocast = False
+    fp8_backend = "NO"
+    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = profile_handler = None
+    flag_tensor = None
+    trackers: tuple[Any, ...] = ()
+    log_with: tuple[Any, ...] = ()
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Always FSDP, on one rank too."""
+        return self.state.distributed_type
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self.state.use_distributed
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision mode: `no`, `fp32`, `bf16` or `fp16`."""
+        return self.state.mixed_precision
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether models run under autocast."""
+        return self.mixed_precision in ("bf16", "fp16")
+
+    @property
+    def parallelism_config(self) -> Any:
+        """What the script gave."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """None without a `ParallelismConfig`.
+
+        Raises:
+            ConfigError: with one: the engine's mesh is not torch's.
+        """
+        if self.parallelism_config is not None:
+            raise ConfigError(
+                "torch_device_mesh: the engine's mesh is its own",
+                hint="use data_parallel_rank and data_parallel_shard_rank",
+            )
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica of the model this rank holds a part of."""
+        return self.process_index // self._shard_size()
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which part of its replica this rank holds."""
+        return self.process_index % self._shard_size()
+
+    @property
+    def autocast_handler(self) -> Any:
+        """How autocast runs."""
+        return self.handlers.autocast
+
+    @property
+    def scaler_handler(self) -> Any:
+        """Arguments of the loss scaler that the script gave; None: none."""
+        return self.handlers.given.get("GradScalerKwargs")
+
+    @property
+    def init_handler(self) -> Any:
+        """Arguments of the process group that the script gave; None: none."""
+        return self.handlers.given.get("InitProcessGroupKwargs")
+
+    @property
+    def ddp_handler(self) -> Any:
+        """Arguments for DDP that the script gave; they have no effect. None: none."""
+        return self.handlers.given.get("DistributedDataParallelKwargs")
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all ranks together."""
+        return bool(self.dataloader_config.split_batches)
+
+    @property
+    def dispatch_batches(self) -> bool:
+        """Whether rank 0 reads for all; never."""
+        return bool(self.dataloader_config.dispatch_batches)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether an incomplete last step of an epoch is filled up, so that all ranks have as many steps."""
+        return bool(self.dataloader_config.even_batches)
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the script asked for seeded samplers; they always are."""
+        return bool(self.dataloader_config.use_seedable_sampler)
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return bool(self.dataloader_config.non_blocking)
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether the script asked for loaders with a state; they always have one."""
+        return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
+
+    @property
+    def project_dir(self) -> str | None:
+        """Base directory for `save_state`."""
+        directory: str | None = self.project_configuration.project_dir
+        return directory
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Directory for what the script logs."""
+        directory: str | None = self.project_configuration.logging_dir
+        return directory
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint."""
+        return int(self.project_configuration.iteration)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
+        self.gradient_state.plugin_kwargs["num_steps"] = steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends a step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a model, or a module in it, is spread over several devices (Transformers' `device_map`)."""
+        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+
+    def _shard_size(self) -> int:
+        """Ranks that hold a replica of a model together."""
+        sharding = self._config.sharding
+        size = sharding.resolved_shard_size(self.process.environment.local_world_size)
+        return sharding.resolved_strategy().mesh_shape(self.num_processes, size)[1]

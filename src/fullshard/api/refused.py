@@ -1,0 +1,86 @@
+"""What Accelerate has and this package has not, each with the reason; and what is taken from Accelerate itself."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from fullshard.core.errors import ConfigError, MissingExtraError
+
+ONE_ENGINE = "there is one engine here; SHARD_GRAD_OP is ZeRO-2 and FULL_SHARD is ZeRO-3"
+_MODEL_PARALLEL = "tensor, context, sequence and pipeline parallelism are not supported"
+_TRACKERS = "trackers are not supported; write what you log from the main process"
+_PROFILE = "use torch.profiler"
+
+ARGUMENTS = {
+    "deepspeed_plugin": ONE_ENGINE,
+    "deepspeed_plugins": ONE_ENGINE,
+    "megatron_lm_plugin": _MODEL_PARALLEL,
+    "torch_tp_plugin": _MODEL_PARALLEL,
+    "dynamo_plugin": "give dynamo_backend, which compiles every unit on its own",
+    "log_with": _TRACKERS,
+}
+"""Arguments of the Accelerator."""
+
+METHODS = {
+    **dict.fromkeys(("init_trackers", "log", "get_tracker", "log_images"), _TRACKERS),
+    **dict.fromkeys(("tensor_parallel_rank", "pipeline_parallel_rank", "context_parallel_rank"), _MODEL_PARALLEL),
+    "deepspeed_ulysses_dl_adapter": _MODEL_PARALLEL,
+    "profile": _PROFILE,
+    "lomo_backward": "set training.step_in_backward in the launcher's configuration, for torch's own optimizers",
+}
+"""Methods and properties of the Accelerator."""
+
+HANDLERS = {
+    "ProfileKwargs": _PROFILE,
+    **dict.fromkeys(
+        ("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), "fp8 is not supported"
+    ),
+}
+"""Kinds of `kwargs_handlers`."""
+
+NAMES = {
+    "DeepSpeedPlugin": ONE_ENGINE,
+    "prepare_pippy": _MODEL_PARALLEL,
+    "ProfileKwargs": _PROFILE,
+    "DDPCommunicationHookType": "gradients are not reduced by DDP; precision.reduce_as rounds what is sent",
+}
+"""Names that can be imported from `accelerate`."""
+
+ACCELERATES_OWN = (
+    "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model",
+    "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available",
+    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher", "synchronize_rng_states",
+)  # fmt: skip
+"""Names that have nothing to do with how a model is trained, or that ask Accelerate's state, which is told."""
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of the Accelerator that are given.
+
+    Raises:
+        TypeError: Accelerate has no such argument.
+        ConfigError: it has; with the reason.
+    """
+    for name, value in arguments.items():
+        if name not in ARGUMENTS:
+            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            raise ConfigError(f"{name} is not supported", hint=ARGUMENTS[name])
+
+
+def from_accelerate(name: str) -> Any:
+    """A name of the package `accelerate` that serves here as it is.
+
+    Raises:
+        MissingExtraError: Accelerate is not installed.
+        AttributeError: there is no such name, or it is refused.
+    """
+    if name not in ACCELERATES_OWN:
+        reason = f" ({NAMES[name]})" if name in NAMES else ""
+        raise AttributeError(f"module 'fullshard' has no attribute {name!r}{reason}")
+    try:
+        return getattr(importlib.import_module("accelerate"), name)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("accelerate", extra="sft", purpose=f"fullshard.{name}") from error
