@@ -363,25 +363,19 @@ def test_loaders_alone_are_saved_and_loaded(tmp_path: Path) -> None:
         assert rest == resumed and len(rest) == 4
 
 
-@pytest.mark.filterwarnings("ignore:only the root of Grown")
-def test_a_state_that_lacks_weights_is_refused_unless_it_may(tmp_path: Path) -> None:
-    class Grown(nn.Module):
-        def __init__(self, has_head: bool) -> None:
-            super().__init__()
-            self.body = nn.Linear(2, 2)
-            if has_head:
-                self.head = nn.Linear(2, 1)
+def test_a_state_dict_type_may_be_torchs_enumeration(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import StateDictType
 
-    first = Accelerator(cpu=True)
-    small = first.prepare(Grown(False))
-    first.save_state(tmp_path / "state")
-    second = Accelerator(cpu=True)
-    grown = second.prepare(Grown(True))
-    head = grown.head.weight.clone()
-    with pytest.raises(CheckpointError, match="head"):
-        second.load_state(tmp_path / "state")
-    second.load_state(tmp_path / "state", strict=False)
-    assert torch.equal(grown.body.weight, small.body.weight) and torch.equal(grown.head.weight, head)
+    plugin = fullshard.FullyShardedDataParallelPlugin(state_dict_type=StateDictType.FULL_STATE_DICT)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.prepare(nn.Linear(4, 4))
+    accelerator.save_state(tmp_path / "whole")
+    assert (tmp_path / "whole" / "model").is_dir()
+    plugin.state_dict_type = StateDictType.SHARDED_STATE_DICT
+    accelerator.save_state(tmp_path / "sharded")
+    assert not (tmp_path / "sharded" / "model").exists()
+    with pytest.raises(ConfigError, match="strict=False"):
+        accelerator.load_state(tmp_path / "sharded", strict=False)
 
 
 @pytest.mark.parametrize("way", ["joined", "configured"])

@@ -16,6 +16,7 @@ from fullshard.api import saving
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.facts import Facts
 from fullshard.api.optimizer import AcceleratedOptimizer
+from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.core.errors import ConfigError, LifecycleError
@@ -141,13 +142,18 @@ class Checkpointing(Facts):
         Args:
             input_dir: the directory; None: the newest complete one under `project_dir/checkpoints`.
             load_kwargs: must be empty: nothing is unpickled, so `torch.load` has nothing to be told.
-            strict: the checkpoint must hold every weight of the models; False: those that it lacks stay as they are.
+            strict: must not be False: a checkpoint that lacks weights, or holds others, is refused.
             map_location: no choice: what is loaded goes where the prepared object is.
 
         Raises:
-            ConfigError: no directory, or arguments for `torch.load`.
+            ConfigError: no directory, `strict=False`, or arguments for `torch.load`.
             CheckpointError: there is none, it is damaged, or it is of other objects.
         """
+        if not strict:
+            raise ConfigError(
+                "load_state(strict=False): weights that the checkpoint lacks would stay as they are in silence",
+                hint="build the model as it was when it was saved; from_pretrained reads weights into another one",
+            )
         if load_kwargs:
             raise ConfigError(
                 f"load_state(load_kwargs={load_kwargs}): nothing is unpickled", hint="leave load_kwargs out"
@@ -157,7 +163,7 @@ class Checkpointing(Facts):
         path = run_on_main(self.process.environment, lambda: saving.existing_path(config, input_dir))
         for hook in self._load_hooks.values():
             hook([], str(path))
-        self.step = saving.load(path, self._training_state(), weights="all" if strict else "stored")
+        self.step = saving.load(path, self._training_state())
         if config.automatic_checkpoint_naming:
             config.iteration = saving.number_of(path) + 1
 
@@ -190,7 +196,9 @@ class Checkpointing(Facts):
 
     def _state_dict_type(self) -> str:
         """What a script asked for; `save_state` writes the whole weights besides if it is FULL_STATE_DICT."""
-        chosen: str | None = getattr(self.fsdp_plugin, "state_dict_type", None)  # a script may change it at any time
+        if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin):
+            self.fsdp_plugin.set_state_dict_type()  # a script may have set it at any time, in any of its forms
+        chosen: str | None = getattr(self.fsdp_plugin, "state_dict_type", None)
         return chosen or self._config.checkpoint.state_dict_type
 
     def _is_awaited(self, wait: bool | None) -> bool:

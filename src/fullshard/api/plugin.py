@@ -124,6 +124,7 @@ class FullyShardedDataParallelPlugin:
         self.set_mixed_precision(self.mixed_precision_policy, override=True)
         resolved = resolve([self.reading()])
         say_once(resolved.notes)
+        self.set_state_dict_type()
         self.wrap_policy()
         if resolved.config.sharding.cpu_ram_efficient_loading:
             tell_transformers()

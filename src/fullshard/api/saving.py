@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -231,13 +231,8 @@ def announce(state: TrainingState, saver: checkpoint.AsyncSaver) -> None:
         saver.reserve(state.parts())
 
 
-def load(path: Path, state: TrainingState, weights: Literal["all", "stored"] = "all") -> int:
+def load(path: Path, state: TrainingState) -> int:
     """Load everything that `save` wrote; returns the step. A collective.
-
-    Args:
-        path: the checkpoint's directory.
-        state: what to load into.
-        weights: whether the checkpoint must hold all of the models' weights, or may hold some of them.
 
     Raises:
         CheckpointError: damaged, incomplete, or of other objects than those in `state`.
@@ -254,9 +249,8 @@ def load(path: Path, state: TrainingState, weights: Literal["all", "stored"] = "
     for number, (model, optimizer) in reversed(list(enumerate(parts))):
         whole: dict[str, Any] = {"scheduler": state.scheduler, "scaler": state.scaler, "objects": state.all_objects}
         part = path / f"{PART_PREFIX}{number}" if saved else path
-        extra = checkpoint.load_checkpoint(
-            part, model=model, optimizer=optimizer, weights=weights, **(whole if number == 0 else {})
-        )
+        rest = whole if number == 0 else {}
+        extra = checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, **rest)
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):
         raise CheckpointError(
