@@ -65,6 +65,7 @@ def test_every_name_of_the_accelerator_is_here_or_refused() -> None:
             assert METHODS[name] in str(refusal.value)
         else:
             assert hasattr(ours, name), name
+    assert _public(Accelerator) <= _public(accelerate.Accelerator) | _assigned(accelerate.Accelerator), "no other names"
     assert METHODS.keys() - {"log_images"} <= _public(accelerate.Accelerator), "refused, but not there to be refused"
 
 
@@ -179,7 +180,7 @@ def test_values_that_scripts_set() -> None:
     assert accelerator.verify_device_map(nn.Sequential(spread))
     assert not accelerator.verify_device_map(nn.Linear(2, 2))
     assert (accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank) == (0, 0)
-    ran = []
+    ran: list[int] = []
     accelerator.on_local_process(ran.append, local_process_index=0)(0)
     accelerator.on_local_process(local_process_index=1)(ran.append)(1)
     assert ran == [0]

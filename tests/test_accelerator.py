@@ -5,7 +5,6 @@ pytest tests/test_accelerator.py
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,21 +40,6 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def test_every_method_that_is_public_has_accelerates_name() -> None:
-    theirs = pytest.importorskip("accelerate").Accelerator
-    ours = {name for name in dir(Accelerator) if not name.startswith("_")}
-    assert ours - set(dir(theirs)) == set()
-
-
-def test_every_argument_of_accelerate_is_taken_or_refused_with_a_reason() -> None:
-    theirs = pytest.importorskip("accelerate").Accelerator
-    ours = inspect.signature(Accelerator).parameters
-    for name in inspect.signature(theirs.__init__).parameters:
-        if name != "self" and name not in ours:
-            with pytest.raises(ConfigError, match=f"{name} is not supported"):
-                Accelerator(**_arguments(name, "something"))
 
 
 @pytest.mark.parametrize(

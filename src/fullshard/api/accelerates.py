@@ -53,9 +53,9 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
     for name in ("state_dict_config", "optim_state_dict_config"):  # Accelerate's own, made from the type
         chosen.pop(name, None)
     named = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
-    name = getattr(chosen.get("auto_wrap_policy"), "__name__", None)
-    if name in named:  # the bare function; given a model it becomes a partial of it
-        chosen["auto_wrap_policy"] = named[name]
+    policy = getattr(chosen.get("auto_wrap_policy"), "__name__", None)
+    if policy in named:  # the bare function; given a model it becomes a partial of it
+        chosen["auto_wrap_policy"] = named[policy]
     return FullyShardedDataParallelPlugin(**chosen)
 
 
