@@ -28,6 +28,13 @@ VOCABULARY, POSITIONS, LAYERS, EXPERTS, PATCHES = 99, 64, 2, 4, 4
 _WIDTH_FACTOR = 16
 _MAX_LAYERS = 8
 
+
+def _rope(part: str, *sections: int) -> dict[str, Any]:
+    """Rotary positions of several axes, for heads as small as they are here."""
+    values = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+    return {f"{part}rope_parameters": values}
+
+
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 4},
     "aya_vision": {"vision_config.num_attention_heads": 4},
@@ -108,6 +115,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
                   "text_config.indexer_compress_ratio": 4},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 16,
                        "indexer_compress_ratio": 4},
+    **dict.fromkeys(("glm4v_text", "glm_image_text", "qwen2_5_vl_text", "qwen2_vl_text"), _rope("", 4, 6, 6)),
+    **dict.fromkeys(("glm46v", "glm4v", "glmga", "glm_image", "qwen2_5_vl", "qwen2_vl", "qwen2_5_omni_thinker"),
+                    _rope("text_config.", 4, 6, 6)),
+    "glm4v_moe_text": _rope("", 1, 1, 1),
+    "glm4v_moe": _rope("text_config.", 1, 1, 1),
+    "glm_ocr_text": _rope("", 2, 3, 3),
+    "glm_ocr": _rope("text_config.", 2, 3, 3),
 }  # fmt: skip
 """What a type needs besides the rules, by key of its configuration; `text_config.x` reaches into a part of it."""
 
