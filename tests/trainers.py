@@ -146,8 +146,8 @@ def logged(made: Any) -> dict[str, Any]:
 
 def result(made: Any) -> dict[str, Any]:
     """What a run is judged by."""
-    weights = made.model.state_dict() if dist.get_world_size() == 1 else full_state_dict(made.model)
     sharded = [p for p in made.model.parameters() if isinstance(p, ShardedParameter)]
+    weights = full_state_dict(made.model) if sharded else made.model.state_dict()
     return logged(made) | {
         "weights": {name: value.detach().clone() for name, value in weights.items()},
         "own": sum(p.shape.numel() for p in sharded),

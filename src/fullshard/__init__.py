@@ -88,7 +88,8 @@ __all__ = [
 
 _ENGINE = (
     "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ShardedParameter", "clip_grad_norm_",
-    "describe", "fully_shard", "meta_parameters", "no_sync", "repoint", "shard_model", "step_in_backward", "unsharded",
+    "describe", "fully_shard", "meta_parameters", "no_sync", "register_fsdp_forward_method", "repoint", "shard_model",
+    "step_in_backward", "unsharded",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(_ENGINE, "fullshard.engine"),
