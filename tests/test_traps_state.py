@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fullshard.core.errors import FullshardError, LifecycleError
+from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.engine import ShardedParameter, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
@@ -110,6 +110,31 @@ def check_load_errors() -> None:
 
 def test_load_state_dict_errors() -> None:
     run_ranks(check_load_errors, 2)
+
+
+def check_load_on_one_rank() -> None:
+    rank, _ = rank_and_size()
+    whole = build(Stack).state_dict()
+    model = build_sharded(Stack, BLOCKS)
+    if rank == 0:
+        model.load_state_dict(whole)
+    with pytest.raises(CommunicationError, match=r"weights loaded into 4 units.*weights loaded into 0 units"):
+        run_squared(model, 0, rank)
+    model = build_sharded(Stack, BLOCKS)
+    run_squared(model, 0, rank)
+    if rank == 0:
+        model.blocks[0].load_state_dict(build(Stack).blocks[0].state_dict())
+    model.zero_grad()
+    with pytest.raises(CommunicationError, match=rf"rank {rank}.*{1 - rank} units on this rank.*loaded in parts"):
+        run_squared(model, 1, rank)
+    assert all(p.grad is None for p in model.parameters())
+    if rank == 1:
+        model.blocks[0].load_state_dict(build(Stack).blocks[0].state_dict())
+    run_squared(model, 1, rank)
+
+
+def test_load_state_dict_on_one_rank_is_noticed() -> None:
+    run_ranks(check_load_on_one_rank, 2)
 
 
 class Shared(nn.Module):

@@ -51,5 +51,5 @@ def check_agreement(mesh: Mesh, lines: Sequence[str], *, what: str) -> None:
     raise CommunicationError(
         f"ranks disagree about {what}: rank 0 has [{first}], rank {rank} has [{other}] ({len(different)} of "
         f"{len(digests)} ranks differ from rank 0)",
-        hint="build the same model from the same configuration on every rank",
+        hint="build the same model from the same configuration, and load the same weights, on every rank",
     )

@@ -240,6 +240,7 @@ def assemble(modules: list[nn.Module], mesh: Mesh) -> Schedule:
     schedule = Schedule(units, mesh)
     for inner_schedule in earlier:
         schedule.steppers |= inner_schedule.steppers
+        schedule.loads += inner_schedule.loads
     paths: dict[int, list[str]] = {}
     for module in modules:
         for path, inner in module.named_modules(remove_duplicate=False):
@@ -338,6 +339,7 @@ def _before_load_state_dict(
 ) -> None:
     """Cut whole tensors down to this rank's slice."""
     unit = _unit(module)
+    unit.schedule.loads += 1
     unit.reshard()
     unit.schedule.settle()
     if local_metadata.get("assign_to_params_buffers"):

@@ -60,6 +60,7 @@ class Schedule:
         after_step: called with their number before the first forward after one.
         steppers: step their optimizers in backward.
         is_last_backward: whether the next backward ends an accumulation, so that they may.
+        loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
@@ -68,7 +69,7 @@ class Schedule:
         self.part_handles = self.units[-1].watch_parts()
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
-        self.steps = 0
+        self.steps = self.loads = 0
         self.after_step: Callable[[int], None] | None = None
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
         self.is_last_backward = True
@@ -128,7 +129,8 @@ class Schedule:
         if not self._is_verified:
             if self._activations is not None:
                 check_pages(len(self.units))
-            check_agreement(self.mesh, describe_structure(self.units[::-1]), what="the sharded model")
+            loads = f"weights loaded into {self.loads} units"
+            check_agreement(self.mesh, [*describe_structure(self.units[::-1]), loads], what="the sharded model")
             self._is_verified = True
         for unit in self.units:
             unit.take_requires_grad()
@@ -348,24 +350,33 @@ class Schedule:
 
         A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
         says whether any rank has collected more than it reduced (reentrant checkpointing does that, or a unit that ran
-        under `no_sync` only), when all ranks reduce that bucket once more, and whether all reduced the same buckets.
+        under `no_sync` only), when all ranks reduce that bucket once more, and whether all reduced the same buckets
+        and loaded the same weights.
 
         Raises:
             CommunicationError: they did not; nothing has been published yet.
         """
         trainable = [(unit, bucket) for unit in self.units for bucket in unit.buckets if bucket.gradient is not None]
         launched = {bucket for _, bucket in self._launched}
-        flags = bytearray()
+        loads = self.loads % 256
+        flags = bytearray((loads, 255 - loads))  # of both the largest: they add up to 255 where all ranks have one
         for _, bucket in trainable:
             gradient, has_launched = _gradient(bucket), bucket in launched
             flags += bytes((has_launched, not has_launched, gradient.is_collecting)) + gradient.used
-        if self.mesh.control_group is not None and flags:
+        if self.mesh.control_group is not None and trainable:
             message = torch.frombuffer(flags, dtype=torch.uint8)  # the same memory
             last = self._forward[-1] if self._forward else self.units[-1]
             with last.waiting("end of backward (the last unit that ran forward)"):
                 dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
+        if sum(flags[:2]) != 255:
+            raise CommunicationError(
+                f"rank {self.mesh.rank}: load_state_dict has come to {self.loads} units on this rank, which is not so "
+                "on all others: the model is loaded in parts",
+                hint="call load_state_dict on every rank, or fullshard.checkpoint.load_full_state_dict, which sends "
+                "what one rank has",
+            )
         used: dict[Bucket, bytearray] = {}
-        position = 0
+        position = 2
         for unit, bucket in trainable:
             on_some, not_on_all, has_more = flags[position : position + 3]
             position += 3
