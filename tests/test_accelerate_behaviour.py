@@ -208,11 +208,6 @@ def test_gradients_are_clipped_by_value() -> None:
     assert max(p.grad.abs().max() for p in prepared.parameters() if p.grad is not None and p.grad.shape.numel()) <= 0.01
 
 
-def test_join_uneven_inputs_says_why_it_is_not_there() -> None:
-    with pytest.raises(AttributeError, match="every rank has the same number of steps"):
-        _ = Accelerator().join_uneven_inputs
-
-
 # -- Transformers -------------------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,7 @@ while len(losses) < 3:
         losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
 result = {
     "world_size": accelerator.num_processes,
-    "share": sum(parameter.numel() for parameter in model.parameters()) / numel,
+    "share": sum(parameter.shape.numel() for parameter in model.parameters()) / numel,
     "losses": losses,
     "mode": accelerator.mixed_precision,
     "offload": accelerator.setup.sharding.cpu_offload,

@@ -27,7 +27,7 @@ def main() -> None:
     trainer = MyTrainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     checkpoint = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=checkpoint)
-    print("PARAMETERS", trainer.is_fsdp_enabled, sum(p.numel() for p in trainer.model.parameters()), flush=True)
+    print("PARAMETERS", trainer.is_fsdp_enabled, sum(p.shape.numel() for p in trainer.model.parameters()), flush=True)
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
