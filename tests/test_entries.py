@@ -5,6 +5,7 @@ pytest tests/test_entries.py
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import register_fsdp_forward_method
 from fullshard.core.errors import WrapError
@@ -118,6 +120,71 @@ def unregistered() -> None:
 
 def test_unregistered_methods_say_what_to_do() -> None:
     run_ranks(unregistered, 2)
+
+
+class Tokens(nn.Module):
+    """An embedding and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(x)
+        return y
+
+
+class Entering(Stack):
+    """A model that enters its units by `forward` itself, by another method, and by an embedding in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Tokens()
+        self.blocks[1] = Encoder()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.tokens.table((x.abs() * 10).long() % 11)
+        x = self.embed(x) + self.tokens(rows.sum(1))
+        x = self.blocks[0].forward(x)
+        encoder: Any = self.blocks[1]
+        # Twice: from the unsharded block the second time, where that is kept.
+        x = self.blocks[2].forward(encoder.encode(x)[..., :WIDTH] + encoder.encode(x)[..., -WIDTH:])
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class EnteringInParts(Entering):
+    """The same, of which backward computes a part once more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+def run_forward(model: Any, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model.forward(batch(step, rank)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def entered(strategy: str, make: type[Stack]) -> None:
+    plain: Any = build(make)
+    model: Any = build_sharded(make, (*BLOCKS, "tokens"), strategy=strategy)
+    assert_trains_alike(model, plain, run_squared, steps=3)
+    assert_trains_alike(model, plain, run_forward, steps=1, first=3)
+    assert_at_rest(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch(0, 0)), plain(batch(0, 0)), rtol=1e-9, atol=1e-9)
+    assert_at_rest(model)
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+
+
+@pytest.mark.parametrize("make", [Entering, EnteringInParts])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_units_entered_within_a_forward_unshard(strategy: str, make: type[Stack]) -> None:
+    """SqueezeBERT calls `layer.forward`, LightGlue another method of layers, ModernVBERT an embedding in a unit."""
+    run_ranks(entered, 2, strategy, make)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.additions import MANAGED
 from fullshard.engine.callers import refuse_writers
+from fullshard.engine.gradient import backward_under_way
 from fullshard.engine.parameter import ShardedParameter, sharded_parameter_of
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.slices import Slice
@@ -153,9 +154,10 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     _made[:] = _made or [cls.__name__]
     # The name stays: layer class names in configs and exported architectures are read from it.
     members: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    members["forward"] = _entered_directly(cls.forward)
     for name, member in vars(cls).items():
         if inspect.isfunction(member) and not name.startswith("_") and name != "forward":
-            members[name] = _explained(name, member)
+            members[name] = _entered_past_forward(name, member)
     module.__class__ = type(cls.__name__, (FSDPModule, cls), members)
     module.__dict__[_UNIT] = unit
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
@@ -170,16 +172,34 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     module.register_load_state_dict_pre_hook(_before_load_state_dict)
 
 
-def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the user's class: if it fails while its unit is sharded, the error says so."""
+def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of the user's class, which unshards where it is called past the module, and so past hooks."""
+
+    @functools.wraps(forward)
+    def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or (unit := unit_of(self)) is None or not unit.is_at_rest:
+            return forward(self, *args, **kwargs)
+        return unit.run_method(self, functools.partial(forward, self), *args, **kwargs)
+
+    return entered
+
+
+def _entered_past_forward(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the user's class: unshards within a forward or backward of the model, where every rank calls it.
+
+    Elsewhere one rank may be alone in calling it, and would wait for the others; if it fails then, the error says so.
+    """
 
     @functools.wraps(method)
-    def explained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or (unit := unit_of(self)) is None or not unit.is_at_rest:
+            return method(self, *args, **kwargs)
+        if unit.schedule.is_in_forward or backward_under_way() != -1:
+            return unit.run_method(self, functools.partial(method, self), *args, **kwargs)
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            unit = unit_of(self)
-            if unit is not None and unit.is_at_rest:
+            if unit.is_at_rest:
                 error.add_note(
                     f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}: {type(self).__name__}.{name} was called "
                     f"past forward, where parameters are sharded\n"
@@ -187,7 +207,7 @@ def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 )
             raise
 
-    return explained
+    return entered
 
 
 def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:

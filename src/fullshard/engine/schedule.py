@@ -66,7 +66,7 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
         self.units, self.mesh = list(units), mesh
         self.event_sink: EventSink | None = None
-        self.part_handles = self.units[-1].watch_parts()
+        self.part_handles = [h for unit in units for h in unit.watch_parts(is_outermost=unit is self.units[-1])]
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
         self.steps = self.loads = 0

@@ -350,15 +350,17 @@ class Unit:
             return None
         return cast_floating(output, self.policy.output_dtype)
 
-    def watch_parts(self) -> list[RemovableHandle]:
+    def watch_parts(self, *, is_outermost: bool) -> list[RemovableHandle]:
         """Unshard, too, when a module that holds parameters of this unit is called past the unit.
 
-        For the outermost unit: an encoder called on its own uses the embedding that the whole model owns.
+        In the outermost unit any: an encoder called on its own uses the embedding that the whole model owns. In others
+        embeddings, which models look tokens up in (`get_input_embeddings()`) before they call what holds them.
         """
         parts = {id(m): m for bucket in self.buckets for slot in bucket.slots for m, _ in slot.owners}
         handles = []
         for part in parts.values():
-            if all(part is not module for module in self.modules):
+            is_watched = is_outermost or isinstance(part, nn.Embedding)
+            if is_watched and all(part is not module for module in self.modules):
                 handles.append(part.register_forward_pre_hook(_uncompiled(self._pre_part), prepend=True))
                 handles.append(part.register_forward_hook(_uncompiled(self._post_part), always_call=True))
         return handles
