@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.base import Collectives
@@ -63,7 +64,8 @@ class Mesh:
             return [value]
         values: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(values, value, group=self.control_group)
+            with temporarily_clear_interpreter_stack():  # torch.func's, which has no message's memory
+                dist.all_gather_object(values, value, group=self.control_group)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank}: comparing notes with the other ranks failed: {error}",

@@ -324,7 +324,8 @@ class Bucket:
             if current is not sharded and current is not original:
                 raise LifecycleError(
                     f"parameter {'='.join(sharded.names)} was replaced after sharding by {type(current).__name__}",
-                    hint="change it in place under unsharded(model, writeback=True), or replace it before",
+                    hint="change it in place under unsharded(model, writeback=True), or replace it before; "
+                    "torch.func.functional_call with other tensors needs `with unsharded(model)`",
                 )
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
@@ -231,6 +233,17 @@ def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None
                 f"{path or 'the module'} ({module.original_name}) is TorchScript, which would not see its parameters "
                 "unsharded",
                 hint="shard the module that it was made from",
+            )
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise WrapError(
+                f"{path or 'the module'} ({type(module).__name__}) does not know the shapes of its parameters yet",
+                hint="run the model on a batch before it is sharded, as its first forward settles them",
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            warnings.warn(
+                f"{path or 'the module'} ({type(module).__name__}): its gradient is a dense slice after backward, "
+                "although it has sparse=True: an optimizer moves all of its rows, not only those that were looked up",
+                stacklevel=3,
             )
 
 

@@ -23,6 +23,7 @@ from fullshard.engine.slices import Slice
 from fullshard.engine.unit import Unit
 
 _UNIT = "_fullshard_unit"
+_DDP = "torch.nn.parallel.distributed"
 _made: list[str] = []
 """The class of the first module that became a unit in this process."""
 
@@ -40,7 +41,10 @@ class FSDPModule:
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As every module has it: sharded parameters, after a backward that failed too."""
-        refuse_writers(sys._getframe(1), type(self).__name__)  # what get_state_dict and its kin begin with
+        caller = sys._getframe(1)
+        refuse_writers(caller, type(self).__name__)  # what get_state_dict and its kin begin with
+        if caller.f_globals.get("__name__") == _DDP:
+            raise _replicated(self, "DistributedDataParallel")
         _unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
@@ -100,6 +104,9 @@ class FSDPModule:
             _check_apply(unit, fn)
         return super()._apply(_except_on_host(units, fn), recurse)  # type: ignore[misc, no-any-return]
 
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise _replicated(self, "DataParallel")
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise LifecycleError(
             f"cannot copy or pickle a sharded {type(self).__name__}: its parameters are only this rank's slices",
@@ -117,6 +124,13 @@ def _unit(module: Any) -> Unit:
     if unit is None:
         raise LifecycleError(f"{type(module).__name__} is not a unit", hint="call fully_shard on it first")
     return unit
+
+
+def _replicated(module: FSDPModule, wrapper: str) -> LifecycleError:
+    return LifecycleError(
+        f"{wrapper} around a sharded {type(module).__name__} would make replicas of this rank's slices",
+        hint="leave it out: the units reduce gradients over all ranks themselves",
+    )
 
 
 def anything_was_sharded() -> bool:

@@ -428,11 +428,7 @@ class Unit:
     def pre_backward(self, call: Call) -> None:
         """Backward has reached an output of `call`."""
         if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
-            raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True, which would read "
-                "parameters again after they were freed",
-                hint="compute second derivatives on one rank, or under NO_SHARD without mixed precision",
-            )
+            self._check_second_derivatives()
         self.schedule.begin_backward(self)
         if call.is_active:
             return
@@ -440,6 +436,17 @@ class Unit:
         self.unshard()
         self.schedule.prefetch_backward(self, call)
         self.emit(EventKind.BACKWARD_BEGIN)
+
+    def _check_second_derivatives(self) -> None:
+        is_functional = torch._C._are_functorch_transforms_active()
+        if is_functional or not self.is_pinned:
+            what = "torch.func's grad, jacrev or hessian" if is_functional else "backward with create_graph=True"
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: {what}, which would read parameters again after they were "
+                "freed",
+                hint="use torch.autograd.grad, and for second derivatives go on to their backward, inside "
+                "`with unsharded(model)`",
+            )
 
     def post_backward(self, call: Call) -> None:
         """Backward has passed all inputs of `call`."""
