@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.api import Accelerator
+from fullshard.api import Accelerator, PartialState
 from tests.distributed import run_ranks
 from tests.launching import launch
 
@@ -141,3 +141,42 @@ def test_a_compiler_that_torch_does_not_list_is_no_error() -> None:
 
     Accelerator(cpu=True, dynamo_backend="eager")
     assert AcceleratorState().dynamo_plugin.backend.value == "EAGER"
+
+
+def test_after_a_reset_nothing_is_prepared_until_there_is_an_accelerator_again() -> None:
+    from accelerate.state import AcceleratorState
+
+    for reset in (AcceleratorState._reset_state, lambda: Accelerator(cpu=True).state._reset_state()):
+        accelerator = Accelerator(cpu=True)
+        reset()
+        with pytest.raises(AttributeError, match=r"This happens if `AcceleratorState\._reset_state\(\)` was called"):
+            accelerator.prepare(torch.nn.Linear(1, 1))
+        Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))
+
+
+def test_debug_is_one_for_all_states() -> None:
+    import accelerate
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.debug = True
+    assert accelerate.PartialState().debug and accelerate.state.AcceleratorState().debug and PartialState().debug
+    PartialState().debug = False
+    assert not accelerate.PartialState().debug and not accelerator.state.debug
+
+
+def test_a_state_says_what_it_is() -> None:
+    shown = str(Accelerator(cpu=True, mixed_precision="bf16").state)
+    assert shown.startswith("Distributed environment: FSDP\nNum processes: 1\nProcess index: 0")
+    assert shown.endswith("Device: cpu\n\nMixed precision type: bf16\n")
+
+
+def test_trainers_loop_is_what_accelerates_gradient_state_shows(tmp_path: Path) -> None:
+    import accelerate
+    from transformers import TrainingArguments
+
+    from fullshard.integrations.transformers import Trainer
+
+    trainer = Trainer(torch.nn.Linear(1, 1), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    theirs = accelerate.state.GradientState()
+    trainer.accelerator.gradient_state._set_sync_gradients(False)
+    assert not theirs.sync_gradients and not trainer.accelerator.state.gradient_state.sync_gradients

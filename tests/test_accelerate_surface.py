@@ -377,17 +377,3 @@ def test_a_state_dict_type_may_be_torchs_enumeration(tmp_path: Path) -> None:
     assert not (tmp_path / "sharded" / "model").exists()
     with pytest.raises(ConfigError, match="strict=False"):
         accelerator.load_state(tmp_path / "sharded", strict=False)
-
-
-@pytest.mark.parametrize("way", ["joined", "configured"])
-def test_uneven_batches_are_refused_on_several_ranks(way: str) -> None:
-    assert run_ranks(_uneven, 2, way) == ["even_batches=False would give some ranks fewer steps"] * 2
-
-
-def _uneven(way: str) -> str:
-    config = accelerate.utils.DataLoaderConfiguration(even_batches=way == "joined")
-    with pytest.raises(ConfigError) as refusal:
-        accelerator = Accelerator(cpu=True, dataloader_config=config)
-        with accelerator.join_uneven_inputs([], even_batches=None), accelerator.join_uneven_inputs([], False):
-            pass
-    return str(refusal.value).split(",")[0]

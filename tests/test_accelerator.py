@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fullshard
 from fullshard.api import Accelerator, DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-from fullshard.api.options import Handlers, check_data_loader_configuration
+from fullshard.api.options import Handlers
 from fullshard.config.schema import ShardingConfig
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.engine import FSDPModule
@@ -58,14 +58,6 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Accelerator(**arguments)
-
-
-def test_data_loader_settings_that_would_hang_are_refused() -> None:
-    with pytest.raises(ConfigError, match="dispatch_batches"):
-        check_data_loader_configuration(SimpleNamespace(dispatch_batches=True), 2)
-    with pytest.raises(ConfigError, match="even_batches=False"):
-        check_data_loader_configuration(SimpleNamespace(even_batches=False), 2)
-    check_data_loader_configuration(SimpleNamespace(even_batches=False), 1)
 
 
 def test_accelerates_own_option_classes_serve() -> None:

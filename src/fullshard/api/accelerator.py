@@ -20,28 +20,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fullshard.api import collectives, saving
+from fullshard import checkpoint
+from fullshard.api import saving
 from fullshard.api.accelerates import is_accelerates, own_plugin
 from fullshard.api.accelerator_state import AcceleratorState
-from fullshard.api.checkpointing import Checkpointing
 from fullshard.api.configure import run_config
-from fullshard.api.data import ShardedDataLoader, skip_first_batches
+from fullshard.api.loaders import Loaders
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.options import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     Handlers,
     ProjectConfiguration,
-    check_data_loader_configuration,
 )
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.refused import METHODS, refuse_arguments
@@ -68,7 +65,7 @@ if TYPE_CHECKING:
 _RNG_TYPES = {"generator", "torch", "cuda"}
 
 
-class Accelerator(Checkpointing):
+class Accelerator(Loaders):
     """Trains a script's models sharded, on any number of ranks.
 
     Args:
@@ -98,6 +95,8 @@ class Accelerator(Checkpointing):
     Raises:
         ConfigError: a setting that is wrong or not supported.
     """
+
+    _gradient_state_class = GradientState
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class Accelerator(Checkpointing):
         timeout_seconds = handlers.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=timeout_seconds),
-            GradientState(
+            self._gradient_state_class(
                 accumulation.num_steps,
                 accumulation.sync_with_dataloader,
                 accumulation.adjust_scheduler,
@@ -170,23 +169,31 @@ class Accelerator(Checkpointing):
             self._say(note)
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        check_data_loader_configuration(self.dataloader_config, self.num_processes)
         self.rng_types = _check_rng_types(rng_types)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None:
             self.project_configuration.project_dir = local_name(project_dir)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_once = step_scheduler_once
-        self.scaler = (
-            torch.amp.GradScaler(self.device.type, **handlers.scaler) if self.mixed_precision == "fp16" else None
-        )
-        self._said_schedule = False
+        self.scaler = self._make_scaler()
         self._plan_watch = self._watch_plan() if self._config.training.check_plan else None
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that do not exist.
         reason = f" ({METHODS[name]})" if name in METHODS else ""
         raise AttributeError(f"fullshard's Accelerator has no {name!r}{reason}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A function given to `datasets.map`, or a collate function of a worker, may hold it. Its settings and its place
+        # in the job go along; what was prepared stays: a sharded model means nothing in another process.
+        fields = vars(self) | self._nothing_prepared()
+        return fields | {"_plan_watch": None, "_saver": None, "scaler": None}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        vars(self).update(fields)
+        self.gradient_state = self.state.gradient_state or self.gradient_state
+        self._saver = checkpoint.AsyncSaver()
+        self.scaler = self._make_scaler()
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -208,6 +215,7 @@ class Accelerator(Checkpointing):
         placement = device_placement or [self.device_placement] * len(objects)
         if len(placement) != len(objects):
             raise ConfigError(f"device_placement has {len(placement)} entries for {len(objects)} objects")
+        self.state.check_current()
         prepared = list(objects)
         # Models first: an optimizer is re-pointed to what they become. Then optimizers, on which schedulers depend.
         for index, value in enumerate(objects):
@@ -296,44 +304,11 @@ class Accelerator(Checkpointing):
             steps=1 if self.step_scheduler_once or self.dataloader_config.split_batches else self.num_processes,
         )
         self._schedulers.append(prepared)
-        if prepared.steps > 1 and self.step_scheduler_with_optimizer and not self._said_schedule:
-            self._said_schedule = True
-            self._say(
+        if prepared.steps > 1 and self.step_scheduler_with_optimizer:
+            self._say_once(
                 f"schedulers step {prepared.steps} times per optimizer step, once for each rank, as Accelerate's do: "
                 "the length of a schedule is that of the loader before prepare() (step_scheduler_once=True steps once)"
             )
-        return prepared
-
-    def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> ShardedDataLoader:
-        """Divide a data loader over the ranks.
-
-        Args:
-            data_loader: the loader.
-            device_placement: whether batches go to the device; None: as the Accelerator does.
-            slice_fn_for_dispatch: must be None: every rank reads its own batches.
-
-        Raises:
-            ConfigError, DataError: see `ShardedDataLoader`.
-        """
-        if slice_fn_for_dispatch is not None:
-            raise ConfigError("slice_fn_for_dispatch is for dispatch_batches, which is not supported")
-        if isinstance(data_loader, ShardedDataLoader):
-            return data_loader
-        places = self.device_placement if device_placement is None else device_placement
-        prepared = ShardedDataLoader(
-            data_loader,
-            rank=self.process_index,
-            world_size=self.num_processes,
-            device=self.device if places else None,
-            split_batches=self.dataloader_config.split_batches,
-            data_seed=self.dataloader_config.data_seed,
-            non_blocking=self.dataloader_config.non_blocking,
-            gradient_state=self.gradient_state,
-            synchronize=self._synchronize_rng,
-        )
-        self._dataloaders.append(prepared)
         return prepared
 
     # -- a training step ----------------------------------------------------------------------------------------
@@ -363,20 +338,6 @@ class Accelerator(Checkpointing):
         """Have backward reduce gradients inside, although a `no_sync` is around it."""
         with with_sync(model) if is_sharded(model) else contextlib.nullcontext():
             yield
-
-    @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Nothing: every prepared loader has the same number of steps on all ranks.
-
-        Args:
-            joinables: models and optimizers.
-            even_batches: must not be False.
-
-        Raises:
-            ConfigError: batches are to be uneven.
-        """
-        check_data_loader_configuration(SimpleNamespace(even_batches=even_batches is not False), self.num_processes)
-        yield
 
     @contextlib.contextmanager
     def maybe_context_parallel(
@@ -460,13 +421,9 @@ class Accelerator(Checkpointing):
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """A loader without its first batches; see `skip_first_batches`."""
-        return skip_first_batches(dataloader, num_batches)
-
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared. Returns one None per object, to overwrite the caller's references with."""
-        self._models, self._optimizers, self._schedulers, self._dataloaders = [], [], [], []
+        vars(self).update(self._nothing_prepared())
         self.step = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -483,6 +440,11 @@ class Accelerator(Checkpointing):
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _make_scaler(self) -> torch.amp.GradScaler | None:
+        return (
+            torch.amp.GradScaler(self.device.type, **self.handlers.scaler) if self.mixed_precision == "fp16" else None
+        )
+
     def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Have it step there if that is wanted and it holds something sharded by now."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -495,10 +457,6 @@ class Accelerator(Checkpointing):
                 "gradients cannot be clipped: training.step_in_backward uses each of them up within backward",
                 hint="leave clipping out of the script, or step_in_backward out of the configuration",
             )
-
-    def _say(self, message: str) -> None:
-        if self.is_main_process:
-            print(f"fullshard: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- start-up lines, once
 
     def _watch_plan(self) -> PlanWatch:
         from fullshard.api.plan_check import PlanWatch  # the planner is not imported where nothing is planned
@@ -515,12 +473,6 @@ class Accelerator(Checkpointing):
     def _check_plans(self) -> None:
         if self._plan_watch is not None:
             self._plan_watch.watch(self._models, [optimizer.optimizer for optimizer in self._optimizers])
-
-    def _synchronize_rng(self) -> None:
-        if "torch" in self.rng_types:
-            torch.set_rng_state(collectives.broadcast_object(torch.get_rng_state()))
-        if "cuda" in self.rng_types and self.device.type == "cuda":
-            torch.cuda.set_rng_state(collectives.broadcast_object(torch.cuda.get_rng_state(self.device)), self.device)
 
 
 def _check_precision(mode: str, device: torch.device) -> None:

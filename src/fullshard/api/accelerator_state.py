@@ -27,6 +27,9 @@ from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS
 _TOLD: list[PartialState] = []
 """The state that was made last, for when Accelerate is imported after it."""
 
+_DEBUG = [os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "y", "on", "t")]
+"""One for the process, like Accelerate's."""
+
 
 class PartialState(Processes):
     """This process's place in the job, under Accelerate's names. The first one made joins the job.
@@ -47,9 +50,22 @@ class PartialState(Processes):
             device = "cpu" if cpu else "auto" if config is None else config.launch.device
             seconds = DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout.total_seconds()
             super().__init__(ProcessState.start(device=device, timeout_seconds=seconds))
-        self.debug = _flag("ACCELERATE_DEBUG_MODE")
         if not _TOLD:
             self.tell_accelerate()
+
+    @property
+    def debug(self) -> bool:
+        """Whether Accelerate's collectives compare what the ranks bring; fullshard's always do."""
+        return _DEBUG[0]
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        _DEBUG[0] = debug
+        module = sys.modules.get("accelerate.state")
+        if module is not None:
+            for state in (module.PartialState, module.AcceleratorState):
+                if state._shared_state:
+                    state._shared_state["debug"] = debug
 
     @property
     def backend(self) -> str | None:
@@ -73,6 +89,13 @@ class PartialState(Processes):
 
     def set_device(self) -> None:
         """Nothing: the device was taken when the job was joined."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}{f'  Backend: {self.backend}' if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave a process group; None: the default one."""
@@ -122,11 +145,39 @@ class AcceleratorState(PartialState):
     ) -> None:
         Processes.__init__(self, process)
         self.gradient_state = gradient_state
-        self.debug = _flag("ACCELERATE_DEBUG_MODE")
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
         self.dynamo_backend = dynamo_backend
         self.parallelism_config = parallelism_config
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+
+    def __reduce__(self) -> Any:
+        # The state is the process's: a copy is that of the process it comes to.
+        return _arrived, (dict(vars(self)),)
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget the state, as Accelerate's tests have it done between two Accelerators."""
+        module = sys.modules.get("accelerate.state")
+        if module is not None:
+            module.AcceleratorState._reset_state(reset_partial_state)
+        _TOLD.clear()
+
+    def check_current(self) -> None:
+        """Refuse to go on after a reset, when Accelerate's helpers would see one process.
+
+        Raises:
+            AttributeError: Accelerate's state was reset, and no Accelerator was made since. Its own error.
+        """
+        module = sys.modules.get("accelerate.state")
+        if not _TOLD or (module is not None and not module.AcceleratorState._shared_state):
+            raise AttributeError(
+                "`AcceleratorState` object has no attribute `distributed_type`. This happens if "
+                "`AcceleratorState._reset_state()` was called and an `Accelerator` or `PartialState` was not "
+                "reinitialized."
+            )
 
     @property
     def dynamo_plugin(self) -> Any:
@@ -134,8 +185,19 @@ class AcceleratorState(PartialState):
         return _dynamo_plugin(self.dynamo_backend)
 
 
+def _arrived(fields: dict[str, Any]) -> AcceleratorState:
+    """The state of a pickled Accelerator, where it is unpickled."""
+    if _TOLD and isinstance(_TOLD[0], AcceleratorState):
+        return _TOLD[0]
+    state = AcceleratorState.__new__(AcceleratorState)  # of a process that joins no job, such as a loader's worker
+    vars(state).update(fields)
+    return state
+
+
 def _tell(module: ModuleType) -> None:
     """Write the state where the instances of Accelerate's two classes, made or to be made, all look."""
+    if not _TOLD:  # it was reset before Accelerate was imported
+        return
     state = _TOLD[0]
     # Without a process group its collectives must do nothing.
     kind = "FSDP" if dist.is_initialized() else "NO"

@@ -34,18 +34,23 @@ class Checkpointing(Facts):
 
     fsdp_plugin: Any
     scaler: Any
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+    _schedulers: list[AcceleratedScheduler]
+    _dataloaders: list[ShardedDataLoader]
 
     def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
         super().__init__(process, gradient_state)
         self.step = 0
-        self._models: list[nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[ShardedDataLoader] = []
+        vars(self).update(self._nothing_prepared())
         self._custom_objects: list[Any] = []
         self._saver = checkpoint.AsyncSaver()
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+
+    @staticmethod
+    def _nothing_prepared() -> dict[str, Any]:
+        return {"_models": [], "_optimizers": [], "_schedulers": [], "_dataloaders": []}
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have `save_state` and `load_state` include objects with `state_dict()` and `load_state_dict()`."""

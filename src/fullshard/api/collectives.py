@@ -74,6 +74,16 @@ def broadcast_object(value: T) -> T:
     return box[0]
 
 
+def scatter_objects(values: list[T] | None) -> T:
+    """Of rank 0's `values`, one for each rank, this rank's. The others give None."""
+    if world_size() == 1:
+        assert values is not None  # noqa: S101 -- this is rank 0
+        return values[0]
+    box: list[Any] = [None]
+    dist.scatter_object_list(box, values, src=0)
+    return cast("T", box[0])
+
+
 def all_gather_object(value: T) -> list[T]:
     """Every rank's `value`, in rank order."""
     if world_size() == 1:

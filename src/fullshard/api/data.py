@@ -8,6 +8,7 @@ order depends on a seed and the epoch alone, never on the number of ranks, so a 
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -19,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fullshard.api.collectives import broadcast_object, send_to_device
 from fullshard.api.dealing import Deal
+from fullshard.api.dispatching import dispatched
 from fullshard.api.state import GradientState
 from fullshard.core.errors import ConfigError, DataError
 
@@ -33,9 +35,10 @@ class ShardedDataLoader(DataLoader[Any]):
     """This rank's part of a data loader.
 
     Every step deals `batch_size` samples to each rank (or `batch_size` samples over all ranks with `split_batches`).
-    An incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it;
-    `remainder` tells how many of its samples are real. Samplers with a `generator` (so all of torch's) are seeded with
-    seed + epoch; the order of any other sampler is rank 0's. The epoch advances after each complete iteration.
+    An incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it or is told
+    to leave it uneven; `remainder` tells how many of its samples are real. Samplers with a `generator` (so all of
+    torch's) are seeded with seed + epoch; the order of any other sampler is rank 0's. The epoch advances after each
+    complete iteration.
 
     Args:
         loader: the loader to divide.
@@ -47,6 +50,10 @@ class ShardedDataLoader(DataLoader[Any]):
         non_blocking: copy to the device without waiting (pays off with pinned memory).
         gradient_state: told where in the epoch the loop is.
         synchronize: called at the start of every epoch, on all ranks.
+        even_batches: fill up an incomplete last step, so that all ranks have as many batches of the same size. It can
+            be changed at any time, as `loader.batch_sampler.even_batches`. Iterable datasets are always even.
+        dispatch_batches: rank 0 reads the batches of all ranks and sends each its own.
+        on_uneven: called at the start of an epoch in which some ranks have more batches than others.
 
     Raises:
         ConfigError: `split_batches` with a batch size that is not a multiple of the world size, or with batches of the
@@ -66,9 +73,14 @@ class ShardedDataLoader(DataLoader[Any]):
         non_blocking: bool = False,
         gradient_state: GradientState | None = None,
         synchronize: Callable[[], None] | None = None,
+        even_batches: bool = True,
+        dispatch_batches: bool = False,
+        on_uneven: Callable[[], None] | None = None,
     ) -> None:
         _refuse_sharded(loader, world_size)
         share = _Share.of(loader, rank, world_size, split_batches)
+        share.deal.for_all = dispatch_batches and world_size > 1
+        share.deal.even = even_batches or share.is_always_even
         inherited = {name: getattr(loader, name) for name in _INHERITED if hasattr(loader, name)}
         super().__init__(**share.arguments(loader), **inherited)
         self.share = share
@@ -80,6 +92,7 @@ class ShardedDataLoader(DataLoader[Any]):
         self._non_blocking = non_blocking
         self._gradient_state = gradient_state or GradientState()
         self._synchronize = synchronize
+        self._on_uneven = on_uneven
         self._skip_each = 0
         self._start = 0
         self._consumed = 0
@@ -111,21 +124,26 @@ class ShardedDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._synchronize is not None:
             self._synchronize()
+        if self._on_uneven is not None and not self.share.deal.even and self._is_uneven():
+            self._on_uneven()
         skip, self._start = self._start + self._skip_each * self.total_batch_size, 0
         discard = self.share.start_epoch(self._seed, self.epoch, skip)
-        iterator = iter(super().__iter__())
+        deal = self.share.deal
+        if deal.for_all:
+            read = functools.partial(self._read, discard * deal.world_size)
+            iterator = dispatched(read, self.share.last_real, deal.rank, deal.world_size)
+        else:
+            iterator = self._read(discard)
         self._consumed = skip
         self._gradient_state.enter_loader(self)
         try:
-            for _ in range(discard):
-                next(iterator, _END)
-            following = next(iterator, _END)
+            following: Any = next(iterator, _END)
             while following is not _END:
-                batch, real = self.share.unpack(following)
+                batch, real = following
                 following = next(iterator, _END)
                 self.end_of_dataloader = following is _END
                 real = self.share.last_real() if self.end_of_dataloader and real is None else real
-                self.remainder = real if real != self.total_batch_size else None
+                self.remainder = real if deal.even and real != self.total_batch_size else None
                 self._consumed += self.total_batch_size
                 yield batch if self._target is None else send_to_device(batch, self._target, self._non_blocking)
             self._epoch[0] += 1
@@ -133,6 +151,20 @@ class ShardedDataLoader(DataLoader[Any]):
         finally:
             self.end_of_dataloader, self.remainder = False, None
             self._gradient_state.leave_loader(self)
+
+    def _is_uneven(self) -> bool:
+        try:
+            return self.share.deal.is_uneven(self.share.length())
+        except TypeError:  # a sampler without a length, which rank 0 alone reads
+            return False
+
+    def _read(self, discard: int) -> Iterator[tuple[Any, int | None]]:
+        """What the loader itself gives, after the first `discard` batches; with the real items if a batch has them."""
+        batches = iter(super().__iter__())
+        for _ in range(discard):
+            next(batches, _END)
+        for batch in batches:
+            yield self.share.unpack(batch)
 
     def state_dict(self) -> dict[str, int]:
         """Position of the loop: seed, epoch and items used. Valid at any number of ranks."""
@@ -172,7 +204,10 @@ class _Share:
 
     Attributes:
         deal: how the order is dealt.
+        is_always_even: it cannot be dealt unevenly.
     """
+
+    is_always_even = False
 
     def __init__(self, deal: Deal, order: Iterable[Any], *, of_batches: bool, as_sampler: bool) -> None:
         self.deal = deal
@@ -234,6 +269,15 @@ class _DealtSampler(Sampler[Any]):
         self._next = (0, 0, 0)
         self.last_real: int | None = None
 
+    @property
+    def even_batches(self) -> bool:
+        """Whether an incomplete last step is filled up, under Accelerate's name; scripts set it."""
+        return self._deal.even
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self._deal.even = even_batches
+
     def prepare(self, seed: int, epoch: int, skip: int) -> None:
         self._next = (seed, epoch, skip)
         self.last_real = None
@@ -244,7 +288,8 @@ class _DealtSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # Read now and not at the first `next`: another iteration may be prepared in between.
         seed, epoch, skip = self._next
-        return self._shares(_agreed_order(self._order, seed, epoch, self._deal.world_size), skip)
+        readers = 1 if self._deal.for_all else self._deal.world_size
+        return self._shares(_agreed_order(self._order, seed, epoch, readers), skip)
 
     def _shares(self, order: Iterable[Any], skip: int) -> Iterator[Any]:
         for share, real in self._deal.shares(order, skip=skip):
@@ -252,8 +297,8 @@ class _DealtSampler(Sampler[Any]):
             yield share[0] if self._single else share
 
 
-def _agreed_order(order: Iterable[Any], seed: int, epoch: int, world_size: int) -> Iterable[Any]:
-    """The order of one epoch, the same on every rank and after a restart."""
+def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> Iterable[Any]:
+    """The order of one epoch, the same on every rank that reads and after a restart."""
     set_epoch = getattr(order, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -264,16 +309,17 @@ def _agreed_order(order: Iterable[Any], seed: int, epoch: int, world_size: int) 
         cast("Any", seeded).generator = torch.Generator().manual_seed(seed + epoch)
         return seeded
     if not hasattr(order, "__len__"):
-        if world_size > 1:
+        if readers > 1:
             raise DataError(
-                f"cannot agree on the order of {type(order).__name__} over {world_size} ranks: it has no length",
-                hint="give the sampler a __len__ or a `generator` attribute that it draws from",
+                f"cannot agree on the order of {type(order).__name__} over {readers} ranks: it has no length",
+                hint="give the sampler a __len__ or a `generator` attribute that it draws from; or have rank 0 read "
+                "for all ranks, with dispatch_batches",
             )
         return order
     # A sampler of unknown make draws from the global generators: seed them for the time of the draw, and to be safe
     # from anything else that differs between processes let rank 0's order be everybody's.
     drawn = _drawn_under_seed(order, seed + epoch)
-    return broadcast_object(drawn) if world_size > 1 else drawn
+    return broadcast_object(drawn) if readers > 1 else drawn
 
 
 def _drawn_under_seed(order: Iterable[Any], seed: int) -> list[Any]:
@@ -295,6 +341,8 @@ def _drawn_under_seed(order: Iterable[Any], seed: int) -> list[Any]:
 
 class _IterableShare(_Share):
     """One rank's share of an iterable dataset: every rank reads the stream and keeps its part of each round."""
+
+    is_always_even = True
 
     def __init__(self, deal: Deal, loader: DataLoader[Any]) -> None:
         super().__init__(deal, (), of_batches=False, as_sampler=False)

@@ -6,6 +6,8 @@ rank order, are the round:
     order           0 1 2 3 | 4 5 6 7 | 8 9 . .       world size 2, 2 items per rank
     rank 0          0 1     | 4 5     | 8 9
     rank 1              2 3 |     6 7 |     0 1       <- the last round is filled up from the start of the order
+
+Uneven, the last round is dealt as it is: rank 1 would have one step less.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Deal:
     """Which items of each round belong to this rank.
 
@@ -27,12 +29,16 @@ class Deal:
         world_size: number of ranks.
         per_rank: items of a round per rank.
         drop_last: leave out an incomplete last round instead of filling it up.
+        even: fill it up, so that all ranks have as many shares of the same size; scripts change it at any time.
+        for_all: the shares of all ranks, one after the other, instead of this rank's.
     """
 
     rank: int
     world_size: int
     per_rank: int
     drop_last: bool
+    even: bool = True
+    for_all: bool = False
 
     @property
     def round_size(self) -> int:
@@ -40,8 +46,16 @@ class Deal:
         return self.per_rank * self.world_size
 
     def rounds(self, count: int) -> int:
-        """Number of rounds in an order of `count` items; the same on every rank."""
-        return count // self.round_size if self.drop_last else -(-count // self.round_size)
+        """This rank's shares of an order of `count` items: as many on every rank, unless they are uneven."""
+        whole, rest = divmod(count, self.round_size)
+        if self.drop_last or rest == 0:
+            return whole
+        return whole + (self.even or rest > self.rank * self.per_rank)
+
+    def is_uneven(self, count: int) -> bool:
+        """Whether some ranks have more shares of an order of `count` items than others."""
+        rest = count % self.round_size
+        return not self.even and not self.drop_last and 0 < rest <= self.round_size - self.per_rank
 
     def shares(self, items: Iterable[T], *, skip: int = 0) -> Iterator[tuple[list[T], int]]:
         """This rank's share of each round, and how many items of the round (of all ranks) are not repetitions.
@@ -50,7 +64,14 @@ class Deal:
             items: the order, the same on every rank.
             skip: items at the start that were used already.
         """
-        start = slice(self.rank * self.per_rank, (self.rank + 1) * self.per_rank)
+        ranks = range(self.world_size) if self.for_all else (self.rank,)
+        for items_of_all, real in self._rounds(items, skip):
+            for rank in ranks:
+                share = items_of_all[rank * self.per_rank : (rank + 1) * self.per_rank]
+                if share:
+                    yield share, real
+
+    def _rounds(self, items: Iterable[T], skip: int) -> Iterator[tuple[list[T], int]]:
         rest = iter(items)
         first = list(itertools.islice(rest, self.round_size))
         rest = itertools.islice(itertools.chain(first, rest), skip, None)  # skips without a step of Python for each
@@ -58,10 +79,10 @@ class Deal:
         for item in rest:
             current.append(item)
             if len(current) == self.round_size:
-                yield current[start], self.round_size
+                yield current, self.round_size
                 current = []
         if current and not self.drop_last:
             real = len(current)
-            if self.world_size > 1:  # one rank alone has nobody to keep in step with
+            if self.world_size > 1 and self.even:  # one rank alone has nobody to keep in step with
                 current += itertools.islice(itertools.cycle(first), self.round_size - real)
-            yield current[start], real
+            yield current, real

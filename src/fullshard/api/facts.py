@@ -109,12 +109,12 @@ class Facts(Gathering):
 
     @property
     def dispatch_batches(self) -> bool:
-        """Whether rank 0 reads for all; never."""
+        """Whether rank 0 reads for all ranks."""
         return bool(self.dataloader_config.dispatch_batches)
 
     @property
     def even_batches(self) -> bool:
-        """Whether an incomplete last step of an epoch is filled up, so that all ranks have as many steps."""
+        """Whether an incomplete last step of an epoch is filled up, in loaders that are prepared from now on."""
         return bool(self.dataloader_config.even_batches)
 
     @even_batches.setter

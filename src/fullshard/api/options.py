@@ -37,8 +37,10 @@ class DataLoaderConfiguration:
 
     Attributes:
         split_batches: a loader's batch size is that of all ranks together, not of each.
-        dispatch_batches: must not be true: every rank reads its own batches here.
-        even_batches: must not be false: ranks with fewer steps would leave the others waiting.
+        dispatch_batches: rank 0 reads the batches of all ranks and sends each its own. Default: every rank reads its
+            own, of iterable datasets too.
+        even_batches: fill up an incomplete last step, so that all ranks have as many batches. Not filled up they are
+            for `join_uneven_inputs`, or for loops without a sharded model.
         use_seedable_sampler: no choice: samplers are always seeded with seed + epoch.
         data_seed: base seed of shuffling; by default torch's initial seed on rank 0.
         non_blocking: copy batches to the device without waiting.
@@ -218,23 +220,4 @@ def _check_no_hook(handler: Any) -> None:
         raise ConfigError(
             "DistributedDataParallelKwargs.comm_hook: gradients are not reduced by DDP",
             hint="precision.reduce_as = bfloat16 in the launcher's configuration rounds what is sent",
-        )
-
-
-def check_data_loader_configuration(config: Any, world_size: int) -> None:
-    """Refuse what a sharded run cannot honour.
-
-    Raises:
-        ConfigError: dispatching, or uneven batches on several ranks.
-    """
-    if getattr(config, "dispatch_batches", None):
-        raise ConfigError(
-            "dispatch_batches=True: rank 0 reading for all ranks is not supported",
-            hint="leave it out: every rank reads its own part, of iterable datasets too",
-        )
-    if not getattr(config, "even_batches", True) and world_size > 1:
-        raise ConfigError(
-            "even_batches=False would give some ranks fewer steps, and the others would wait for them for ever",
-            hint="leave it out (gather_for_metrics drops the repetitions), or drop the incomplete batch with "
-            "DataLoader(drop_last=True)",
         )

@@ -64,6 +64,10 @@ class GradientState:
         self._dataloader_references_ref: list[weakref.ref[Loader] | None] = [None]
         self._is_xla_gradients_synced = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # No loop goes along with a copy.
+        return {**vars(self), "_dataloader_references_ref": [None]}
+
     @property
     def num_steps(self) -> int:
         """Micro-batches per optimizer step."""

@@ -26,8 +26,6 @@ _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffer
 class TrainerGradientState(GradientState):
     """Where the Trainer's loop is; it counts micro-batches itself and tells which of them ends a step."""
 
-    plugin_kwargs: dict[str, Any] = {"sync_each_batch": True}  # noqa: RUF012 -- read, never written
-
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
 
@@ -46,6 +44,7 @@ class TrainerAccelerator(Accelerator):
 
     parallelism_config = None
     is_fsdp2 = True
+    _gradient_state_class = TrainerGradientState
 
     def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any) -> None:
         _refuse(args)
@@ -63,11 +62,17 @@ class TrainerAccelerator(Accelerator):
             cpu=bool(args.use_cpu),
             dataloader_config=dataloader_config,
             fsdp_plugin=plugin,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(1),  # Trainer divides the loss itself
+            # Trainer divides the loss itself
+            gradient_accumulation_plugin=GradientAccumulationPlugin(1, sync_each_batch=True),
             kwargs_handlers=[InitProcessGroupKwargs(timedelta(seconds=args.ddp_timeout))],
             dynamo_backend=args.torch_compile_backend if args.torch_compile else None,
         )
-        self.gradient_state = TrainerGradientState()
+        if not dataloader_config.even_batches and self.num_processes > 1:
+            raise ConfigError(
+                "accelerator_config: even_batches = False would give some ranks fewer steps, and the others would wait "
+                "for them for ever",
+                hint="leave it out (metrics leave the repetitions out), or set dataloader_drop_last=True",
+            )
         # Trainer makes the optimizer before it has the model sharded, as for Accelerate's version 2.
         plugin.fsdp_version = 2
         self._say_what_has_no_effect(args)

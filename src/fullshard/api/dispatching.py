@@ -1,0 +1,80 @@
+"""Rank 0 reads the batches of all ranks and sends each rank its own; the others never touch the dataset.
+
+Every rank gets the batches that it would have read itself: collated alone, so that they may differ in shape. Rank 0 is
+one step ahead, because a rank must be told that a batch is its last together with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.api.collectives import scatter_objects
+from fullshard.core.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What rank 0 sends to one rank for one step.
+
+    Attributes:
+        batches: the batch and the real items of its round if it knows them, in a list; empty if there is none for it.
+        is_last: nothing comes after it.
+        real: the real items of the last round, with the last batch; else None.
+        error: why rank 0 could not read; None: it could.
+    """
+
+    batches: list[tuple[Any, int | None]]
+    is_last: bool
+    real: int | None = None
+    error: str | None = None
+
+
+def dispatched(
+    read: Callable[[], Iterator[tuple[Any, int | None]]],
+    last_real: Callable[[], int | None],
+    rank: int,
+    world_size: int,
+) -> Iterator[tuple[Any, int | None]]:
+    """This rank's batches, and the real items of the round where rank 0 knows them. A collective at each.
+
+    Args:
+        read: begins to read on rank 0, the batches of one step one rank after the other; called there only.
+        last_real: the real items of the last round, once everything was read.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Raises:
+        DataError: on the other ranks, if reading fails on rank 0, which raises what it was.
+    """
+    parcels = _parcels(read, last_real, world_size) if rank == 0 else itertools.repeat(None)
+    for parcel_of_each in parcels:
+        parcel = scatter_objects(parcel_of_each)
+        if parcel.error is not None:
+            raise DataError(
+                f"rank 0, which reads for all ranks (dispatch_batches), could not: {parcel.error}",
+                hint="see the error of rank 0",
+            )
+        for batch, real in parcel.batches:
+            yield batch, real if parcel.real is None else parcel.real
+        if parcel.is_last:
+            return
+
+
+def _parcels(
+    read: Callable[[], Iterator[tuple[Any, int | None]]], last_real: Callable[[], int | None], world_size: int
+) -> Iterator[list[Parcel]]:
+    try:
+        batches = read()
+        following = list(itertools.islice(batches, world_size))
+        is_last = False
+        while not is_last:
+            current, following = following, list(itertools.islice(batches, world_size))
+            is_last = not following
+            real = last_real() if is_last else None
+            yield [Parcel(current[rank : rank + 1], is_last, real) for rank in range(world_size)]
+    except Exception as error:
+        scatter_objects([Parcel([], True, error=f"{type(error).__name__}: {error}")] * world_size)
+        raise

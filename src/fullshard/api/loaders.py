@@ -1,0 +1,165 @@
+"""Data loaders of the Accelerator: how they are divided over the ranks, and loops over them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fullshard.api import collectives
+from fullshard.api.checkpointing import Checkpointing
+from fullshard.api.data import ShardedDataLoader, skip_first_batches
+from fullshard.api.dealing import Deal
+from fullshard.api.sharding import is_sharded
+from fullshard.api.state import GradientState, ProcessState
+from fullshard.core.errors import ConfigError
+
+_EVEN_ANYWAY = (
+    "even_batches=False is only supported for map-style datasets: an iterable one is divided into as many batches of "
+    "the same size for every rank"
+)
+
+
+class Loaders(Checkpointing):
+    """The part of the Accelerator that prepares data loaders.
+
+    Args:
+        process: this process's place in the job.
+        gradient_state: knows the loop.
+    """
+
+    device_placement: bool
+    rng_types: set[str]
+
+    def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
+        super().__init__(process, gradient_state)
+        self._is_joined = False
+        self._said: set[str] = set()
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> ShardedDataLoader:
+        """Divide a data loader over the ranks.
+
+        Args:
+            data_loader: the loader.
+            device_placement: whether batches go to the device; None: as the Accelerator does.
+            slice_fn_for_dispatch: must be None: with `dispatch_batches`, too, batches are made for each rank alone.
+
+        Raises:
+            ConfigError, DataError: see `ShardedDataLoader`.
+        """
+        if slice_fn_for_dispatch is not None:
+            raise ConfigError(
+                "slice_fn_for_dispatch is not supported: no batch is cut into slices",
+                hint="leave it out: rank 0 collates a batch for each rank",
+            )
+        if isinstance(data_loader, ShardedDataLoader):
+            return data_loader
+        config = self.dataloader_config
+        self._say_order(data_loader)
+        places = self.device_placement if device_placement is None else device_placement
+        prepared = ShardedDataLoader(
+            data_loader,
+            rank=self.process_index,
+            world_size=self.num_processes,
+            device=self.device if places else None,
+            split_batches=config.split_batches,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            gradient_state=self.gradient_state,
+            synchronize=self._synchronize_rng,
+            even_batches=config.even_batches,
+            dispatch_batches=bool(config.dispatch_batches),
+            on_uneven=self._note_uneven,
+        )
+        if not config.even_batches and prepared.share.is_always_even:
+            warnings.warn(_EVEN_ANYWAY, stacklevel=2)
+        self._dataloaders.append(prepared)
+        return prepared
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Loaders that are iterated inside may be told not to fill up their last step.
+
+        Inside it is an error if some ranks have more batches than others: a sharded model runs on all ranks or on none.
+
+        Args:
+            joinables: models and optimizers.
+            even_batches: what the prepared loaders do with an incomplete last step inside; None: as they do.
+
+        Raises:
+            ConfigError: a loop inside has more batches on some ranks than on others.
+        """
+        if not any(isinstance(one, nn.Module) and is_sharded(one) for one in joinables):
+            names = ", ".join(type(one).__name__ for one in joinables)
+            warnings.warn(
+                f"join_uneven_inputs has no effect on {names}: as in Accelerate, joining is only supported for "
+                "multi-GPU (or multi-CPU) training, of models that were prepared",
+                stacklevel=3,
+            )
+        changed: list[tuple[Deal, bool]] = []
+        for loader in self._dataloaders if even_batches is not None else ():
+            if loader.share.is_always_even:
+                if not even_batches:
+                    warnings.warn(_EVEN_ANYWAY, stacklevel=3)
+            else:
+                changed.append((loader.share.deal, loader.share.deal.even))
+                loader.share.deal.even = bool(even_batches)
+        before, self._is_joined = self._is_joined, True
+        try:
+            yield
+        finally:
+            self._is_joined = before
+            for deal, even in changed:
+                deal.even = even
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """A loader without its first batches; see `skip_first_batches`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def _say(self, message: str) -> None:
+        if self.is_main_process:
+            print(f"fullshard: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- start-up lines, once
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._say(message)
+
+    def _say_order(self, loader: DataLoader[Any]) -> None:
+        """Seeded samplers are no choice; say so where one was chosen."""
+        sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
+        if not self.dataloader_config.use_seedable_sampler and hasattr(sampler, "generator"):
+            self._say_once(
+                "use_seedable_sampler=False has no effect: the order of samples follows from seed and epoch, "
+                "whatever was drawn before"
+            )
+
+    def _note_uneven(self) -> None:
+        if not self._models:
+            return
+        found = f"rank {self.process_index}: even_batches=False gives some ranks more batches in this epoch than others"
+        hint = (
+            "leave even_batches as it is (gather_for_metrics drops the repetitions), or drop the incomplete step with "
+            "DataLoader(drop_last=True)"
+        )
+        if self._is_joined:
+            raise ConfigError(f"{found}, and a sharded model runs on all ranks or on none", hint=hint)
+        warnings.warn(
+            f"{found}; if a prepared model runs in this loop, they will wait for the others until the time-out. "
+            f"Hint: {hint}",
+            stacklevel=3,
+        )
+
+    def _synchronize_rng(self) -> None:
+        if "torch" in self.rng_types:
+            torch.set_rng_state(collectives.broadcast_object(torch.get_rng_state()))
+        if "cuda" in self.rng_types and self.device.type == "cuda":
+            torch.cuda.set_rng_state(collectives.broadcast_object(torch.cuda.get_rng_state(self.device)), self.device)

@@ -1,0 +1,216 @@
+"""Loops over prepared loaders on several ranks: rank 0 reads for all, and steps that are not filled up.
+
+pytest tests/test_loops.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from fullshard.api import Accelerator, DataLoaderConfiguration
+from fullshard.api.data import ShardedDataLoader
+from fullshard.core.errors import ConfigError, DataError
+from tests.distributed import run_ranks
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class Unseen(Dataset[int]):
+    """May only be read on rank 0."""
+
+    def __init__(self, rank: int, fails_at: int = -1) -> None:
+        self.rank, self.fails_at = rank, fails_at
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        assert self.rank == 0
+        if index == self.fails_at:
+            raise OSError("the disk is gone")
+        return index
+
+
+class WithoutLength(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+def accelerator(**loader: Any) -> Accelerator:
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**loader))
+
+
+def numbers(count: int) -> Any:
+    """A dataset of them."""
+    return range(count)
+
+
+def lengths(samples: list[int]) -> torch.Tensor:
+    """Collates to what differs in shape from batch to batch."""
+    return torch.tensor([*samples, *[-1] * max(samples)])
+
+
+def _epochs(kind: str, count: int, how: dict[str, Any]) -> Any:
+    made = accelerator(**how)
+    warnings.simplefilter("ignore")  # of streams, which are always even
+    data: Any = Stream(count) if kind == "stream" else list(range(count))
+    loader = made.prepare(
+        DataLoader(data, batch_size=4, shuffle=kind == "shuffled", collate_fn=lengths if kind == "ragged" else None)
+    )
+    seen = [(batch.tolist(), loader.end_of_dataloader, loader.remainder) for _ in range(2) for batch in loader]
+    return seen, len(loader) if kind != "stream" else 0
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stream", "ragged"])
+@pytest.mark.parametrize("how", [{}, {"split_batches": True}, {"even_batches": False}], ids=str)
+def test_what_rank_0_reads_for_all_is_what_each_would_have_read(kind: str, how: dict[str, Any]) -> None:
+    for count in (1, 9, 16):
+        alone = run_ranks(_epochs, 2, kind, count, how)
+        assert run_ranks(_epochs, 2, kind, count, {**how, "dispatch_batches": True}) == alone
+
+
+def _only_rank_0_reads(fails_at: int) -> Any:
+    made = accelerator(dispatch_batches=True)
+    loader = made.prepare(DataLoader(Unseen(made.process_index, fails_at), batch_size=2))
+    try:
+        return [batch.tolist() for batch in loader]
+    except (OSError, DataError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_only_rank_0_touches_the_dataset() -> None:
+    assert run_ranks(_only_rank_0_reads, 2, -1) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+
+
+def test_a_failure_of_rank_0_reaches_all() -> None:
+    first, second = run_ranks(_only_rank_0_reads, 2, 5)
+    assert first == "OSError: the disk is gone"
+    assert second.startswith("DataError: rank 0, which reads for all ranks (dispatch_batches), could not: OSError")
+
+
+def _without_length() -> Any:
+    loader = accelerator(dispatch_batches=True).prepare(DataLoader(numbers(9), batch_size=2, sampler=WithoutLength()))
+    return [batch.tolist() for batch in loader]
+
+
+def test_a_sampler_without_a_length_can_be_read_by_rank_0_for_all() -> None:
+    assert run_ranks(_without_length, 2) == [[[0, 1], [4, 5], [8, 0]], [[2, 3], [6, 7], [1, 2]]]
+
+
+def _position(dispatch: bool) -> Any:
+    loader = accelerator(dispatch_batches=dispatch).prepare(DataLoader(numbers(32), batch_size=4, shuffle=True))
+    begun = [batch.tolist() for batch in itertools.islice(loader, 2)]
+    loader.load_state_dict({**loader.state_dict()})
+    return begun, [batch.tolist() for batch in loader]
+
+
+def test_a_position_is_the_same_whoever_reads() -> None:
+    assert run_ranks(_position, 2, True) == run_ranks(_position, 2, False)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 16, 21, 24])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("split_batches", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_uneven_batches_are_accelerates(count: int, drop_last: bool, split_batches: bool, world_size: int) -> None:
+    accelerate_data = pytest.importorskip("accelerate.data_loader")
+    loader = DataLoader(numbers(count), batch_size=4 * (world_size if split_batches else 1), drop_last=drop_last)
+    for rank in range(world_size):
+        theirs = accelerate_data.prepare_data_loader(
+            loader, torch.device("cpu"), world_size, rank, split_batches=split_batches, even_batches=False
+        )
+        ours = ShardedDataLoader(
+            loader, rank=rank, world_size=world_size, split_batches=split_batches, even_batches=False
+        )
+        expected = [batch.tolist() for batch in theirs]
+        assert [batch.tolist() for batch in ours] == expected
+        assert len(ours) == len(expected)
+
+
+def test_a_loader_can_be_told_at_any_time() -> None:
+    loader = ShardedDataLoader(DataLoader(numbers(5), batch_size=2), rank=1, world_size=2)
+    sampler: Any = loader.batch_sampler
+    assert len(list(loader)) == 2 and sampler.even_batches
+    sampler.even_batches = False
+    assert len(list(loader)) == len(loader) == 1
+
+
+def _loop(joined: bool, count: int) -> tuple[int, list[str]]:
+    made = accelerator(even_batches=joined)
+    model, loader = made.prepare(nn.Linear(1, 1), DataLoader(numbers(count), batch_size=1))
+    steps = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if joined:
+            with made.join_uneven_inputs([model], even_batches=False):
+                steps = sum(1 for _ in loader)
+        else:
+            steps = sum(1 for _ in loader)
+    assert loader.batch_sampler.even_batches is joined
+    return steps, [str(one.message) for one in caught if one.category is UserWarning]
+
+
+def test_uneven_steps_are_said_before_a_rank_waits_for_another() -> None:
+    first, second = run_ranks(_loop, 2, False, 3)
+    assert (first[0], second[0]) == (2, 1)
+    assert all("gives some ranks more batches in this epoch" in lines[0] for _, lines in (first, second))
+    assert run_ranks(_loop, 2, False, 4) == [(2, []), (2, [])]
+
+
+def _streams_are_even() -> list[str]:
+    made = accelerator(even_batches=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = made.prepare(DataLoader(Stream(3), batch_size=1))
+    assert len(list(loader)) == 2
+    return [str(one.message) for one in caught if one.category is UserWarning]
+
+
+def test_a_stream_cannot_be_uneven() -> None:
+    for (line,) in run_ranks(_streams_are_even, 2):
+        assert "only supported for map-style datasets" in line
+
+
+def test_the_order_that_was_not_asked_for_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    made = accelerator(use_seedable_sampler=False)
+    made.prepare(DataLoader(numbers(4)))
+    assert "use_seedable_sampler" not in capsys.readouterr().err
+    made.prepare(DataLoader(numbers(4), shuffle=True), DataLoader(numbers(5), shuffle=True))
+    assert capsys.readouterr().err.count("use_seedable_sampler=False has no effect") == 1
+
+
+def test_no_batch_is_cut_into_slices() -> None:
+    with pytest.raises(ConfigError, match="slice_fn_for_dispatch is not supported"):
+        accelerator().prepare_data_loader(DataLoader(numbers(4)), slice_fn_for_dispatch=len)
+
+
+def _pickled() -> Any:
+    made = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = made.prepare(model, optimizer, DataLoader(numbers(4)))
+    for _ in loader:
+        copied = pickle.loads(pickle.dumps(made))  # noqa: S301 -- our own
+    assert copied.state is made.state and copied.gradient_state is made.gradient_state
+    assert (copied.num_processes, copied.device, copied.mixed_precision) == (2, made.device, "bf16")
+    copied.prepare(nn.Linear(2, 2))
+    return copied.gather(torch.tensor([made.process_index])).tolist(), len(copied._models), len(made._models)
+
+
+def test_an_accelerator_can_be_pickled_without_what_it_prepared() -> None:
+    assert run_ranks(_pickled, 2) == [([0, 1], 1, 1)] * 2
