@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-gpu lint format bench bench-more bench-gpu clean
+.PHONY: help venv train test test-full test-gpu mutants lint format bench bench-more bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -49,6 +49,10 @@ test-full: $(VENV)/.dev  ## run the default and the slow tests
 
 test-gpu: $(VENV)/.dev  ## run the tests that need an accelerator
 	$(PYTEST) -m gpu $(ARGS)
+
+mutants: $(VENV)/.dev  ## change critical code, one place at a time, and see whether the default tests notice
+	$(BIN)/python -m tests.mutants --measure
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(VENV)/.dev  ## check style, types and layers
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import atexit
 import os
 import queue
 import random
+import sys
 import tempfile
 import time
 import traceback
@@ -54,6 +55,8 @@ def _serve(tasks: Any, results: Any) -> None:
             outcome = (rank, False, traceback.format_exc())
         if dist.is_initialized():  # before the caller removes the store's file, or torch ends the process
             dist.destroy_process_group()
+        if coverage := sys.modules.get("coverage"):  # in its own process only; this one will be killed
+            coverage.Coverage.current().save()
         results.put(outcome)
         del outcome
 

@@ -1,0 +1,1 @@
+"""Changes lines of critical code, one at a time, and looks whether the default tests notice."""

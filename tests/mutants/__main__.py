@@ -1,0 +1,179 @@
+"""Changes critical code in a sample of places and runs, for each, the default tests that reach it.
+
+    python -m tests.mutants --measure            first: which tests reach which line (as long as the default tests)
+    python -m tests.mutants [--count 300]        the sample, into the record and the page made from it
+    python -m tests.mutants --only engine/unit   all of one file, printed only
+    python -m tests.mutants --page               the page alone
+
+Each change is made in a copy of the repository. What the record has already is not run again: delete the record, or
+take another seed, for a new sample. `equivalent.json` says why a survivor is no defect of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.mutants.reached import FOLDER, Reached, environment_of, measure
+from tests.mutants.sites import Mutant, mutants
+
+TARGETS = ("engine/*", "comm/*", "core/*", "checkpoint/storage", "checkpoint/load", "checkpoint/save",
+           "checkpoint/resharding", "plan/memory")  # fmt: skip
+SOURCE = Path("src/fullshard")
+RECORD = Path(__file__).with_name("record.json")
+EQUIVALENT = Path(__file__).with_name("equivalent.json")
+PAGE = Path("docs/mutants.md")
+STAGES = (10.0, 60.0, 600.0)
+"""Tests run in stages, the quickest first; each ends where so many seconds of tests are in it."""
+
+Row = dict[str, Any]
+
+
+def all_mutants() -> list[Mutant]:
+    """Every mutant of the targets, in order."""
+    files = sorted(path for target in TARGETS for path in SOURCE.glob(f"{target}.py"))
+    return [mutant for path in files for mutant in mutants(str(path), path.read_text())]
+
+
+class Laboratory:
+    """A copy of the repository in which one mutant at a time lives."""
+
+    def __init__(self) -> None:
+        self._tree = (FOLDER / "tree").resolve()
+        shutil.rmtree(self._tree, ignore_errors=True)
+        for name in subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split("\n"):
+            if name and Path(name).is_file():
+                (self._tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(name, self._tree / name)
+        self._reached = Reached()
+
+    def examine(self, mutant: Mutant) -> Row:
+        """Run the tests that reach the mutant until one fails."""
+        began = time.monotonic()
+        row: Row = {"mutant": mutant.name, "line": mutant.line, "outcome": "survived", "by": ""}
+        tests = self._reached.tests(mutant)
+        if not tests:
+            return row | {"outcome": "not reached"}
+        source = Path(mutant.file).read_text()
+        copy = self._tree / mutant.file
+        copy.write_text(mutant.apply(source))
+        try:
+            for stage in self._stages(tests):
+                row["by"] = self._run(stage)
+                if row["by"]:
+                    row["outcome"] = "killed"
+                    break
+        finally:
+            copy.write_text(source)
+        return row | {"tests": len(tests), "seconds": round(time.monotonic() - began, 1)}
+
+    def _stages(self, tests: list[str]) -> Iterator[list[str]]:
+        limits = iter(STAGES)
+        limit, taken, stage = next(limits), 0.0, []
+        for test in tests:
+            stage.append(test)
+            taken += self._reached.seconds(test)
+            if taken > limit:
+                yield stage
+                limit, taken, stage = next(limits, float("inf")), 0.0, []
+        if stage:
+            yield stage
+
+    def _run(self, tests: list[str]) -> str:
+        """The test that failed, or what else ended them; empty if all passed."""
+        limit = 120 + 5 * sum(self._reached.seconds(test) for test in tests)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120", *tests]
+        run = subprocess.Popen(
+            command,
+            cwd=self._tree,
+            env=environment_of(self._tree),
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            output, _ = run.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
+            return f"no end after {limit:.0f} s"
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        if failed:
+            return failed[1]
+        return f"pytest ended with {run.returncode}" if run.returncode else ""
+
+
+def page(rows: list[Row], possible: int) -> str:
+    """The page, made from the record."""
+    equivalent: dict[str, str] = json.loads(EQUIVALENT.read_text())
+    left = [row for row in rows if row["outcome"] != "killed"]
+    killed = len(rows) - len(left)
+    explained = sum(row["mutant"] in equivalent for row in left)
+    targets = ", ".join(f"`{target}`" for target in TARGETS)
+    lines = [
+        "# Mutants",
+        "",
+        "A test that does not fail when a line is removed does not test that line. `make mutants` changes critical",
+        "code in a seeded sample of places, one at a time: a statement left out, a condition turned round, another",
+        "comparison, operator or number, a result that is None. For each it runs the default tests that reach the",
+        "place, in whichever process, until one fails.",
+        "",
+        f"Files: {targets}.",
+        "",
+        f"Of {possible:,} such changes {len(rows)} were tried: {killed} killed ({killed / len(rows):.1%}), {len(left)}",
+        f"not, of which {explained} change nothing that anybody could see:",
+        "",
+        "| change | outcome | why it is no defect of the tests |",
+        "|---|---|---|",
+    ]
+    for row in left:
+        change = row["mutant"].removeprefix(f"{SOURCE}/").replace("|", "\\|")
+        lines.append(f"| `{change}` | {row['outcome']} | {equivalent.get(row['mutant'], '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="note which tests reach which line, and end")
+    parser.add_argument("--count", type=int, default=300, help="mutants in the sample")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="every mutant whose name contains this, printed only")
+    parser.add_argument("--page", action="store_true", help="write the page from the record, and end")
+    options, more = parser.parse_known_args()
+    if options.measure:
+        measure(more)
+        return
+    everything = all_mutants()
+    rows: list[Row] = json.loads(RECORD.read_text()) if RECORD.exists() else []
+    if not options.page:
+        sample = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
+        if options.only:
+            sample = [mutant for mutant in everything if options.only in mutant.name]
+        known = set() if options.only else {row["mutant"] for row in rows}
+        laboratory = Laboratory()
+        for mutant in sample:
+            if mutant.name in known:
+                continue
+            row = laboratory.examine(mutant)
+            print(f"{row['outcome']:12}{row.get('seconds', 0):7.1f} s  {row['mutant']}  {row['by']}", flush=True)
+            if not options.only:
+                rows.append(row)
+                RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+    if not options.only:
+        PAGE.write_text(page(rows, len(everything)))
+
+
+if __name__ == "__main__":
+    main()

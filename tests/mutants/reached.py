@@ -1,0 +1,100 @@
+"""Which default tests reach a line, in whichever process, and how long each takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import coverage
+import pytest
+
+from tests.mutants.sites import Mutant
+
+FOLDER = Path("build/mutants")
+_DATA = FOLDER / "reached"
+_SECONDS = FOLDER / "seconds.json"
+_TAKEN: defaultdict[str, float] = defaultdict(float)
+_SETTINGS = """[run]
+source_pkgs = fullshard
+branch = false
+parallel = true
+relative_files = true
+data_file = {data}
+patch = subprocess, fork, _exit
+plugins = tests.mutants.contexts
+"""
+
+
+def environment_of(tree: Path) -> dict[str, str]:
+    """Variables for processes that take fullshard and its tests from a copy of the repository."""
+    path = os.pathsep.join([str(tree / "src"), str(tree), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def measure(arguments: list[str]) -> None:
+    """Run the default tests once and note what each reaches.
+
+    Args:
+        arguments: more arguments of pytest, such as files.
+
+    Raises:
+        RuntimeError: a test failed; nothing can be said about mutants then.
+    """
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.glob("reached*"):
+        old.unlink()
+    settings = FOLDER / "coveragerc"
+    settings.write_text(_SETTINGS.format(data=_DATA.resolve()))
+    environment = environment_of(Path.cwd()) | {"COVERAGE_PROCESS_START": str(settings.resolve())}
+    command = [sys.executable, "-m", "pytest", "-p", __name__, "-q", "-m", "not full and not gpu", *arguments]
+    done = subprocess.run(command, env=environment, check=False)
+    recorder = coverage.Coverage(config_file=str(settings))
+    recorder.combine(data_paths=[str(FOLDER)])
+    recorder.save()
+    if done.returncode:
+        raise RuntimeError(f"pytest ended with {done.returncode}; hint: mutants tell something where all tests pass")
+
+
+class Reached:
+    """What `measure` found."""
+
+    def __init__(self) -> None:
+        self._data = coverage.CoverageData(str(_DATA))
+        self._data.read()
+        self._seconds: dict[str, float] = json.loads(_SECONDS.read_text())
+        self._of_file: dict[str, list[str]] = defaultdict(list)
+        for test in self._seconds:
+            self._of_file[test.partition("::")[0]].append(test)
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """The tests that reach the statement of a mutant, the quickest first.
+
+        One reached as a test is set up counts for all tests of its file: they may look at the same fixture. What runs
+        as a module is imported counts for all tests that reach the module.
+        """
+        contexts = self._data.contexts_by_lineno(mutant.file)
+        first, last = mutant.statement
+        lines = contexts if mutant.at_import else range(first, last + 1)
+        found = set()
+        for name in {name for line in lines for name in contexts.get(line, []) if name}:
+            test, _, phase = name.rpartition(" ")
+            found.update([test] if phase == "(call)" else self._of_file[test.partition("::")[0]])
+        return sorted(found & self._seconds.keys(), key=self.seconds)
+
+    def seconds(self, test: str) -> float:
+        """What the test took while it was measured."""
+        return self._seconds[test]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Called by pytest, with `-p tests.mutants.reached`, after each phase of a test."""
+    _TAKEN[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish() -> None:
+    """Called by pytest at the end."""
+    _SECONDS.write_text(json.dumps({test: round(taken, 3) for test, taken in _TAKEN.items()}))
