@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from fullshard import checkpoint
 from fullshard.api import saving
+from fullshard.api.accelerate_checkpoints import teach_accelerate
 from fullshard.api.accelerates import is_accelerates, own_plugin
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
@@ -61,6 +62,8 @@ from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from fullshard.api.plan_check import PlanWatch
+
+teach_accelerate()
 
 _RNG_TYPES = {"generator", "torch", "cuda"}
 

@@ -118,6 +118,11 @@ class FullyShardedDataParallelPlugin:
     transformer_cls_names_to_wrap: str | list[str] | None = None
     min_num_params: int | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "state_dict_type" and type(value) is str:
+            value = _StateDictType(value)
+        super().__setattr__(name, value)
+
     def __post_init__(self) -> None:
         if self.cpu_ram_efficient_loading and self.sync_module_states is None:
             self.sync_module_states = True
@@ -266,6 +271,20 @@ class FullyShardedDataParallelPlugin:
             self.state_dict_type = state_dict_type
         if self.state_dict_type is not None:
             self.state_dict_type = resolve([self.reading()]).config.checkpoint.state_dict_type
+
+
+class _StateDictType(str):
+    """The name of a type of state dict, equal to the member of torch's enumeration that scripts compare it with."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, getattr(other, "name", other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
 
 def configured_policy(config: ShardingConfig) -> WrapPolicy:

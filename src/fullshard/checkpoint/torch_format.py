@@ -56,12 +56,13 @@ class PendingTorchFormat:
         return path
 
 
-def write_torch_format(checkpoint: Path, directory: Path) -> None:
+def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> None:
     """Write a checkpoint in torch's format, as `pytorch_model_fsdp_0`, `optimizer_0`, and so on for further models.
 
     Args:
         checkpoint: a checkpoint, or a directory of one for each of several models.
         directory: where they go; what bears one of these names there is replaced.
+        first: number of the first model.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the disk refused something. All of them appear, or none.
@@ -70,7 +71,7 @@ def write_torch_format(checkpoint: Path, directory: Path) -> None:
     # Beside the checkpoint, under the name of a save under way, which the next save removes if this one dies.
     temp = make_temp_directory(checkpoint, save_id, overwrite=True)
     try:
-        for index, part in enumerate(part_paths(checkpoint) or [checkpoint]):
+        for index, part in enumerate(part_paths(checkpoint) or [checkpoint], first):
             with open_source(part) as source:
                 require_room(temp, sum(nbytes_of(record) for _, _, record in source.contents.tensors()))
                 write_dcp(source, temp / f"{index}", index=index)

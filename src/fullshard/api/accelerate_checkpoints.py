@@ -1,0 +1,165 @@
+"""Accelerate's functions that save and load a sharded model: `accelerate.utils.save_fsdp_model` and its companions.
+
+They ask torch for the state of the model, which knows nothing of slices. For a model that is sharded here they write
+and read the same files by fullshard's own means; for any other they are Accelerate's.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fullshard import checkpoint
+from fullshard.api import saving
+from fullshard.api.sharding import is_sharded
+from fullshard.checkpoint.adapters import is_adapted
+from fullshard.checkpoint.offline import open_source, write_native
+from fullshard.checkpoint.torch_format import write_torch_format
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.imports import after_import
+from fullshard.core.paths import local_path
+from fullshard.launch.environment import run_on_main
+
+_NAME = "pytorch_model_fsdp"
+_STAGED = ".fullshard-staged"
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    output_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write the weights as Accelerate lays them out: `pytorch_model_fsdp_0/`, or one file if FULL. A collective.
+
+    Raises:
+        ConfigError: adapters alone, or files per rank.
+    """
+    directory, environment = local_path(output_dir), accelerator.process.environment
+    if _kind(fsdp_plugin, model, adapter_only, use_dcp) == "FULL_STATE_DICT":
+        weights = checkpoint.full_state_dict(model)
+        if environment.is_main:
+            saving.save_object(weights, directory / _file(model_index), safe=False)
+        accelerator.wait_for_everyone()
+        return
+    staged = directory / _STAGED
+    run_on_main(environment, lambda: staged.mkdir(parents=True, exist_ok=True))
+    checkpoint.save_checkpoint(staged / "model", model=model, overwrite=True)
+
+    def write() -> None:
+        write_torch_format(staged / "model", directory, first=model_index)
+        shutil.rmtree(staged)
+
+    run_on_main(environment, write)
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    input_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Read weights that Accelerate or `save_fsdp_model` wrote, at any number of ranks. A collective.
+
+    Raises:
+        ConfigError: adapters alone, or files per rank.
+        CheckpointError: there are none, or they are not the model's.
+    """
+    directory, environment = local_path(input_dir), accelerator.process.environment
+    if _kind(fsdp_plugin, model, adapter_only, use_dcp) == "FULL_STATE_DICT":
+        path = directory / _file(model_index)
+        whole = run_on_main(environment, lambda: _exists(path)) and environment.is_main
+        checkpoint.load_full_state_dict(model, torch.load(path, weights_only=True, mmap=True) if whole else None)
+        return
+    name = f"{_NAME}_{model_index}"
+    path = directory if directory.name == name else directory / name
+    staged = path.parent / _STAGED
+
+    def convert() -> None:
+        _exists(path)
+        with open_source(path) as source:
+            write_native(source, staged, world_size=environment.world_size, overwrite=True)
+
+    run_on_main(environment, convert)
+    try:
+        checkpoint.load_checkpoint(staged, model=model, rng=False)
+    finally:
+        run_on_main(environment, lambda: shutil.rmtree(staged))
+
+
+def _refuse_optimizer(fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Optimizer state is a part of a checkpoint.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "save_fsdp_optimizer and load_fsdp_optimizer are not supported: optimizer state is saved with its model",
+        hint="accelerator.save_state and load_state; checkpoint.format = dcp writes Accelerate's layout besides",
+    )
+
+
+def _kind(plugin: Any, model: Any, adapter_only: bool, use_dcp: bool) -> str:
+    kind = getattr(plugin.state_dict_type, "name", plugin.state_dict_type) or "SHARDED_STATE_DICT"
+    if adapter_only and is_adapted(model):
+        raise ConfigError("adapter_only=True is not supported", hint="accelerator.save_model writes adapters alone")
+    if kind == "LOCAL_STATE_DICT" or not use_dcp:
+        raise ConfigError(
+            "files per rank (LOCAL_STATE_DICT, or use_dcp=False) hold no global shapes, and are not supported",
+            hint="use SHARDED_STATE_DICT with use_dcp=True, or accelerator.save_state",
+        )
+    return str(kind)
+
+
+def _file(model_index: int) -> str:
+    return f"{_NAME}.bin" if model_index == 0 else f"{_NAME}_{model_index}.bin"
+
+
+def _exists(path: Path) -> bool:
+    if not path.exists():
+        raise CheckpointError(f"there are no weights at {path}")
+    return True
+
+
+def _or_theirs(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours` if a model that is sharded here is among the arguments."""
+
+    @functools.wraps(theirs)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        is_ours = any(isinstance(value, torch.nn.Module) and is_sharded(value) for value in given)
+        return (ours if is_ours else theirs)(*args, **kwargs)
+
+    return chosen
+
+
+def _replace(module: ModuleType) -> None:
+    replacements: dict[str, Callable[..., Any]] = {
+        "save_fsdp_model": save_fsdp_model,
+        "load_fsdp_model": load_fsdp_model,
+        "save_fsdp_optimizer": _refuse_optimizer,
+        "load_fsdp_optimizer": _refuse_optimizer,
+    }
+    for name, ours in replacements.items():
+        chosen = _or_theirs(ours, getattr(module, name))
+        for home in (module, sys.modules.get("accelerate.utils")):
+            if hasattr(home, name):
+                setattr(home, name, chosen)
+
+
+def teach_accelerate() -> None:
+    """Have Accelerate's functions know models that are sharded here, as soon as a script imports them."""
+    after_import("accelerate.utils.fsdp_utils", _replace)

@@ -1,0 +1,80 @@
+"""`accelerate.utils.save_fsdp_model` and its companions with a model that is sharded here.
+
+pytest tests/test_accelerate_checkpoints.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate.utils
+import pytest
+import torch
+from accelerate.utils import save_fsdp_model as bound_before
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+
+from fullshard import checkpoint
+from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
+from fullshard.core.errors import CheckpointError, ConfigError
+from tests.distributed import run_ranks
+
+
+def build(seed: int, kind: Any) -> tuple[Accelerator, Any]:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(state_dict_type=kind))
+    torch.manual_seed(seed)
+    return accelerator, accelerator.prepare(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1)))
+
+
+def _round(directory: str, kind: str, index: int) -> tuple[Any, Any]:
+    accelerator, model = build(1, StateDictType[kind])
+    plugin = accelerator.fsdp_plugin
+    accelerate.utils.save_fsdp_model(plugin, accelerator, model, directory, index)
+    _, other = build(2, kind)
+    accelerate.utils.load_fsdp_model(plugin, accelerator, other, directory, model_index=index)
+    if kind == "SHARDED_STATE_DICT":
+        accelerate.utils.merge_fsdp_weights(f"{directory}/pytorch_model_fsdp_{index}", f"{directory}/merged")
+    return checkpoint.full_state_dict(model), checkpoint.full_state_dict(other)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_weights_are_saved_and_loaded(tmp_path: Path, kind: str, index: int) -> None:
+    (saved, loaded), _ = run_ranks(_round, 2, str(tmp_path), kind, index)
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
+    if kind == "SHARDED_STATE_DICT":
+        merged = load_file(tmp_path / "merged" / "model.safetensors")
+        assert {path.name for path in tmp_path.iterdir()} == {f"pytorch_model_fsdp_{index}", "merged"}
+    else:
+        name = "pytorch_model_fsdp.bin" if index == 0 else "pytorch_model_fsdp_1.bin"
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+        merged = torch.load(tmp_path / name, weights_only=True)
+    assert all(torch.equal(saved[name], merged[name]) for name in saved)
+
+
+def _refused(directory: str) -> None:
+    accelerator, model = build(1, "SHARDED_STATE_DICT")
+    plugin, optimizer = accelerator.fsdp_plugin, torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match="files per rank"):
+        accelerate.utils.save_fsdp_model(plugin, accelerator, model, directory, use_dcp=False)
+    with pytest.raises(ConfigError, match="optimizer state is saved with its model"):
+        accelerate.utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, directory)
+    with pytest.raises(CheckpointError, match="there are no weights at"):
+        accelerate.utils.load_fsdp_model(plugin, accelerator, model, directory)
+    with pytest.raises(BaseException, match="slice"):
+        bound_before(plugin, accelerator, model, directory)  # a name that was bound before anything was replaced
+
+
+def test_what_cannot_be_is_an_error(tmp_path: Path) -> None:
+    run_ranks(_refused, 2, str(tmp_path))
+    assert not list(tmp_path.glob("*/*.distcp"))
+
+
+def test_a_type_of_state_dict_is_torchs_and_its_name() -> None:
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT == plugin.state_dict_type
+    assert plugin.state_dict_type == "FULL_STATE_DICT" and plugin.state_dict_type != StateDictType.LOCAL_STATE_DICT
+    plugin.set_state_dict_type(StateDictType.SHARDED_STATE_DICT)
+    assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT and f"{plugin.state_dict_type}"[:7] == "SHARDED"
