@@ -55,11 +55,11 @@ def check_clip(order: float, max_norm: float, strategy: str, shard_size: int | N
         other, _ = prepare(strategy=strategy, shard_size=shard_size)
         # This name was bound before fullshard was imported.
         got = torch_clip_grad_norm_(other.parameters(), max_norm, order, foreach=foreach)
-        torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0.0)
-        assert_same_gradients(other, reference, 1e-6)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
+        assert_same_gradients(other, reference, 1e-12)
     got = engine.clip_grad_norm_(model, max_norm, order)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0.0)
-    assert_same_gradients(model, reference, 1e-6)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
+    assert_same_gradients(model, reference, 1e-12)
     return got.item()
 
 
@@ -94,8 +94,8 @@ def check_empty_ranks(order: float) -> bool:
     model, reference = prepare(Tiny, ())
     expected = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), 0.1, order)
     got = torch_clip_grad_norm_(model.parameters(), 0.1, order)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0.0)
-    assert_same_gradients(model, reference, 1e-6)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
+    assert_same_gradients(model, reference, 1e-12)
     adamw(model.parameters()).step()
     return all(p.shape.numel() == 0 for p in model.parameters())
 
@@ -113,7 +113,7 @@ def check_mixed_parameters() -> None:
         parameter.grad = torch.full((3, 2), 0.25, dtype=torch.float64)
     expected = torch.nn.utils.clip_grad_norm_([*reference.parameters(), extra[0]], 0.1)
     got = torch_clip_grad_norm_([*model.parameters(), extra[1]], 0.1)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
     torch.testing.assert_close(extra[0].grad, extra[1].grad, rtol=1e-6, atol=0.0)
     assert_same_gradients(model, reference, 1e-6)
 
@@ -130,9 +130,9 @@ def check_replaced_gradients() -> None:
         parameter.grad = parameter.grad.clone() * 3.0
     expected = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), 0.1)
     got = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
     got = torch_clip_grad_norm_(model.parameters(), 0.1)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
     assert_same_gradients(model, reference, 1e-6)
 
 
@@ -148,7 +148,7 @@ def check_clip_while_unsharded() -> None:
     sharded_step(model, run_squared, 0)
     expected = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), 0.01)
     got = torch_clip_grad_norm_(model.parameters(), 0.01)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
 
 
 def test_clip_grad_norm_without_reshard_after_backward() -> None:

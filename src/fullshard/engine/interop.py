@@ -121,12 +121,14 @@ def _total_norm(
 
 
 def _group_norm(mesh: Mesh, gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> torch.Tensor:
-    """Norm over one shard group. Empty slices are left out: most are empty at large world sizes."""
+    """Norm over one shard group, in float32 or wider. Empty slices are left out: most are at large world sizes."""
     parts = [gradient for gradient in gradients if gradient.numel()]
+    # of all gradients, not of the parts: the same on every rank
+    dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
     if parts:
-        local = _local_total_norm(parts, order, False, foreach).to(mesh.device, torch.float32)
+        local = _local_total_norm(parts, order, False, foreach).to(mesh.device, dtype)
     else:
-        local = torch.zeros((), device=mesh.device)
+        local = torch.zeros((), device=mesh.device, dtype=dtype)
     if mesh.shard_group is None:
         return local
     if order == float("inf"):
