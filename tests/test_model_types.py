@@ -12,8 +12,9 @@ from tests.model_types import PAGE, page, read_record, right_share, row_of, verd
 from tests.tiny_models import model_types
 
 RECORD = read_record()
-QUICK = ["blip", "dac", "esm", "longformer", "mllama", "pegasus", "resnet", "wav2vec2"]
-"""A few of what other tests do not train: encoders and towers of two classes, batch norms, one-element weights."""
+QUICK = ["blip", "dac", "esm", "longformer", "mllama", "pegasus", "resnet", "unlimited_ocr", "wav2vec2"]
+"""A few of what other tests do not train: encoders and towers of two classes, batch norms, one-element weights; the
+features of images computed by `generate`, past forward."""
 
 TRIED = [name for name, row in RECORD.items() if verdict(row) != "absent"]
 
@@ -29,7 +30,7 @@ def test_the_page_is_made_from_the_record() -> None:
 
 
 def test_nearly_all_types_are_right() -> None:
-    assert right_share(RECORD) >= 0.96
+    assert right_share(RECORD) >= 0.99
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,8 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
         if hasattr(inner, "save_pretrained") and "save_pretrained" not in inner.__dict__:
             inner.save_pretrained = _saves_no_slices(inner)  # type: ignore[assignment]
+        if hasattr(inner, "prepare_inputs_for_generation") and "generate" not in inner.__dict__:
+            inner.generate = _generates(inner, unit)  # type: ignore[assignment]
         if hasattr(inner, "resize_token_embeddings") and "resize_token_embeddings" not in inner.__dict__:
             inner.resize_token_embeddings = _resizes_nothing(inner)  # type: ignore[assignment]
     module.register_state_dict_post_hook(_after_state_dict)
@@ -242,6 +244,32 @@ def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
         return save(*args, **kwargs)
 
     return save_pretrained
+
+
+def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
+    """Transformers' `generate`, which computes between forwards, too: features of images, encoders' outputs.
+
+    What it calls then may hold parameters of the outermost unit, so that one is unsharded until the end.
+    """
+    method: Any = module.generate
+
+    @functools.wraps(method)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        outermost = unit.schedule.units[-1]
+        if not outermost.is_at_rest:
+            return method(*args, **kwargs)
+        outermost.schedule.recover()
+        outermost.unshard()
+        outermost.is_pinned = True
+        try:
+            made = method(*args, **kwargs)
+        finally:  # after a failure without waiting for others, who may be elsewhere
+            outermost.is_pinned = False
+            outermost.reshard()
+        outermost.schedule.settle()
+        return made
+
+    return generate
 
 
 def _resizes_nothing(module: nn.Module) -> Callable[..., Any]:
