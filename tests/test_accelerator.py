@@ -49,7 +49,9 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
         ({"mixed_precision": "fp8"}, ConfigError, "fp8 is not supported"),
         ({"gradient_accumulation_steps": 0}, ConfigError, "greater than or equal to 1"),
         ({"rng_types": ["numpy"]}, ConfigError, "unknown rng_types"),
-        ({"log_with": "wandb"}, ConfigError, "log_with is not supported"),
+        ({"log_with": "wandb"}, ConfigError, "'wandb' is not installed"),
+        ({"log_with": "tensorbord"}, ConfigError, "Unsupported logging capability: tensorbord"),
+        ({"log_with": "tensorboard"}, ConfigError, "requires a `logging_dir`"),
         ({"fsdp_plugin": {"strateg": 1}}, ConfigError, "unknown setting 'strateg'"),
         ({"fsdp_plugin": SimpleNamespace()}, ConfigError, "fsdp_plugin is a types.SimpleNamespace"),
         ({"kwargs_handlers": [SimpleNamespace()]}, ConfigError, "kwargs handler SimpleNamespace has no meaning"),
@@ -101,8 +103,8 @@ def test_a_plugins_precision_wins_and_says_so() -> None:
 
 
 def test_methods_that_are_absent_say_why() -> None:
-    with pytest.raises(AttributeError, match=r"no 'init_trackers'.*trackers are not supported"):
-        Accelerator().init_trackers("run")
+    with pytest.raises(AttributeError, match=r"no 'lomo_backward'.*training.step_in_backward"):
+        Accelerator().lomo_backward(None, 0.1)
     assert not hasattr(Accelerator(), "nonsense")
 
 

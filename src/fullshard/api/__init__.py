@@ -13,6 +13,7 @@ from fullshard.api.options import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
     ProjectConfiguration,
 )
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
@@ -29,6 +30,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "ParallelismConfig",
     "PartialState",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "ShardedDataLoader",
     "accelerate",

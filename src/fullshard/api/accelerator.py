@@ -43,6 +43,7 @@ from fullshard.api.options import (
 )
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.refused import METHODS, refuse_arguments
+from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
@@ -68,7 +69,7 @@ teach_accelerate()
 _RNG_TYPES = {"generator", "torch", "cuda"}
 
 
-class Accelerator(Loaders):
+class Accelerator(Loaders, Reporting):
     """Trains a script's models sharded, on any number of ranks.
 
     Args:
@@ -81,6 +82,7 @@ class Accelerator(Loaders):
         fsdp_plugin: `FullyShardedDataParallelPlugin`, fullshard's or Accelerate's; a `ShardingConfig`; or a dict for
             one. What it leaves out is taken from the launcher: `fullshard launch`, or `accelerate launch` with its
             variables. Without one: FULL_SHARD with units found automatically.
+        log_with: trackers, by name (`all`: every one that is installed) or as objects; Accelerate's own.
         rng_types: generators made equal over the ranks at the start of every epoch: `torch`, `cuda`; samplers
             (`generator`) always are.
         project_dir, project_config: where `save_state` writes.
@@ -88,8 +90,8 @@ class Accelerator(Loaders):
         step_scheduler_with_optimizer: schedulers step with the optimizer, once for each rank unless batches are split;
             False: once at every call.
         step_scheduler_once: schedulers step once per optimizer step, at any number of ranks. Not in Accelerate.
-        kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, Accelerate's or fullshard's.
-            `DistributedDataParallelKwargs` have no effect, which is said.
+        kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`, Accelerate's
+            or fullshard's. `DistributedDataParallelKwargs` have no effect, which is said.
         dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not. Default: the
             launcher's.
         parallelism_config: `ParallelismConfig`, Accelerate's or fullshard's: ranks per replica and replicas.
@@ -111,6 +113,7 @@ class Accelerator(Loaders):
         dataloader_config: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | ShardingConfig | Mapping[str, Any] | None = None,
         rng_types: list[str] | None = None,
+        log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: Any = None,
         gradient_accumulation_plugin: Any = None,
@@ -176,6 +179,10 @@ class Accelerator(Loaders):
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None:
             self.project_configuration.project_dir = local_name(project_dir)
+            if self.project_configuration.logging_dir is None:
+                self.project_configuration.logging_dir = local_name(project_dir)
+        self.log_with = wanted_trackers(log_with, self.logging_dir)
+        self.trackers = []
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_once = step_scheduler_once
         self.scaler = self._make_scaler()
@@ -261,8 +268,8 @@ class Accelerator(Loaders):
             for optimizer in self._optimizers:
                 repoint(optimizer.optimizer)
                 self._step_in_backward(optimizer.optimizer)
-        if is_sharded(model) and not any(model is other for other in self._models):
-            self._models.append(model)
+        if is_sharded(model):
+            self._remember(model, self._models)
         self._check_plans()
         return model
 
@@ -275,6 +282,7 @@ class Accelerator(Loaders):
             ConfigError: a second optimizer in fp16.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
+            self._remember(optimizer, self._optimizers)
             return optimizer
         if self.scaler is not None and self._optimizers:
             raise ConfigError(
@@ -296,6 +304,7 @@ class Accelerator(Loaders):
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Make a scheduler step with the optimizer: once for each rank; see `AcceleratedScheduler`."""
         if isinstance(scheduler, AcceleratedScheduler):
+            self._remember(scheduler, self._schedulers)
             return scheduler
         held = getattr(scheduler, "optimizer", None)
         own = [o for o in self._optimizers if held is o or held is o.optimizer]
@@ -435,7 +444,8 @@ class Accelerator(Loaders):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Wait for all ranks, and for a checkpoint that is being written, and leave the process group."""
+        """Finish trackers, wait for all ranks and a checkpoint that is being written, and leave the process group."""
+        self._finish_trackers()
         self._saver.wait()
         self.wait_for_everyone()
         if torch.distributed.is_initialized():

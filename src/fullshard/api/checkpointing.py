@@ -52,6 +52,12 @@ class Checkpointing(Facts):
     def _nothing_prepared() -> dict[str, Any]:
         return {"_models": [], "_optimizers": [], "_schedulers": [], "_dataloaders": []}
 
+    @staticmethod
+    def _remember(value: Any, prepared: list[Any]) -> None:
+        """Put what is prepared once more, after `free_memory` forgot it, with the others."""
+        if not any(value is other for other in prepared):
+            prepared.append(value)
+
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have `save_state` and `load_state` include objects with `state_dict()` and `load_state_dict()`."""
         wrong = [type(o).__name__ for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]

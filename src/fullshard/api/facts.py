@@ -29,10 +29,8 @@ class Facts(Gathering):
     has_lomo_optimizer = False
     has_fp8_handler = fp8_enabled = delayed_fp8_autocast = False
     fp8_backend = "NO"
-    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = profile_handler = None
+    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
     flag_tensor = None
-    trackers: tuple[Any, ...] = ()
-    log_with: tuple[Any, ...] = ()
 
     @property
     def distributed_type(self) -> DistributedType:

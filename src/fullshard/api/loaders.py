@@ -61,6 +61,7 @@ class Loaders(Checkpointing):
                 hint="leave it out: rank 0 collates a batch for each rank",
             )
         if isinstance(data_loader, ShardedDataLoader):
+            self._remember(data_loader, self._dataloaders)
             return data_loader
         config = self.dataloader_config
         self._say_order(data_loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -148,6 +149,29 @@ class DistributedDataParallelKwargs:
     static_graph: bool = False
 
 
+@dataclass(slots=True)
+class ProfileKwargs:
+    """Arguments of torch's profiler for `Accelerator.profile`; see `torch.profiler.profile`.
+
+    Attributes:
+        activities: `cpu`, `cuda`, ...; None: all there are.
+        schedule_option: arguments of `torch.profiler.schedule`.
+        on_trace_ready: called with the profiler when a cycle of the schedule ends.
+        record_shapes, profile_memory, with_stack, with_flops, with_modules: what is recorded.
+        output_trace_dir: every rank leaves a trace here.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Handlers:
     """The `kwargs_handlers` of an Accelerator, sorted out.
@@ -193,6 +217,8 @@ class Handlers:
                 case "DistributedDataParallelKwargs":
                     _check_no_hook(handler)
                     notes.append(f"{name}: no effect, the model is sharded and not replicated by DDP")
+                case "ProfileKwargs":
+                    pass  # read by `Accelerator.profile`
                 case _:
                     raise ConfigError(
                         f"kwargs handler {name} has no meaning here",

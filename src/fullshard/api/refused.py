@@ -10,8 +10,6 @@ from fullshard.core.errors import ConfigError, MissingExtraError
 
 ONE_ENGINE = "there is one engine here; SHARD_GRAD_OP is ZeRO-2 and FULL_SHARD is ZeRO-3"
 _MODEL_PARALLEL = "tensor, context, sequence and pipeline parallelism are not supported"
-_TRACKERS = "trackers are not supported; write what you log from the main process"
-_PROFILE = "use torch.profiler"
 
 ARGUMENTS = {
     "deepspeed_plugin": ONE_ENGINE,
@@ -19,21 +17,17 @@ ARGUMENTS = {
     "megatron_lm_plugin": _MODEL_PARALLEL,
     "torch_tp_plugin": _MODEL_PARALLEL,
     "dynamo_plugin": "give dynamo_backend, which compiles every unit on its own",
-    "log_with": _TRACKERS,
 }
 """Arguments of the Accelerator."""
 
 METHODS = {
-    **dict.fromkeys(("init_trackers", "log", "get_tracker", "log_images"), _TRACKERS),
     **dict.fromkeys(("tensor_parallel_rank", "pipeline_parallel_rank", "context_parallel_rank"), _MODEL_PARALLEL),
     "deepspeed_ulysses_dl_adapter": _MODEL_PARALLEL,
-    "profile": _PROFILE,
     "lomo_backward": "set training.step_in_backward in the launcher's configuration, for torch's own optimizers",
 }
 """Methods and properties of the Accelerator."""
 
 HANDLERS = {
-    "ProfileKwargs": _PROFILE,
     **dict.fromkeys(
         ("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), "fp8 is not supported"
     ),
@@ -43,7 +37,6 @@ HANDLERS = {
 NAMES = {
     "DeepSpeedPlugin": ONE_ENGINE,
     "prepare_pippy": _MODEL_PARALLEL,
-    "ProfileKwargs": _PROFILE,
     "DDPCommunicationHookType": "gradients are not reduced by DDP; precision.reduce_as rounds what is sent",
 }
 """Names that can be imported from `accelerate`."""

@@ -1,0 +1,122 @@
+"""Trackers, profiles and what is prepared a second time.
+
+pytest tests/test_reporting.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import ProfileKwargs as TheirProfileKwargs
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fullshard.api import Accelerator, ProfileKwargs
+from fullshard.core.errors import ConfigError
+from tests.distributed import preload, run_ranks
+
+preload("accelerate.tracking")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith(("FSDP_", "ACCELERATE_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    yield
+
+
+class Kept(GeneralTracker):
+    """Keeps what it is told."""
+
+    name = "kept"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.told
+
+    def start(self) -> None:
+        self.told.append("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **further: Any) -> None:
+        self.told.append((values, step, further))
+
+    def finish(self) -> None:
+        self.told.append("finish")
+
+
+def _track(directory: str) -> tuple[list[Any], list[str], Any]:
+    kept = Kept()
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", kept], project_dir=directory)
+    accelerator.init_trackers("run", {"lr": 0.5})
+    accelerator.log({"loss": 1.5}, step=3, log_kwargs={"kept": {"tag": "a"}})
+    names = [tracker.name for tracker in accelerator.trackers]
+    found = accelerator.get_tracker("kept", unwrap=True)
+    if accelerator.is_main_process:
+        with pytest.raises(ConfigError, match="no tracker 'wandb' was started; started: tensorboard, kept"):
+            accelerator.get_tracker("wandb")
+    accelerator.end_training()
+    return kept.told, names, found is kept.told
+
+
+def test_trackers_run_on_the_main_process(tmp_path: Path) -> None:
+    (told, names, found), (others, none, blank) = run_ranks(_track, 2, str(tmp_path))
+    assert told == ["start", {"lr": 0.5}, ({"loss": 1.5}, 3, {"tag": "a"}), "finish"]
+    assert names == ["tensorboard", "kept"] and found
+    assert others == none == [] and not blank
+    assert len(list((tmp_path / "run").rglob("events.*"))) >= 1, "project_dir is where tensorboard writes"
+
+
+@pytest.mark.parametrize("kind", [ProfileKwargs, TheirProfileKwargs])
+def test_a_profile_of_what_is_inside(tmp_path: Path, kind: Any) -> None:
+    handler = kind(activities=["cpu"], record_shapes=True, output_trace_dir=str(tmp_path / "traces"))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    assert accelerator.profile_handler is handler
+    with accelerator.profile() as profiler:
+        torch.ones(3, 4) @ torch.ones(4, 5)
+    shapes = [event.input_shapes for event in profiler.events() if event.name == "aten::mm"]
+    assert shapes == [[[3, 4], [4, 5]]]
+    assert "aten::mm" in json.dumps(json.loads((tmp_path / "traces" / "profile_0.json").read_text()))
+    with accelerator.profile(ProfileKwargs()) as profiler:
+        torch.ones(3) + 1
+    assert any(event.name == "aten::add" for event in profiler.events())
+
+
+def test_what_is_prepared_again_after_free_memory_is_known_again(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=2)
+    prepared = accelerator.prepare(model, optimizer, loader, schedule)
+    accelerator.free_memory()
+    again = accelerator.prepare(*prepared)
+    assert all(one is other for one, other in zip(again, prepared, strict=True))
+    model, optimizer, loader, schedule = again
+    for (batch,) in loader:
+        accelerator.backward(model(batch).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    before = {k: v.clone() for k, v in optimizer.state[model.weight].items()}
+    accelerator.save_state(tmp_path / "state")
+    accelerator.backward(model(batch).square().sum())
+    optimizer.step()
+    accelerator.load_state(tmp_path / "state")
+    after = optimizer.state[next(iter(model.parameters()))]
+    assert all(torch.equal(after[name], value) for name, value in before.items())
