@@ -36,6 +36,7 @@ from fullshard.core.paths import local_name, local_path
 from fullshard.engine import ShardedParameter
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
+from fullshard.integrations.transformers.batch_size import agree_to_start_again
 from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
 from fullshard.launch.environment import run_on_main
 
@@ -113,6 +114,14 @@ class ShardedTraining:
             super()._validate_args()  # type: ignore[misc]
         finally:
             self.is_fsdp_enabled = True
+
+    def _inner_training_loop(self: Any, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]
+        except Exception as error:
+            if self.args.auto_find_batch_size:
+                agree_to_start_again(error, self._train_batch_size)
+            raise
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch, forward and backward."""

@@ -1,0 +1,48 @@
+"""`auto_find_batch_size` on several ranks: all of them start again with smaller batches, or none does.
+
+A rank that ran out of memory alone and started again would wait for the others in another collective than they wait for
+it in. So it first asks whether they ran out of memory, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from fullshard.core.errors import CommunicationError
+
+WAIT = timedelta(seconds=30)
+"""How long the ranks that ran out of memory wait for each other."""
+
+_TRIES = itertools.count()
+
+
+def agree_to_start_again(error: Exception, batch_size: int) -> None:
+    """Return if `error` is no lack of memory, or is one on every rank.
+
+    Args:
+        error: what ended the training.
+        batch_size: the batch size per rank it was tried with.
+
+    Raises:
+        CommunicationError: some ranks ran out of memory, and others did not.
+    """
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not should_reduce_batch_size(error):
+        return
+    store, place, ranks = _get_default_store(), f"fullshard/out of memory/{next(_TRIES)}", range(dist.get_world_size())
+    store.set(f"{place}/{dist.get_rank()}", "")
+    try:
+        store.wait([f"{place}/{rank}" for rank in ranks], WAIT)
+    except RuntimeError:  # of one kind or another, by the kind of store
+        whole = [rank for rank in ranks if not store.check([f"{place}/{rank}"])]
+        raise CommunicationError(
+            f"auto_find_batch_size: rank {dist.get_rank()} ran out of memory with batches of {batch_size}, "
+            f"but {'rank' if len(whole) == 1 else 'ranks'} {', '.join(map(str, whole))} did not within "
+            f"{WAIT.total_seconds():.0f} s, so the ranks cannot start again together",
+            hint=f"start with per_device_train_batch_size={max(1, int(batch_size * 0.9))}",
+        ) from error
