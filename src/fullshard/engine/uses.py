@@ -5,11 +5,13 @@
                       replaced by one node that computes the same. On accelerators copying is quicker than such a node.
     a tied weight     Autograd adds up, in new memory, what all uses give, and then hands the sum over: three times the
                       largest weight at once. What an output layer gives is collected as soon as it is there instead,
-                      and taken out of autograd's sum. The weight's first place is left to autograd, so that its own
-                      hook still tells when all is there: backward comes to the embedding last.
+                      and taken out of autograd's sum. The first use is left to autograd, so that its own hook still
+                      tells when all is there: backward comes to it last, and adds in the same order. What is computed
+                      with the weight past its modules (`F.linear(x, embedding.weight)`) stays in autograd's sum.
     an embedding      A step looks up a few rows, and autograd makes a gradient of all of them, almost all zeros. So the
                       lookup is told to give its rows only (`nn.Embedding.sparse`), which are added to the reduce
-                      input. On accelerators they would have to be counted, which waits for the device: not there.
+                      input: those of each lookup by themselves, as above, because autograd puts the rows of several
+                      together. On accelerators they would have to be counted, which waits for the device: not there.
 
 What is reduced and published is as dense as ever, and the same bit for bit. So a weight is left to autograd where that
 could not be (`Gradient.takes_uses`, `Gradient.lend`).
@@ -84,13 +86,17 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
         if is_on_cpu and len(slot.owners) == 1 and _is_large_matrix(slot.parameter) and type(first) is not nn.Embedding:
             # Before every other hook: what those put on an output's graph would be lost with it.
             first.register_forward_hook(_layer_hook(bucket, index), prepend=True)
-        for module in {id(m): m for m, _ in slot.owners if m is not first}.values():
-            module.register_forward_hook(wrap(_UseHook(bucket, index, take, wrap)), prepend=True)
-        for module, attribute in slot.owners if by_rows else ():
-            if isinstance(module, nn.Embedding) and attribute == "weight":
-                lookup = _Lookup(bucket, index)
-                module.register_forward_pre_hook(lookup.begin)
-                module.register_forward_hook(lookup.end, always_call=True)
+        owners = {id(m): m for m, _ in slot.owners}
+        lookups = [m for m, attribute in slot.owners if isinstance(m, nn.Embedding) and attribute == "weight"]
+        if not by_rows:
+            lookups = []
+        to_come: weakref.WeakSet[_ToCome] = weakref.WeakSet()
+        for module in owners.values() if lookups or len(owners) > 1 else ():
+            module.register_forward_hook(wrap(_UseHook(bucket, index, take, wrap, to_come)), prepend=True)
+        for module in lookups:
+            lookup = _Lookup(bucket, index, to_come)
+            module.register_forward_pre_hook(lookup.begin)
+            module.register_forward_hook(lookup.end, always_call=True)
 
 
 def add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
@@ -130,9 +136,10 @@ def _is_looked_at(bucket: Bucket, index: int) -> bool:
 class _Lookup:
     """The hooks of one embedding, which has its own `sparse` back after each forward."""
 
-    def __init__(self, bucket: Bucket, index: int) -> None:
-        self._bucket, self._index = weakref.ref(bucket), index
+    def __init__(self, bucket: Bucket, index: int, to_come: weakref.WeakSet[_ToCome]) -> None:
+        self._bucket, self._index, self._to_come = weakref.ref(bucket), index, to_come
         self._was_sparse: bool | None = None
+        self._has_other_uses = len(bucket.slots[index].owners) > 1
 
     def begin(self, module: nn.Embedding, _args: Any) -> None:
         """Before the forward."""
@@ -142,9 +149,9 @@ class _Lookup:
             return
         if bucket.compute_dtype == torch.float16:  # of which torch adds up no two such gradients
             return
-        is_tied = len(bucket.slots[self._index].owners) > 1
-        # Autograd adds the rows to what other uses give one lookup at a time, and so in another order.
-        if not is_tied or (bucket.gradient is not None and bucket.gradient.takes_uses(self._index)):
+        self._has_other_uses = self._has_other_uses or bool(self._to_come)
+        # Autograd adds the rows to what other uses give in another order.
+        if not self._has_other_uses or (bucket.gradient is not None and bucket.gradient.takes_uses(self._index)):
             self._was_sparse, module.sparse = module.sparse, True
 
     def end(self, module: nn.Embedding, _args: Any, _output: Any) -> None:
@@ -158,12 +165,24 @@ class _Lookup:
 # -- tied weights ---------------------------------------------------------------------------------------------------
 
 
-class _UseHook:
-    """Forward hook of a module with a tied parameter: finds the nodes of the graph that give its gradient."""
+class _ToCome:
+    """The first use of a weight in a forward, whose backward has not come yet. Its graph has it, and ends it."""
 
-    def __init__(self, bucket: Bucket, index: int, take: Take, wrap: Wrap) -> None:
+    __slots__ = ("__weakref__",)
+
+
+class _UseHook:
+    """Forward hook of a module with a tied parameter: finds the nodes of the graph that give its gradient.
+
+    Args:
+        to_come: the first use, as long as its backward is to come; shared by the hooks of all owners. Uses after it are
+            collected one by one.
+    """
+
+    def __init__(self, bucket: Bucket, index: int, take: Take, wrap: Wrap, to_come: weakref.WeakSet[_ToCome]) -> None:
         # Weakly: autograd keeps hooks where Python's garbage collector does not look.
         self._bucket, self._index, self._take, self._wrap = weakref.ref(bucket), index, take, wrap
+        self._to_come = to_come
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor | None:
         bucket = self._bucket()
@@ -172,15 +191,28 @@ class _UseHook:
         if _is_looked_at(bucket, self._index):
             return None
         parameter = bucket.slots[self._index].parameter
+        inputs = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
+        if not self._to_come:
+            for node, _ in _givers(output.grad_fn, parameter, inputs)[:1]:
+                node.register_hook(self._wrap(self._leaving()))
+            return None
         is_exact = bucket.gradient is not None and bucket.gradient.takes_uses(self._index)
         if is_exact and args and isinstance(args[0], torch.Tensor):
             layer = _Layer.of(output.grad_fn, args[0], parameter) if _may_be_replaced(output) else None
             if layer is not None:
                 return layer.replace(args[0], output, self._multiplying(layer.accumulate))
-        inputs = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
         for node, place in _givers(output.grad_fn, parameter, inputs):
             node.register_hook(self._wrap(self._taking(node, place)))
         return None
+
+    def _leaving(self) -> Callable[[Any, Any], None]:
+        use, to_come = _ToCome(), self._to_come
+        to_come.add(use)
+
+        def hook(_given: Any, _received: Any) -> None:
+            to_come.discard(use)
+
+        return hook
 
     def _multiplying(self, accumulate: Node) -> Multiply:
         reference, index, take = self._bucket, self._index, self._take
