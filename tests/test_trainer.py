@@ -557,3 +557,12 @@ def test_an_unchanged_script_resumes(tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "sharded" / "checkpoint-2")
     resumed, _ = script(LAUNCHED, tmp_path / "again", *ON_TWO, "--resume_from_checkpoint", checkpoint)
     assert resumed == losses[2:]
+
+
+def _uneven(output: str) -> None:
+    with pytest.raises(ConfigError, match="even_batches = False would give some ranks fewer steps"):
+        trainer(build("tied"), arguments(output, accelerator_config={"even_batches": False}))
+
+
+def test_uneven_batches_are_refused(tmp_path: Path) -> None:
+    run_ranks(_uneven, 2, str(tmp_path))
