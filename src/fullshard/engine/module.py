@@ -16,7 +16,6 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.additions import MANAGED
 from fullshard.engine.callers import refuse_writers
-from fullshard.engine.gradient import backward_under_way
 from fullshard.engine.parameter import ShardedParameter, sharded_parameter_of
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.slices import Slice
@@ -210,7 +209,7 @@ def _entered_past_forward(name: str, method: Callable[..., Any]) -> Callable[...
     def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or (unit := unit_of(self)) is None or not unit.is_at_rest:
             return method(self, *args, **kwargs)
-        if unit.schedule.is_in_forward or backward_under_way() != -1:
+        if unit.is_under_way:
             return unit.run_method(self, functools.partial(method, self), *args, **kwargs)
         try:
             return method(self, *args, **kwargs)

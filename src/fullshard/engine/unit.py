@@ -249,6 +249,11 @@ class Unit:
         """Whether its modules hold sharded parameters, which nothing can be computed with."""
         return not self._is_bound
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the model is in a forward or backward, where all ranks are; not while it is still put together."""
+        return hasattr(self, "schedule") and (self.schedule.is_in_forward or backward_under_way() != -1)
+
     def take_requires_grad(self) -> None:
         """See `Bucket.take_requires_grad`."""
         for bucket in self.buckets:
