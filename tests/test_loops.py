@@ -150,26 +150,41 @@ def test_a_loader_can_be_told_at_any_time() -> None:
     assert len(list(loader)) == len(loader) == 1
 
 
-def _loop(joined: bool, count: int) -> tuple[int, list[str]]:
-    made = accelerator(even_batches=joined)
-    model, loader = made.prepare(nn.Linear(1, 1), DataLoader(numbers(count), batch_size=1))
-    steps = 0
+def _loop(count: int) -> tuple[int, list[str]]:
+    made = accelerator(even_batches=False)
+    _, loader = made.prepare(nn.Linear(1, 1), DataLoader(numbers(count), batch_size=1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if joined:
-            with made.join_uneven_inputs([model], even_batches=False):
-                steps = sum(1 for _ in loader)
-        else:
-            steps = sum(1 for _ in loader)
-    assert loader.batch_sampler.even_batches is joined
+        steps = sum(1 for _ in loader)
     return steps, [str(one.message) for one in caught if one.category is UserWarning]
 
 
 def test_uneven_steps_are_said_before_a_rank_waits_for_another() -> None:
-    first, second = run_ranks(_loop, 2, False, 3)
+    first, second = run_ranks(_loop, 2, 3)
     assert (first[0], second[0]) == (2, 1)
     assert all("gives some ranks more batches in this epoch" in lines[0] for _, lines in (first, second))
-    assert run_ranks(_loop, 2, False, 4) == [(2, []), (2, [])]
+    assert run_ranks(_loop, 2, 4) == [(2, []), (2, [])]
+
+
+def _joined(count: int) -> tuple[int, str]:
+    made = accelerator()
+    model, loader = made.prepare(nn.Linear(1, 1), DataLoader(numbers(count), batch_size=1))
+    steps, error = 0, ""
+    try:
+        with made.join_uneven_inputs([model], even_batches=False):
+            for _ in loader:
+                steps += 1
+    except ConfigError as refusal:
+        error = str(refusal)
+    assert loader.batch_sampler.even_batches and len(list(loader)) == 2
+    return steps, error
+
+
+def test_an_uneven_loop_of_a_sharded_model_is_an_error_on_every_rank() -> None:
+    for rank, (steps, error) in enumerate(run_ranks(_joined, 2, 3)):
+        assert steps == 0 and error.startswith(f"rank {rank}: even_batches=False gives some ranks more batches")
+        assert "a sharded model runs on all ranks or on none" in error
+    assert run_ranks(_joined, 2, 4) == [(2, "")] * 2
 
 
 def _streams_are_even() -> list[str]:
