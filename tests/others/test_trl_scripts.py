@@ -25,7 +25,7 @@ COMMON = (
 )
 LORA = "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj"
 # script: the samples it wants, and its flags
-RUNS = {"dpo": ("pairs", LORA)}
+RUNS = {"dpo": ("pairs", LORA), "sft": ("text", "--dataset_text_field text")}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def test_script(place: Path, tmp_path: Path, script: str) -> None:
     assert "sharded over 2 ranks" in done.stderr
     found = losses(tmp_path / "sharded")
     assert len(found) == 3
-    assert (tmp_path / "sharded" / "adapter_model.safetensors").is_file()
+    saved = "adapter_model" if "--use_peft" in flags else "model"
+    assert (tmp_path / "sharded" / f"{saved}.safetensors").is_file()
     alone = [sys.executable, *command, "--output_dir", str(tmp_path / "alone"), "--per_device_train_batch_size", "4"]
     subprocess.run(alone, cwd=tmp_path, env=environment(**here), check=True, timeout=280, capture_output=True)
     assert close(found, losses(tmp_path / "alone"))
