@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,10 @@ from fullshard.checkpoint.storage import (
     TensorFileReader,
     TensorFileWriter,
     commit_directory,
+    committed_directory,
     make_temp_directory,
     storage_order,
+    write_file,
 )
 from fullshard.checkpoint.tensors import tensor_bytes
 from fullshard.core.errors import CheckpointError
@@ -153,6 +157,53 @@ def test_a_commit_replaces_and_tidies_up(tmp_path: Path) -> None:
         assert [p.name for p in tmp_path.iterdir()] == ["step[1]"]
     with pytest.raises(CheckpointError, match=r"exists already\nhint: .*overwrite=True"):
         make_temp_directory(final, "x", overwrite=False)
+
+
+def _committed(final: Path, content: str, error: Exception | None = None) -> None:
+    with committed_directory(final, content, overwrite=True) as temp:
+        (temp / "file").write_text(content)
+        if error is not None:
+            raise error
+
+
+def test_what_the_disk_refuses_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / "step"
+    _committed(final, "old")
+    rename = os.rename
+
+    def refuses(source: Path, target: Path) -> None:
+        if source.name.startswith(".tmp-"):  # the old one has stepped aside by then
+            raise OSError(errno.EIO, "the disk is broken")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuses)
+    with pytest.raises(CheckpointError, match="the disk is broken"):
+        _committed(final, "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+    assert (final / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), OSError(errno.ENOSPC, "the disk is full")])
+def test_a_save_that_fails_leaves_nothing_but_the_old_one(tmp_path: Path, error: Exception) -> None:
+    _committed(tmp_path / "step", "old")
+    with pytest.raises((RuntimeError, CheckpointError), match=r"mine|the disk is full"):
+        _committed(tmp_path / "step", "new", error)
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+    assert (tmp_path / "step" / "file").read_text() == "old"
+
+
+def test_saves_leave_no_file_open(tmp_path: Path) -> None:
+    def is_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    _committed(tmp_path / "step", "first")
+    before = is_open()
+    for content in ("second", "third"):
+        _committed(tmp_path / "step", content)
+        write_file(tmp_path / "LATEST", content.encode())
+    with pytest.raises(RuntimeError):
+        _committed(tmp_path / "step", "fourth", RuntimeError())
+    assert is_open() == before
 
 
 def test_a_hint_that_was_being_written_goes(tmp_path: Path) -> None:
