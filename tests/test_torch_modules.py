@@ -266,9 +266,9 @@ def parametrize_after(model: Any) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "DistributedDataParallel": (nn.parallel.DistributedDataParallel, "DistributedDataParallel around a sharded Around"),
     "DataParallel": (lambda m: m._replicate_for_data_parallel(), "DataParallel around a sharded Around"),
-    "weight_norm, hook": (lambda m: nn.utils.weight_norm(m.inner), r"inner\.weight_g"),
+    "weight_norm, hook": (lambda m: nn.utils.weight_norm(m.inner), r"`view` of sharded parameter inner\.weight"),
     "spectral_norm, hook": (lambda m: nn.utils.spectral_norm(m.inner), r"inner\.weight_orig"),
-    "a parametrization": (parametrize_after, r"inner\.parametrizations\.weight\.original"),
+    "a parametrization": (parametrize_after, r"`set_` of sharded parameter inner\.weight"),
     "pruning": (prune_after, r"inner\.weight_orig"),
     "pruning of all": (prune_globally, r"this rank's slice of inner\.weight"),
     "SyncBatchNorm": (nn.SyncBatchNorm.convert_sync_batchnorm, r"inner\.norm\.weight"),

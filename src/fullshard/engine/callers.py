@@ -9,6 +9,9 @@ from fullshard.core.errors import LifecycleError
 
 _KNOW_SLICES = frozenset({"bitsandbytes", "fullshard", "torch", "torchao"})
 """Packages that get slices as plain tensors: the engine, and optimizers, which treat all elements alike."""
+_PASS_ON = frozenset({"torch._tensor", "torch.functional", "torch.nn.functional", "torch.optim.swa_utils"})
+_MODULE = "torch.nn.modules.module"
+"""Moves and loads parameters for everybody."""
 _WRITERS = ("safetensors", "torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
 """Modules that would write a slice as if it were the whole tensor."""
 WAY_OUT = (
@@ -25,6 +28,18 @@ def knows_slices(frame: FrameType) -> bool:
 @cache
 def _package_knows(module: str) -> bool:
     return module.partition(".")[0] in _KNOW_SLICES
+
+
+def asker(frame: FrameType) -> FrameType:
+    """Who wants what torch's own Python code in `frame` computes: whoever called `torch.norm` or a layer."""
+    while frame.f_back is not None and _only_passes_on(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return frame
+
+
+@cache
+def _only_passes_on(module: str) -> bool:
+    return module in _PASS_ON or (module.startswith(("torch.nn.utils.", "torch.nn.modules.")) and module != _MODULE)
 
 
 def refuse_writers(frame: FrameType, what: str) -> None:

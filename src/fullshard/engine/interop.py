@@ -5,6 +5,8 @@
     optimizer.state_dict               its tensors say that they are slices, and where from
     optimizer.load_state_dict          takes whole tensors too, and keeps this rank's intervals of them
     torch.nn.utils.parameters_to_vector refused, and so is the way back
+    torch.distributed.all_reduce       and every other collective: refused, as each rank has other elements
+    torch.autograd.grad, backward(inputs=)  refused for sharded parameters, which no graph has
     any optimizer                      refused if it needs whole matrices or was made before sharding
 
 Each of them would otherwise run and be wrong without a word. torch offers no hook in most of these places, so the one
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.utils import clip_grad as torch_clip
 from torch.nn.utils import convert_parameters as torch_convert
 from torch.optim import optimizer as torch_optimizer
@@ -401,6 +404,60 @@ def _check_param(param: torch.Tensor, old_param_device: int | None) -> int:
     return _check_param_device(param, old_param_device)
 
 
+# -- collectives of the script's -------------------------------------------------------------------------------
+
+_check_single_tensor, _check_tensor_list = distributed_c10d._check_single_tensor, distributed_c10d._check_tensor_list
+
+
+def _check_sent(param: object, param_name: str) -> None:
+    """Torch's check of a tensor that a collective is given."""
+    _refuse_to_send(param)
+    _check_single_tensor(param, param_name)
+
+
+def _check_sent_list(param: object, param_name: str) -> None:
+    """The same for a list of them."""
+    for tensor in param if isinstance(param, list) else ():
+        _refuse_to_send(tensor)
+    _check_tensor_list(param, param_name)
+
+
+def _refuse_to_send(tensor: object) -> None:
+    if isinstance(tensor, (ShardedParameter, Slice)):
+        parameter = tensor if isinstance(tensor, ShardedParameter) else tensor.parameter
+        if parameter.mesh.shard_size > 1:
+            raise LifecycleError(
+                f"rank {parameter.mesh.rank}: a collective of the slice of {'='.join(parameter.names)}, of which every "
+                "rank has other elements",
+                hint="leave it out: gradients are averaged over all ranks already; the whole is .full_tensor()",
+            )
+
+
+# -- gradients that autograd hands to its caller ----------------------------------------------------------------
+
+_run_backward = torch.autograd._engine_run_backward
+
+
+def _run_backward_to(roots: Any, *args: Any, **options: Any) -> Any:
+    """Where every backward begins: an error, where a sharded parameter's gradient would be None without a word."""
+    inputs = args[3] if len(args) > 3 else ()
+    wanted = [(index, p) for index, p in enumerate(inputs) if isinstance(p, ShardedParameter)]
+    if wanted and options.get("accumulate_grad"):
+        raise _no_graph_has(wanted[0][1])
+    found = _run_backward(roots, *args, **options)
+    for index, parameter in wanted:
+        if found[index] is None:
+            raise _no_graph_has(parameter)
+    return found
+
+
+def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
+    return LifecycleError(
+        f"rank {parameter.mesh.rank}: no graph has sharded parameter {'='.join(parameter.names)}, but the whole one",
+        hint="inside `with unsharded(model)` model.parameters() are the whole ones; or call backward() and read .grad",
+    )
+
+
 def install() -> None:
     """Put them in place; called once when the engine is imported."""
     torch_clip._get_total_norm = _total_norm
@@ -410,6 +467,9 @@ def install() -> None:
     torch.optim.Optimizer.load_state_dict = _load_state_dict  # type: ignore[method-assign, assignment]
     torch.optim.Optimizer.__setstate__ = _setstate  # type: ignore[method-assign, assignment]
     torch_convert._check_param_device = _check_param
+    distributed_c10d._check_single_tensor = _check_sent
+    distributed_c10d._check_tensor_list = _check_sent_list
+    torch.autograd._engine_run_backward = _run_backward_to  # type: ignore[assignment]
     torch_optimizer.register_optimizer_step_pre_hook(_before_step)
     torch_optimizer.register_optimizer_step_post_hook(_after_step)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -15,8 +15,16 @@ from torch.utils import _foreach_utils
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
-from fullshard.engine.callers import knows_slices
-from fullshard.engine.slices import NotWhole, Slice, gather_interval, method_of_slice, warn_of_local_result
+from fullshard.engine.callers import asker, knows_slices
+from fullshard.engine.slices import (
+    NotWhole,
+    Slice,
+    compute_with,
+    gather_interval,
+    method_of_slice,
+    not_there,
+    warn_of_local_result,
+)
 
 if TYPE_CHECKING:
     from fullshard.comm.mesh import Mesh
@@ -28,11 +36,8 @@ _plain_grad, _set_plain_grad = _grad_descriptor.__get__, _grad_descriptor.__set_
 _plain_requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _REFERENCE = "_fullshard_sharded_parameter"
 _SLICE = "_fullshard_slice"
-_METHODS = (
-    "abs bfloat16 clone contiguous cpu detach double float half max mean min mul norm numpy pow square std sub sum to "
-    "tolist var __add__ __matmul__ __mul__ __pow__ __sub__ __truediv__"
-)
-"""Of a sharded parameter, for code that does not know slices, these are a `Slice`'s."""
+_METHODS = "contiguous cpu detach numpy reshape to tolist view"
+"""Of a sharded parameter, for code that does not know slices, these are a `Slice`'s: views forget what they are of."""
 
 
 class ShardedParameter(NotWhole, nn.Parameter):
@@ -50,9 +55,12 @@ class ShardedParameter(NotWhole, nn.Parameter):
         interval: elements of the flattened parameter that this rank owns.
         has_stepped: the optimizer has used up the gradient within backward (`engine.stepping`), and the script has not
             come to `optimizer.step()` yet.
+        taken_for_whole: a function that autograd may come back through, and whose gradient of a slice is not that of
+            the whole's.
     """
 
     has_stepped = False
+    taken_for_whole = ""
     __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state asks for it
 
     names: tuple[str, ...]
@@ -72,6 +80,19 @@ class ShardedParameter(NotWhole, nn.Parameter):
         if requires_grad:
             torch.Tensor.register_post_accumulate_grad_hook(self, _used_in_a_loss)
         return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: torch._ops.OpOverload, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every kernel of torch that is given one comes through here."""
+        caller = sys._getframe(1)
+        with torch._C._DisableTorchDispatch():
+            if not knows_slices(caller) or not knows_slices(asker(caller)):
+                first = next(_among((*args, *(kwargs or {}).values())), None)
+                if first is not None:
+                    return compute_with(func, first, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
 
     @property
     def name(self) -> str:
@@ -97,6 +118,12 @@ class ShardedParameter(NotWhole, nn.Parameter):
         return self.interval.numel if knows_slices(sys._getframe(1)) else self.global_shape.numel()
 
     nelement = numel
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Refused, but for who knows slices: rows of the slice are not rows of the parameter."""
+        if not knows_slices(sys._getframe(1)):
+            raise not_there(self, "[...]")
+        return super().__getitem__(index)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -196,6 +223,14 @@ class ShardedParameter(NotWhole, nn.Parameter):
         raise _no_hook(self, "register_post_accumulate_grad_hook")
 
 
+def _among(values: Iterable[Any]) -> Iterator[ShardedParameter]:
+    for value in values:
+        if isinstance(value, ShardedParameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _among(value)
+
+
 def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
     """Those that an optimizer holds."""
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
@@ -232,7 +267,15 @@ def mark_original(parameter: nn.Parameter, sharded: ShardedParameter) -> None:
 def _used_in_a_loss(parameter: torch.Tensor) -> None:
     """Autograd comes to a sharded parameter only if a script has computed with it: a penalty, say."""
     assert isinstance(parameter, ShardedParameter)  # noqa: S101 -- it is registered on these
-    warn_of_local_result(parameter, "a loss made")
+    function, parameter.taken_for_whole = parameter.taken_for_whole, ""
+    if function:
+        raise LifecycleError(
+            f"rank {parameter.mesh.rank}: a loss made of {function} of this rank's slice of "
+            f"{'='.join(parameter.names)}: its gradient is not that of the whole's",
+            hint="compute it in the forward of its unit or inside `with fullshard.unsharded(model)`; a sum over "
+            "elements is right slice by slice; under torch.no_grad() nothing comes back to it",
+        )
+    warn_of_local_result(parameter, "a loss made", of=parameter)
 
 
 def _nothing() -> None:

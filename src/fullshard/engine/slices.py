@@ -1,9 +1,10 @@
 """A slice as code sees it that knows nothing of slices: it says so before it is taken for the whole.
 
-    p.grad, p.detach(), p.data, p ** 2, ...     a `Slice` for the user's code, a plain tensor for optimizers
+    p.grad, p.detach(), p ** 2, torch.exp(p)    a `Slice` for the user's code, a plain tensor for optimizers
     optimizer.state_dict()                      slices for everybody
     element by element, a copy, a cast          a `Slice` again, which is right
     a sum, a norm, a maximum, a NumPy array     this rank's part of it, with a warning, once
+    rows, a matrix product, a whole tensor      an error: what it is computed with is not there
     pickle, torch's checkpoint API, safetensors an error, and the way out
 
 Optimizers and the engine never meet one, so that none of this is on their way.
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
-from fullshard.engine.callers import WAY_OUT, knows_slices, refuse_writers
+from fullshard.engine.callers import WAY_OUT, asker, knows_slices, refuse_writers
 
 if TYPE_CHECKING:
     from fullshard.comm.mesh import Mesh
@@ -31,7 +32,7 @@ LOCAL_RESULTS = frozenset(
     {"all", "amax", "amin", "any", "argmax", "argmin", "aminmax", "count_nonzero", "logsumexp", "max", "mean", "median"}
     | {"min", "prod", "quantile", "std", "std_mean", "sum", "var", "var_mean"}
     | {"_foreach_norm", "dist", "dot", "inner", "matmul", "__matmul__", "matrix_norm", "norm", "vdot", "vector_norm"}
-    | {"cat", "concat", "concatenate", "hstack", "stack", "vstack"}
+    | {"_local_scalar_dense", "cat", "concat", "equal", "concatenate", "hstack", "stack", "vstack"}
     | {"__array__", "item", "numpy", "tolist"}
 )
 """Functions of torch and methods of tensors whose result, of a slice, is not that of the whole tensor."""
@@ -83,7 +84,8 @@ class Slice(NotWhole, torch.Tensor):
     @classmethod
     def of(cls, tensor: torch.Tensor, parameter: ShardedParameter) -> Slice:
         """The same memory, and the same place in autograd's graph."""
-        self = tensor.as_subclass(cls)
+        with torch._C._DisableTorchDispatch():  # of a sharded parameter itself
+            self = tensor.as_subclass(cls)
         self.parameter = parameter
         return self
 
@@ -124,16 +126,38 @@ class Slice(NotWhole, torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        held = next(_slices((*args, *kwargs.values())), None)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            held = next(_slices((*args, *(kwargs or {}).values())), None)
-            if held is None:
-                return result
-            if func.__name__.removeprefix("linalg_") in LOCAL_RESULTS:
-                warn_of_local_result(held.parameter, func.__name__)
-            elif type(result) is torch.Tensor and result.shape == held.shape:
-                return Slice.of(result, held.parameter)
-            return result
+            return func(*args, **kwargs) if held is None else _compute_with_slice(func, held, args, kwargs)
+
+
+def _compute_with_slice(func: Callable[..., Any], held: Slice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A `Slice` again, if elements are treated alike; else a warning, or an error where the whole was meant.
+
+    Raises:
+        LifecycleError: rows are taken, a loss is made of it, or it meets a tensor of another shape.
+    """
+    name = func.__name__.removeprefix("linalg_")
+    others = [value for value in (*args, *kwargs.values()) if _is_whole(value)]
+    takes_rows = name == "__getitem__" and not isinstance(args[1], Slice)
+    if takes_rows or name == "backward" or (held.requires_grad and _are_in_a_loss(held.parameter, others)):
+        raise not_there(held.parameter, name)
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if others:
+            raise not_there(held.parameter, name) from error
+        error.add_note(f"fullshard: {_where(held.parameter)}\nhint: {_ELSEWHERE}")
+        raise
+    if type(result) is torch.Tensor and name not in LOCAL_RESULTS:
+        if result.shape == held.shape:
+            return Slice.of(result, held.parameter)
+        if others:
+            raise not_there(held.parameter, name)
+    if name in LOCAL_RESULTS or type(result) in (torch.Tensor, tuple, list):
+        warn_of_local_result(held.parameter, name, of=held)
+    return result
 
 
 def _slices(values: Sequence[Any]) -> Iterator[Slice]:
@@ -144,10 +168,14 @@ def _slices(values: Sequence[Any]) -> Iterator[Slice]:
             yield from _slices(value)
 
 
-def warn_of_local_result(parameter: ShardedParameter, function: str) -> None:
-    """Say once that something was computed from this rank's slice alone. Nothing to say where that is the whole."""
+def warn_of_local_result(parameter: ShardedParameter, function: str, of: torch.Tensor) -> None:
+    """Say once that something was computed `of` this rank's slice alone. Nothing to say where that is the whole."""
     global _has_warned
-    if _has_warned or parameter.mesh.shard_size == 1:
+    if parameter.mesh.shard_size == 1:
+        return
+    if function != "sum" and of.requires_grad and torch.is_grad_enabled():
+        parameter.taken_for_whole = function
+    if _has_warned:
         return
     _has_warned = True
     frame, level = sys._getframe(1), 2
@@ -183,9 +211,78 @@ def method_of_slice(name: str) -> Callable[..., Any]:
     plain = getattr(torch.Tensor, name)
 
     def method(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        if knows_slices(sys._getframe(1)):
+        if knows_slices(asker(sys._getframe(1))):
             return plain(self, *args, **kwargs)
         return getattr(Slice.of(self, self), name)(*args, **kwargs)
 
     method.__name__, method.__doc__ = name, plain.__doc__
     return method
+
+
+def compute_with(
+    func: torch._ops.OpOverload, parameter: ShardedParameter, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """What a kernel of torch makes of a sharded parameter, for code that does not know slices.
+
+    Raises:
+        LifecycleError: the kernel does not treat elements alike, or has a tensor with other elements besides.
+    """
+    name = func.overloadpacket.__name__
+    function = name.removeprefix("linalg_")
+    if function in LOCAL_RESULTS:
+        warn_of_local_result(parameter, function, of=parameter)
+        return func(*args, **kwargs)
+    if name.startswith("_foreach_"):
+        for together in zip(*(arg for arg in args if isinstance(arg, (list, tuple))), strict=False):
+            shapes = {tensor.shape for tensor in together if isinstance(tensor, NotWhole)}  # type: ignore[attr-defined]
+            if any(_is_whole(tensor) and tensor.shape not in shapes for tensor in together if shapes):
+                raise not_there(parameter, name)
+        return func(*args, **kwargs)
+    if name.startswith("new_"):
+        return func(*args, **kwargs)
+    is_alike = name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags
+    others = [value for value in (*args, *kwargs.values()) if _is_whole(value)]
+    if not is_alike or any(other.shape != parameter.shape for other in others) or _are_in_a_loss(parameter, others):
+        raise not_there(parameter, name)
+    result = func(*args, **kwargs)
+    if result is args[0] or not isinstance(result, torch.Tensor):
+        return result
+    if result.shape != parameter.shape:
+        raise not_there(parameter, name)
+    return Slice.of(result, parameter)
+
+
+_ELEMENT_WISE = frozenset(
+    {"_to_copy", "alias", "bernoulli_", "clone", "copy_", "detach", "empty_like", "fill_", "full_like", "normal_"}
+    | {"ones_like", "rand_like", "randn_like", "uniform_", "view", "zero_", "zeros_like"}
+)
+"""Kernels that treat elements alike, besides those that torch marks so."""
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a tensor of several elements, of which nobody has said that it is a slice."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, NotWhole) and value.numel() != 1
+
+
+def _are_in_a_loss(parameter: ShardedParameter, others: Sequence[torch.Tensor]) -> bool:
+    """Whether autograd would see the slice beside something of the whole's shape; on one rank that may be its own."""
+    is_shape = parameter.mesh.shard_size > 1 and torch.is_grad_enabled()
+    return is_shape and any(other.shape == parameter.global_shape for other in others)
+
+
+_ELSEWHERE = (
+    "compute with it in the forward of its unit, inside `with fullshard.unsharded(model)`, or with what .full_tensor() "
+    "gives on every rank"
+)
+
+
+def _where(parameter: ShardedParameter) -> str:
+    return (
+        f"sharded parameter {'='.join(parameter.names)} {tuple(parameter.global_shape)}, of which rank "
+        f"{parameter.mesh.rank} has elements {parameter.interval.start} to {parameter.interval.stop}, in one dimension"
+    )
+
+
+def not_there(parameter: ShardedParameter, name: str) -> LifecycleError:
+    """What the function `name` wants is not there on any one rank."""
+    return LifecycleError(f"`{name}` of {_where(parameter)}", hint=_ELSEWHERE)
