@@ -134,6 +134,18 @@ def filled_later(model: Any) -> None:
     model.extra["late"] = linear()
 
 
+def new_name_past_torch(model: Any) -> None:
+    model.blocks[1].up._parameters["gain"] = nn.Parameter(torch.ones(WIDTH).double())
+
+
+def new_module_past_torch(model: Any) -> None:
+    model.blocks[1]._modules["extra"] = linear()
+
+
+def replaced_past_torch(model: Any) -> None:
+    model._modules["head"] = nn.Linear(WIDTH, 3).double()
+
+
 REFUSED: dict[Change, str] = {
     new_module: r"blocks\.1\.extra\.weight, of shape \(6, 6\), was put into the model after",
     into_a_container: r"blocks\.3\.scale, of shape",
@@ -144,6 +156,9 @@ REFUSED: dict[Change, str] = {
     registered: r"blocks\.2\.gain",
     replaced_parameter: r"head\.weight was replaced after sharding by Parameter",
     written_past_torch: r"head\.weight was replaced after sharding by Parameter",
+    new_name_past_torch: r"blocks\.1\.up\.gain, of shape \(6,\), was put into the model after",
+    new_module_past_torch: r"blocks\.1\.extra\.weight",
+    replaced_past_torch: r"parameter head\.weight, of shape \(3, 6\), was put into",
     removed_parameter: r"head\.bias was replaced after sharding by NoneType",
     adapter_by_hand: r"embed\.a, of shape \(2, 6\)",
     tied_late: r"blocks\.0\.down\.bias was replaced after sharding by ShardedParameter",

@@ -1,11 +1,13 @@
 """What is put into a model after it was sharded: no unit owns it, so nobody would shard it or reduce its gradient.
 
-torch tells of every parameter and module that is registered somewhere. That is counted, and only when the count has
+torch tells of every parameter and module that is registered somewhere. That is counted. What is written straight into
+`_parameters` or `_modules` is not told of; it changes how many or which entries those have. Only when one of these has
 changed is the model looked through, at its next forward.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.parameter import sharded_parameter_of
+from fullshard.engine.parameter import are_same, sharded_parameter_of
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
@@ -52,6 +54,10 @@ class Additions:
         # Held, so that another parameter cannot get the id of one that is gone.
         self._left_alone = {id(p): p for p in parameters if sharded_parameter_of(p) is None}
         self._seen = -1
+        self._parameters: list[dict[str, nn.Parameter | None]] = []
+        self._children: list[dict[str, nn.Module | None]] = []
+        self._known_count = 0
+        self._known_children: list[nn.Module | None] = []
 
     def check(self) -> None:
         """Refuse what was put in since the last time.
@@ -59,7 +65,10 @@ class Additions:
         Raises:
             LifecycleError: a parameter that no unit owns, or a sharded one in a place that its unit does not know.
         """
-        if self._seen == _registered[0]:
+        children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
+        count = sum(map(len, self._parameters))
+        is_known = self._known_count == count and are_same(children, self._known_children)
+        if is_known and self._seen == _registered[0]:
             return
         for path, module in self._modules():
             module.__dict__[MANAGED] = True
@@ -68,6 +77,10 @@ class Additions:
                 if parameter is not None and not is_known:
                     self._refuse(f"{path}.{attribute}" if path else attribute, parameter)
         self._seen = _registered[0]
+        modules = [module for _, module in self._modules()]
+        self._parameters, self._children = [m._parameters for m in modules], [m._modules for m in modules]
+        self._known_count = sum(map(len, self._parameters))
+        self._known_children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
 
     def _refuse(self, path: str, parameter: nn.Parameter) -> NoReturn:
         sharded = sharded_parameter_of(parameter)
