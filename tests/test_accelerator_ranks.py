@@ -501,6 +501,10 @@ def _hugging_face(directory: str) -> dict[str, Any]:
     accelerator.unwrap_model(model).save_pretrained(
         base / "idiom", is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
     )
+    # The way Transformers' examples save any model.
+    accelerator.unwrap_model(model).save_pretrained(
+        base / "example", is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )
     accelerator.save_model(model, base / "saved", max_shard_size="10KB")
     shards = len(list((base / "saved").glob("*.safetensors")))
     accelerator.wait_for_everyone()
@@ -514,7 +518,7 @@ def _hugging_face(directory: str) -> dict[str, Any]:
         torch.allclose(
             transformers.GPT2LMHeadModel.from_pretrained(base / d)(input_ids=tokens).logits, expected, atol=1e-6
         )
-        for d in ("idiom", "saved")
+        for d in ("idiom", "example", "saved")
     ]
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         del os.environ[name]  # set by the plugin for Transformers; these processes serve other tests too
@@ -534,7 +538,7 @@ def test_models_go_to_and_come_from_hugging_face(tmp_path: Path) -> None:
     first, second = run_ranks(_hugging_face, 2, str(tmp_path))
     for result in (first, second):
         assert result["loaded"]
-        assert result["same"] == [True, True]
+        assert result["same"] == [True, True, True]
         assert result["shards"] > 1
         assert result["files"] == ["config.json", "generation_config.json", "model.safetensors", "notes.txt"]
         assert result["step"] == {"step": 3}

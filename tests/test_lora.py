@@ -384,11 +384,13 @@ def misused(directory: str) -> None:
     weights = full_state_dict(model)
     if dist.get_rank() == 0:
         model.save_pretrained(directory, state_dict=weights)
+    model.save_pretrained(f"{directory}/idiom", is_main_process=dist.get_rank() == 0)  # which says that all ranks call
 
 
 def test_what_peft_cannot_do_while_sharded_is_refused(tmp_path: Path) -> None:
     run_ranks(misused, 2, str(tmp_path))
-    assert (tmp_path / "adapter_model.safetensors").is_file()
+    name = "adapter_model.safetensors"
+    assert (tmp_path / name).read_bytes() == (tmp_path / "idiom" / name).read_bytes()
 
 
 def whole_and_adapter(directory: Path, case: str, dtype: torch.dtype = torch.float32) -> Any:

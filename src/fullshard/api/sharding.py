@@ -16,6 +16,7 @@ from fullshard.api.options import AutocastKwargs
 from fullshard.api.plugin import FullyShardedDataParallelPlugin, configured_policy, modules_matching
 from fullshard.api.state import ProcessState
 from fullshard.checkpoint.adapters import is_adapted
+from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
@@ -141,6 +142,8 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
         module.to(process.device)
     if is_adapted(model):
         use_sharded_methods(model)
+    if hasattr(model, "save_pretrained"):
+        gather_when_all_save(model)
     sharding = describe(model)
     say(f"{type(model).__name__}: {sharding}")
     asked = config.resolved_strategy().name

@@ -5,6 +5,7 @@ For models that fit one host. `save_checkpoint` needs no whole tensor anywhere.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,23 @@ def full_tensor(local: LocalTensor) -> torch.Tensor:
     if isinstance(local.tensor, ShardedParameter):
         return local.tensor.full_tensor()
     return local.tensor.detach()
+
+
+def gather_when_all_save(model: nn.Module) -> None:
+    """Let `model.save_pretrained(..., is_main_process=...)` save the whole weights, as Accelerate's idiom has it.
+
+    Who says whether this is the main process calls it on every rank, so it may gather. Without it one rank may be
+    alone, and slices are an error as before.
+    """
+    save: Any = model.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if "is_main_process" in kwargs and kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = full_state_dict(model, rank0_only=not kwargs["is_main_process"])
+        return save(*args, **kwargs)
+
+    model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
