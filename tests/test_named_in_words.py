@@ -31,7 +31,7 @@ from fullshard.recipes.arguments import TrainArguments
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _NAME = re.compile(r"(?<![\w/.@-])fullshard((?:\.[A-Za-z_]\w*)+)")
-_COMMAND = re.compile(r"(?<![\w/.-])fullshard (?P<name>[a-z]+)(?: (?P<inner>[a-z]+))?")
+_COMMAND = re.compile(r"(?<![\w/.-])(?<!from )fullshard (?P<name>[a-z]+)(?: (?P<inner>[a-z]+))?")
 _FILES = {"yaml", "yml", "json", "md", "toml"}
 
 
