@@ -254,3 +254,15 @@ def test_offload_policy_takes_torchs_argument() -> None:
     assert CPUOffloadPolicy(False).offload == CPUOffloadPolicy().offload
     with pytest.raises(TypeError):
         CPUOffloadPolicy(True, False)  # type: ignore[call-arg]
+
+
+def test_a_plain_module_that_only_holds_others_can_be_a_unit() -> None:
+    """torch asks whether some of its methods are those of nn.Module, as this one's must stay."""
+    model = nn.Module()
+    model.down = nn.Module()
+    model.down.layer = nn.Linear(2, 2)
+    names = list(model.state_dict())
+    fully_shard(model.down)
+    fully_shard(model)
+    assert list(model.state_dict()) == names
+    model.load_state_dict(model.state_dict())

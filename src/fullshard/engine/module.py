@@ -169,7 +169,8 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     members: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     members["forward"] = _entered_directly(cls.forward)
     for name, member in vars(cls).items():
-        if inspect.isfunction(member) and not name.startswith("_") and name != "forward":
+        # torch asks of its own methods (`get_extra_state`) whether they are those of nn.Module
+        if inspect.isfunction(member) and not name.startswith("_") and not hasattr(nn.Module, name):
             members[name] = _entered_past_forward(name, member)
     module.__class__ = type(cls.__name__, (FSDPModule, cls), members)
     module.__dict__[_UNIT] = unit
