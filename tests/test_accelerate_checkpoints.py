@@ -73,6 +73,18 @@ def test_what_cannot_be_is_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/*.distcp"))
 
 
+def _cannot_be_written(directory: str) -> None:
+    accelerator, model = build(1, "SHARDED_STATE_DICT")
+    with pytest.raises((OSError, CheckpointError)):
+        accelerate.utils.save_fsdp_model(accelerator.fsdp_plugin, accelerator, model, directory)
+
+
+def test_a_save_that_fails_leaves_no_copy(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model_fsdp_0").touch()  # where a directory is wanted
+    run_ranks(_cannot_be_written, 2, str(tmp_path))
+    assert not (tmp_path / ".fullshard-staged").exists()
+
+
 def test_a_type_of_state_dict_is_torchs_and_its_name() -> None:
     plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
     assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT == plugin.state_dict_type

@@ -57,8 +57,10 @@ def save_fsdp_model(
     checkpoint.save_checkpoint(staged / "model", model=model, overwrite=True)
 
     def write() -> None:
-        write_torch_format(staged / "model", directory, first=model_index)
-        shutil.rmtree(staged)
+        try:
+            write_torch_format(staged / "model", directory, first=model_index)
+        finally:  # a whole copy of the weights, which nobody would look for
+            shutil.rmtree(staged)
 
     run_on_main(environment, write)
 
