@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 # Where torch comes from: empty is the default index of pip; set it to an index of CPU-only wheels to avoid CUDA
 TORCH_INDEX ?=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-PYTEST := $(BIN)/python -m pytest
+# Tests that run at a time; many of them wait for processes that they start.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 # Processes of `make train`; empty lets fullshard choose: 2 on a CPU, one per device otherwise.
 NPROC ?=
 ARGS ?=
@@ -48,7 +50,7 @@ test-full: $(VENV)/.dev  ## run the default and the slow tests
 	$(PYTEST) -m 'not gpu' $(ARGS)
 
 test-gpu: $(VENV)/.dev  ## run the tests that need an accelerator
-	$(PYTEST) -m gpu $(ARGS)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 mutants: $(VENV)/.dev  ## change critical code, one place at a time, and see whether the default tests notice
 	$(BIN)/python -m tests.mutants --measure
