@@ -7,6 +7,7 @@ rank ends the processes, and the next call starts new ones.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import queue
 import random
@@ -38,6 +39,7 @@ def preload(*modules: str) -> None:
 def _serve(tasks: Any, results: Any) -> None:
     """Body of a worker process: one task after the other."""
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported will never go
     while True:
         rank, world_size, store, environment, function, args = tasks.get()
         os.environ.clear()
@@ -58,7 +60,8 @@ def _serve(tasks: Any, results: Any) -> None:
         if coverage := sys.modules.get("coverage"):  # in its own process only; this one will be killed
             coverage.Coverage.current().save()
         results.put(outcome)
-        del outcome
+        del outcome, function, args
+        gc.collect()  # models are cycles, and hold their groups, of which each keeps threads awake
 
 
 class _Pool:

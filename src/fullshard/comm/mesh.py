@@ -117,6 +117,8 @@ def init_mesh(
         )
     key = (dist.group.WORLD, device, shard_size)
     if key not in _CACHE:
+        for old in [old for old in _CACHE if old[0] is not dist.group.WORLD]:
+            del _CACHE[old]  # its groups have been destroyed; held on to, each would keep its threads
         _CACHE[key] = _build(world_size // shard_size, shard_size, device)
     return _CACHE[key]
 
