@@ -13,7 +13,7 @@ from fullshard.config.handover import handed_over
 from fullshard.config.load import load_arguments, load_environment
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.resolve import resolve
-from fullshard.config.schema import SECTIONS, RunConfig, ShardingConfig
+from fullshard.config.schema import SETTINGS, RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ def launched() -> Reading:
     if config is None:
         return load_environment()
     origin = Origin(Precedence.ENVIRONMENT, "fullshard launch")
-    return Reading(settings=[s for group in SECTIONS for s in _settings(group, getattr(config, group), origin)])
+    return Reading(settings=[Setting(path, config.value(path), origin, path.split(".")[1]) for path in SETTINGS])
 
 
 def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:
@@ -61,13 +61,9 @@ def _reading(plugin: Any) -> Reading:
     if plugin is None or isinstance(plugin, ShardingConfig | Mapping):
         config = ShardingConfig.of(plugin)
         origin = Origin.argument("fsdp_plugin")
-        return Reading(settings=_settings("sharding", config, origin, only=config.model_fields_set))
+        names = [name for name in ShardingConfig.model_fields if name in config.model_fields_set]
+        return Reading(settings=[Setting(f"sharding.{name}", getattr(config, name), origin, name) for name in names])
     raise ConfigError(
         f"fsdp_plugin is a {type(plugin).__module__}.{type(plugin).__name__}",
         hint="use fullshard.FullyShardedDataParallelPlugin, which has the same fields",
     )
-
-
-def _settings(group: str, config: Any, origin: Origin, only: set[str] | None = None) -> list[Setting]:
-    names = type(config).model_fields if only is None else [n for n in type(config).model_fields if n in only]
-    return [Setting(f"{group}.{name}", getattr(config, name), origin, name) for name in names]

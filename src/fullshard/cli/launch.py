@@ -18,7 +18,7 @@ from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, parse
 from fullshard.config.handover import hand_over
 from fullshard.config.load import load_environment, load_file
 from fullshard.config.origin import Origin, Precedence
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import GROUPS
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
@@ -169,8 +169,7 @@ def help_text() -> str:
     for option in OPTIONS:
         short = f"-{option.short}, " if option.short else ""
         lines += _entry(f"{short}--{option.name} {option.metavar}", option.help)
-    for group in SECTIONS:
-        model: Any = RunConfig.model_fields[group].annotation
+    for group, model in GROUPS.items():
         lines += ["", f"{group.capitalize()}:"]
         for name, field in model.model_fields.items():
             path = f"{group}.{name}"

@@ -6,8 +6,21 @@ from typing import Any
 
 from fullshard.config import values
 from fullshard.config.deepspeed import DEEPSPEED_SHORT, STEP_KEYS, make_hybrid
-from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status
-from fullshard.config.fsdp import FSDP_KEYS, checked, finish_fsdp
+from fullshard.config.dialect import (
+    Dialect,
+    Key,
+    Note,
+    Problem,
+    Reading,
+    Setting,
+    Settings,
+    Status,
+    checked,
+    no_effect,
+    refused,
+    switch,
+)
+from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp
 from fullshard.config.xla import XLA_KEYS
 from fullshard.core.errors import ConfigError
 
@@ -40,14 +53,6 @@ def _mixed_precision(value: Any) -> Settings:
     if str(value).strip().lower() == "fp8":
         raise ConfigError("fp8 is not supported", hint="use bf16")
     return {"precision.mode": values.coerce("precision.mode", value)}
-
-
-def _fp16(value: Any) -> Settings:
-    return {"precision.mode": "fp16"} if values.boolean(value) else {}
-
-
-def _use_cpu(value: Any) -> Settings:
-    return {"launch.device": "cpu"} if values.boolean(value) else {}
 
 
 def _num_processes(value: Any) -> Settings | str:
@@ -88,41 +93,29 @@ def _size(value: Any) -> Settings:
     return {}
 
 
-def _refused(because: str, *names: str) -> tuple[Key, ...]:
-    return tuple(Key(name, Status.REFUSED, because=because) for name in names)
-
-
-_UNIT_BY_UNIT = "every unit is compiled on its own anyway"
-
 DYNAMO_KEYS = (
     Key("dynamo_backend", target="sharding.compile_backend", read=_backend),
     Key("dynamo_mode", target="sharding.compile_mode"),
     Key("dynamo_use_fullgraph", target="sharding.compile_fullgraph"),
     Key("dynamo_use_dynamic", target="sharding.compile_dynamic"),
-    Key(
-        "dynamo_use_regional_compilation",
-        Status.NO_EFFECT,
-        because=_UNIT_BY_UNIT,
-        read=checked(values.boolean),
+    *no_effect(
+        "every unit is compiled on its own anyway", "dynamo_use_regional_compilation", read=checked(values.boolean)
     ),
 )
-
-_ONLY_OF_OTHERS = "it belongs to context or sequence parallelism"
 
 PARALLELISM_KEYS = (
     Key("parallelism_config_dp_shard_size", Status.TRANSLATED, "sharding.shard_size", read=_shard_size),
     Key("parallelism_config_dp_replicate_size", Status.TRANSLATED, "sharding.strategy", read=_size),
-    Key("parallelism_config_tp_size", Status.REFUSED, because="only data parallelism", read=_of_one("tensor")),
-    Key("parallelism_config_cp_size", Status.REFUSED, because="only data parallelism", read=_of_one("context")),
-    Key("parallelism_config_sp_size", Status.REFUSED, because="only data parallelism", read=_of_one("sequence")),
-    Key("parallelism_config_pp_size", Status.REFUSED, because="only data parallelism", read=_of_one("pipeline")),
-    Key("parallelism_config_ep_size", Status.REFUSED, because="only data parallelism", read=_of_one("expert")),
-    *(
-        Key(f"parallelism_config_{name}", Status.NO_EFFECT, because=_ONLY_OF_OTHERS)
-        for name in (
-            *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
-            "sp_attn_implementation",
-        )
+    *refused("only data parallelism", "parallelism_config_tp_size", read=_of_one("tensor")),
+    *refused("only data parallelism", "parallelism_config_cp_size", read=_of_one("context")),
+    *refused("only data parallelism", "parallelism_config_sp_size", read=_of_one("sequence")),
+    *refused("only data parallelism", "parallelism_config_pp_size", read=_of_one("pipeline")),
+    *refused("only data parallelism", "parallelism_config_ep_size", read=_of_one("expert")),
+    *no_effect(
+        "it belongs to context or sequence parallelism",
+        *("parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy", "parallelism_config_sp_backend"),
+        *("parallelism_config_sp_seq_length", "parallelism_config_sp_seq_length_is_variable"),
+        "parallelism_config_sp_attn_implementation",
     ),
 )
 
@@ -138,8 +131,8 @@ CLUSTER_KEYS = (
         read=_distributed_type,
     ),
     Key("mixed_precision", target="precision.mode", read=_mixed_precision, variable="ACCELERATE_MIXED_PRECISION"),
-    Key("fp16", Status.TRANSLATED, "precision.mode", read=_fp16),
-    Key("use_cpu", target="launch.device", read=_use_cpu, variable="ACCELERATE_USE_CPU"),
+    Key("fp16", Status.TRANSLATED, "precision.mode", read=switch("precision.mode", "fp16")),
+    Key("use_cpu", target="launch.device", read=switch("launch.device", "cpu"), variable="ACCELERATE_USE_CPU"),
     Key("debug", target="launch.debug", variable="ACCELERATE_DEBUG_MODE"),
     Key("num_processes", target="launch.num_processes", read=_num_processes),
     Key("num_machines", target="launch.num_machines"),
@@ -148,12 +141,7 @@ CLUSTER_KEYS = (
     Key("main_process_port", target="launch.main_process_port"),
     Key("rdzv_backend", target="launch.rdzv_backend"),
     Key("gpu_ids", target="launch.gpu_ids"),
-    Key(
-        "same_network",
-        Status.NO_EFFECT,
-        because="hosts meet at main_process_ip, whatever the network",
-        read=checked(values.boolean),
-    ),
+    *no_effect("hosts meet at main_process_ip, whatever the network", "same_network", read=checked(values.boolean)),
     Key("main_training_function", Status.NO_EFFECT, because="the script is run as a whole", read=_main_function),
     Key(
         "enable_cpu_affinity",
@@ -164,11 +152,11 @@ CLUSTER_KEYS = (
     ),
     Key("dynamo_config", section=Dialect("dynamo_config", DYNAMO_KEYS, prefix="dynamo_")),
     Key("dynamo_backend", Status.TRANSLATED, "sharding.compile_backend", read=_backend),
-    *_refused("8-bit floating point is not supported", "fp8_config"),
-    *_refused("models are divided by sharding alone", "megatron_lm_config"),
-    *_refused("processes are started by the launcher or by Slurm", "mpirun_config"),
-    *_refused("Intel's extension is not used", "ipex_config", "use_xpu"),
-    *_refused(
+    *refused("8-bit floating point is not supported", "fp8_config"),
+    *refused("models are divided by sharding alone", "megatron_lm_config"),
+    *refused("processes are started by the launcher or by Slurm", "mpirun_config"),
+    *refused("Intel's extension is not used", "ipex_config", "use_xpu"),
+    *refused(
         _TPU,
         *("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
         *("command_file", "commands"),

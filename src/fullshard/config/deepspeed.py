@@ -11,7 +11,20 @@ from functools import partial
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status
+from fullshard.config.dialect import (
+    Dialect,
+    Key,
+    Note,
+    Problem,
+    Read,
+    Reading,
+    Setting,
+    Settings,
+    Status,
+    no_effect,
+    refused,
+    switch,
+)
 from fullshard.config.origin import Entry
 from fullshard.core.errors import ConfigError
 
@@ -50,10 +63,6 @@ def _offload_device(target: str, value: Any) -> Settings:
     if device not in ("cpu", "none"):
         raise ConfigError(f"expected cpu or none, got {value!r}", hint="use cpu")
     return {target: True} if device == "cpu" else {}
-
-
-def _offload_flag(target: str, value: Any) -> Settings:
-    return {target: True} if values.boolean(value) else {}
 
 
 def _group(value: Any) -> Settings:
@@ -121,16 +130,8 @@ def _switched_off(because: str) -> Any:
     return read
 
 
-def _no_effect(because: str, *names: str) -> tuple[Key, ...]:
-    return tuple(Key(name, Status.NO_EFFECT, because=because) for name in names)
-
-
-def _refused(because: str, *names: str) -> tuple[Key, ...]:
-    return tuple(Key(name, Status.REFUSED, because=because) for name in names)
-
-
 def _off(because: str, *names: str) -> tuple[Key, ...]:
-    return tuple(Key(name, Status.REFUSED, because=because, read=_switched_off(because)) for name in names)
+    return refused(because, *names, read=_switched_off(because))
 
 
 STEP_KEYS = (
@@ -149,6 +150,11 @@ STEP_KEYS = (
 )
 """What DeepSpeed and Accelerate's launcher say about an optimizer step."""
 
+
+def _translated(name: str, target: str, because: str, read: Read) -> Key:
+    return Key(name, Status.TRANSLATED, target, because=because, read=read)
+
+
 _STAGE_NAMES = "a stage is a strategy; stage 1 shards gradients as well"
 
 
@@ -156,13 +162,13 @@ def _offload_section(target: str, because: str) -> Dialect:
     return Dialect(
         "an offload section",
         (
-            Key("device", Status.TRANSLATED, target, because=because, read=partial(_offload_device, target)),
-            *_no_effect(
+            _translated("device", target, because, partial(_offload_device, target)),
+            *no_effect(
                 "host memory is managed by the engine",
                 *("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio"),
             ),
-            *_no_effect("stages of transfers are the engine's business", "pipeline", "pipeline_read", "pipeline_write"),
-            *_no_effect("nothing is offloaded to disks", "nvme_path"),
+            *no_effect("stages of transfers are the engine's business", "pipeline", "pipeline_read", "pipeline_write"),
+            *no_effect("nothing is offloaded to disks", "nvme_path"),
         ),
     )
 
@@ -170,57 +176,44 @@ def _offload_section(target: str, because: str) -> Dialect:
 _ZERO = Dialect(
     "zero_optimization",
     (
-        Key("stage", Status.TRANSLATED, "sharding.strategy", because=_STAGE_NAMES, read=_stage),
+        _translated("stage", "sharding.strategy", _STAGE_NAMES, _stage),
         Key("offload_param", section=_offload_section(_PARAMETERS, _WITH_PARAMETERS)),
         Key("offload_optimizer", section=_offload_section(_OPTIMIZER, _WITH_OPTIMIZER)),
-        Key(
-            "cpu_offload",
-            Status.TRANSLATED,
-            _OPTIMIZER,
-            because=_WITH_OPTIMIZER,
-            read=partial(_offload_flag, _OPTIMIZER),
-        ),
-        Key(
-            "cpu_offload_params",
-            Status.TRANSLATED,
-            _PARAMETERS,
-            because=_WITH_PARAMETERS,
-            read=partial(_offload_flag, _PARAMETERS),
-        ),
-        Key(
+        _translated("cpu_offload", _OPTIMIZER, _WITH_OPTIMIZER, switch(_OPTIMIZER, True)),
+        _translated("cpu_offload_params", _PARAMETERS, _WITH_PARAMETERS, switch(_PARAMETERS, True)),
+        _translated(
             "zero_hpz_partition_size",
-            Status.TRANSLATED,
             "sharding.shard_size",
-            because="gradients and optimizer state are sharded inside the group too",
-            read=_group,
+            "gradients and optimizer state are sharded inside the group too",
+            _group,
         ),
-        Key("mics_shard_size", Status.TRANSLATED, "sharding.shard_size", read=_group),
-        *_no_effect(
+        _translated("mics_shard_size", "sharding.shard_size", "", _group),
+        *no_effect(
             "a bucket is a unit's parameters of one dtype",
             *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "allgather_partitions"),
             *("contiguous_gradients", "stage3_module_granularity_threshold", "mics_hierarchical_params_gather"),
         ),
-        *_no_effect(
+        *no_effect(
             "communication always overlaps computation, and gradients are always reduce-scattered",
             *("overlap_comm", "reduce_scatter", "round_robin_gradients", "use_multi_rank_bucket_allreduce"),
             *("use_all_reduce_for_fetch_params", "ignore_unused_parameters"),
         ),
-        *_no_effect(
+        *no_effect(
             "the engine keeps one unit ahead and frees each after use",
             *("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
             *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
             *("param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
             *("max_reuse_distance", "prefetch_bucket_size", "log_trace_cache_warnings", "memory_efficient_linear"),
         ),
-        *_no_effect(
+        *no_effect(
             "save_model gives whole weights and load_state loads at any world size",
             *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
             *("gather_16bit_weights_on_model_save", "load_from_fp32_weights", "elastic_checkpoint"),
             *("pipeline_loading_checkpoint",),
         ),
-        *_no_effect("host memory is managed by the engine", "cpu_offload_use_pin_memory"),
-        *_no_effect("there is one engine", "legacy_stage1", "override_module_apply"),
-        *_refused(
+        *no_effect("host memory is managed by the engine", "cpu_offload_use_pin_memory"),
+        *no_effect("there is one engine", "legacy_stage1", "override_module_apply"),
+        *refused(
             "communication is not quantised",
             *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
             *("zeropp_loco_param",),
@@ -260,38 +253,37 @@ _FP16 = Dialect(
     (
         Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("fp16")),
         Key("loss_scale", read=_loss_scale),
-        *_no_effect(
+        *no_effect(
             _SCALE,
             *("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
             *("opt_level",),
         ),
-        *_no_effect("inputs are cast", "auto_cast"),
-        *_refused("main weights are float32", "fp16_master_weights_and_grads"),
+        *no_effect("inputs are cast", "auto_cast"),
+        *refused("main weights are float32", "fp16_master_weights_and_grads"),
     ),
 )
 _BF16 = Dialect(
     "bf16",
     (
         Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("bf16")),
-        *_no_effect("gradients are reduced in float32", "immediate_grad_update", "check_grad_overflow"),
-        *_refused("main weights are float32", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+        *no_effect("gradients are reduced in float32", "immediate_grad_update", "check_grad_overflow"),
+        *refused("main weights are float32", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
     ),
 )
 _ACTIVATIONS = Dialect(
     "activation_checkpointing",
     (
-        *_refused(
+        *refused(
             "activations are recomputed, kept or moved to the host, not divided",
             *("partition_activations", "contiguous_memory_optimization"),
         ),
-        Key(
+        _translated(
             "cpu_checkpointing",
-            Status.TRANSLATED,
             "sharding.offload_activations",
-            because="with activation checkpointing it is the units' inputs that are moved",
-            read=partial(_offload_flag, "sharding.offload_activations"),
+            "with activation checkpointing it is the units' inputs that are moved",
+            switch("sharding.offload_activations", True),
         ),
-        *_no_effect(
+        *no_effect(
             "it sets up deepspeed.checkpointing, which is not used; sharding.activation_checkpointing recomputes units",
             *("number_checkpoints", "synchronize_checkpoint_boundary", "profile"),
         ),
@@ -299,7 +291,7 @@ _ACTIVATIONS = Dialect(
 )
 _DTYPES = Dialect(
     "data_types",
-    (*_no_effect("gradients are accumulated in the main weights' dtype, float32", "grad_accum_dtype"),),
+    (*no_effect("gradients are accumulated in the main weights' dtype, float32", "grad_accum_dtype"),),
 )
 _REPORTING = "the script writes its metrics"
 
@@ -318,18 +310,18 @@ DEEPSPEED = Dialect(
         Key("scheduler", Status.NO_EFFECT, because="the script makes it", read=_made_by_script),
         Key("activation_checkpointing", section=_ACTIVATIONS),
         Key("data_types", section=_DTYPES),
-        *_no_effect("the step line and the metrics file report", "steps_per_print", "wall_clock_breakdown"),
-        *_no_effect("the step line and the metrics file report", "memory_breakdown", "dump_state"),
-        *_no_effect("any element-wise optimizer works", "zero_allow_untested_optimizer"),
-        *_no_effect("the script's optimizer is used", "zero_force_ds_cpu_optimizer"),
-        *_no_effect(
+        *no_effect("the step line and the metrics file report", "steps_per_print", "wall_clock_breakdown"),
+        *no_effect("the step line and the metrics file report", "memory_breakdown", "dump_state"),
+        *no_effect("any element-wise optimizer works", "zero_allow_untested_optimizer"),
+        *no_effect("the script's optimizer is used", "zero_force_ds_cpu_optimizer"),
+        *no_effect(
             "gradients are summed in float32 and scaled once",
             *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
             *("seq_parallel_communication_data_type", "fp32_allreduce"),
         ),
-        *_no_effect("there is one path", "disable_allgather", "load_universal_checkpoint", "checkpoint"),
-        *_no_effect("nothing is offloaded to disks", "aio"),
-        *_refused("gradients are dense", "sparse_gradients"),
+        *no_effect("there is one path", "disable_allgather", "load_universal_checkpoint", "checkpoint"),
+        *no_effect("nothing is offloaded to disks", "aio"),
+        *refused("gradients are dense", "sparse_gradients"),
         *_off("apex is not used", "amp"),
         *_off(_REPORTING, "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler"),
         *_off("the number of ranks is the launcher's", "elasticity"),
@@ -347,31 +339,19 @@ DEEPSPEED = Dialect(
 DEEPSPEED_SHORT = Dialect(
     "deepspeed_config",
     (
-        Key("zero_stage", Status.TRANSLATED, "sharding.strategy", because=_STAGE_NAMES, read=_stage),
-        Key(
-            "offload_param_device",
-            Status.TRANSLATED,
-            _PARAMETERS,
-            because=_WITH_PARAMETERS,
-            read=partial(_offload_device, _PARAMETERS),
-        ),
-        Key(
-            "offload_optimizer_device",
-            Status.TRANSLATED,
-            _OPTIMIZER,
-            because=_WITH_OPTIMIZER,
-            read=partial(_offload_device, _OPTIMIZER),
-        ),
-        *_no_effect("nothing is offloaded to disks", "offload_param_nvme_path", "offload_optimizer_nvme_path"),
+        _translated("zero_stage", "sharding.strategy", _STAGE_NAMES, _stage),
+        _translated("offload_param_device", _PARAMETERS, _WITH_PARAMETERS, partial(_offload_device, _PARAMETERS)),
+        _translated("offload_optimizer_device", _OPTIMIZER, _WITH_OPTIMIZER, partial(_offload_device, _OPTIMIZER)),
+        *no_effect("nothing is offloaded to disks", "offload_param_nvme_path", "offload_optimizer_nvme_path"),
         *STEP_KEYS,
-        *_no_effect("models on the meta device are initialised shard by shard", "zero3_init_flag"),
-        *_no_effect("save_model gives whole weights", "zero3_save_16bit_model"),
+        *no_effect("models on the meta device are initialised shard by shard", "zero3_init_flag"),
+        *no_effect("save_model gives whole weights", "zero3_save_16bit_model"),
         Key("deepspeed_config_file", because="its settings are read"),
-        *_no_effect("the launcher starts hosts the same way for every strategy", "deepspeed_multinode_launcher"),
-        *_refused(
+        *no_effect("the launcher starts hosts the same way for every strategy", "deepspeed_multinode_launcher"),
+        *refused(
             "hosts meet by main_process_ip or in a Slurm allocation",
             *("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
         ),
-        *_refused("experts are sharded like other modules", "deepspeed_moe_layer_cls_names"),
+        *refused("experts are sharded like other modules", "deepspeed_moe_layer_cls_names"),
     ),
 )

@@ -6,7 +6,6 @@ in the table is an error with a suggestion. The documentation's tables and the t
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,11 +13,14 @@ from typing import Any
 
 from fullshard.config import values
 from fullshard.config.origin import Entry, Origin, Precedence
-from fullshard.config.settings import plain_message
+from fullshard.config.settings import closest, plain_message
 from fullshard.core.errors import ConfigError
 
 Settings = Mapping[str, Any]
 """Values by path, `group.name`."""
+
+Read = Callable[[Any], Settings | str | None]
+"""Turns a value into settings; see `Key.read`."""
 
 
 class Status(StrEnum):
@@ -52,7 +54,7 @@ class Key:
     target: str = ""
     because: str = ""
     spellings: tuple[str, ...] = ()
-    read: Callable[[Any], Settings | str | None] | None = None
+    read: Read | None = None
     section: Dialect | None = None
     unset: tuple[Any, ...] = (None, False, "", "no", "false", "none")
     variable: str | None = None
@@ -173,7 +175,7 @@ class Reading:
         """Remove a setting that means nothing beside the others, and say so."""
         for setting in [setting for setting in self.settings if setting.path == path]:
             self.settings.remove(setting)
-            self.notes.append(_no_effect(setting, because))
+            self.notes.append(_note(setting, because))
 
     def find_contradictions(self) -> None:
         """Two keys that set the same thing to different values are a problem: neither is silently the stronger."""
@@ -238,12 +240,34 @@ class Dialect:
                 message = f"{entry.key!r} stands outside its section"
                 return Problem((entry.origin,), message, f"write it under {key.name!r}")
         known = {_normal(spelling): spelling for spelling in self.spellings()}
-        close = difflib.get_close_matches(_normal(entry.key), known, n=1, cutoff=0.6)
-        if not close and self.prefix:
-            close = difflib.get_close_matches(self.prefix + _normal(entry.key), known, n=1, cutoff=0.6)
+        close = closest(_normal(entry.key), known, 0.6) or closest(self.prefix + _normal(entry.key), known, 0.6)
         everything = ", ".join(key.name for key in self.keys)
-        hint = f"did you mean {known[close[0]]!r}?" if close else f"known are {everything}"
+        hint = f"did you mean {known[close]!r}?" if close else f"known are {everything}"
         return Problem((entry.origin,), f"unknown key {entry.key!r} in {self.name}", hint)
+
+
+def no_effect(because: str, *names: str, read: Read | None = None) -> tuple[Key, ...]:
+    """Rows of keys that have no effect, all for one reason."""
+    return tuple(Key(name, Status.NO_EFFECT, because=because, read=read) for name in names)
+
+
+def refused(because: str, *names: str, read: Read | None = None) -> tuple[Key, ...]:
+    """Rows of keys that are refused, all for one reason."""
+    return tuple(Key(name, Status.REFUSED, because=because, read=read) for name in names)
+
+
+def switch(path: str, on: Any) -> Read:
+    """Reader for a truth value that sets `path` to `on`, and nothing when it is false."""
+    return lambda value: {path: on} if values.boolean(value) else {}
+
+
+def checked(read: values.Read) -> Read:
+    """Reader for a key without effect, whose value must be right all the same."""
+
+    def check(value: Any) -> None:
+        read(value)
+
+    return check
 
 
 def _normal(name: str) -> str:
@@ -270,7 +294,7 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
         message = f"{entry.key} is one value, got nested keys"
         return Reading(problems=[Problem((entry.origin,), message, "write its value after the colon")])
     if entry.value is None and key.read is not None:
-        return Reading(notes=[_no_effect(entry, "it has no value")])
+        return Reading(notes=[_note(entry, "it has no value")])
     try:
         found = key.settings(entry.value)
     except (ConfigError, ValueError) as error:
@@ -282,7 +306,7 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
         reading.problems.append(Problem((entry.origin,), what, hint))
         return reading
     if found is None or isinstance(found, str) or (key.status is Status.NO_EFFECT and key.read is None):
-        reading.notes.append(_no_effect(entry, found if isinstance(found, str) else key.because))
+        reading.notes.append(_note(entry, found if isinstance(found, str) else key.because))
         return reading
     reading.settings += [Setting(path, value, entry.origin, entry.key) for path, value in found.items()]
     if found and (key.status is Status.TRANSLATED or _normal(entry.key) in map(_normal, key.spellings)):
@@ -292,7 +316,7 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
     return reading
 
 
-def _no_effect(item: Entry | Setting, because: str) -> Note:
+def _note(item: Entry | Setting, because: str) -> Note:
     return Note(item.origin, item.key, Status.NO_EFFECT, f"has no effect here: {because}")
 
 

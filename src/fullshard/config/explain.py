@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.config.resolve import Resolved
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import SETTINGS
 
 DERIVED = "follows from other settings"
 """Source of a value that is neither written anywhere nor the default: `wrap` where classes or a size are given."""
@@ -41,13 +41,10 @@ class Explained:
 
 def explain(resolved: Resolved) -> Iterator[Explained]:
     """All settings, in the order of the schema."""
-    for group in SECTIONS:
-        model: Any = RunConfig.model_fields[group].annotation
-        for name, field in model.model_fields.items():
-            path = f"{group}.{name}"
-            value, setting = resolved.value(path), resolved.settings.get(path)
-            source = resolved.origin(path).text
-            if setting is None and value != field.default:
-                source = DERIVED
-            written_as = setting.key if setting is not None and setting.key not in (name, path) else None
-            yield Explained(path, value, field.default, source, written_as, " ".join(field.description.split()))
+    for path, field in SETTINGS.items():
+        value, setting = resolved.value(path), resolved.settings.get(path)
+        source = resolved.origin(path).text
+        if setting is None and value != field.default:
+            source = DERIVED
+        written_as = setting.key if setting is not None and setting.key not in (path.split(".")[1], path) else None
+        yield Explained(path, value, field.default, source, written_as, " ".join((field.description or "").split()))

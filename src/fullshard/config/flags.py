@@ -6,7 +6,6 @@ flags and the program that is to run; flags after that are the program's own.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -14,17 +13,14 @@ from typing import Any, Literal, get_args
 from fullshard.config import values
 from fullshard.config.accelerate import FLAT
 from fullshard.config.deepspeed import DEEPSPEED_SHORT
-from fullshard.config.dialect import Dialect, Key, Problem, Reading, Settings, Status, refuse
+from fullshard.config.dialect import Dialect, Key, Problem, Reading, Settings, Status, refuse, refused, switch
 from fullshard.config.load import load_file, load_fsdp_config, load_fsdp_words
 from fullshard.config.origin import Entry, Origin
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import SETTINGS
+from fullshard.config.settings import closest
 from fullshard.core.errors import ConfigError
 
 Kind = Literal["script", "module", "program"]
-
-
-def _cpu(value: Any) -> Settings:
-    return {"launch.device": "cpu"} if values.boolean(value) else {}
 
 
 def _endpoint(value: Any) -> Settings:
@@ -53,23 +49,21 @@ def _sharded(value: Any) -> Settings:
     return {}
 
 
-def _replicated(value: Any) -> Settings:
-    return {"sharding.strategy": "NO_SHARD"} if values.boolean(value) else {}
-
-
 def _start_method(value: Any) -> str:
     return "every process is started anew, as with spawn"
 
 
-def _plain(*names: str, because: str) -> tuple[Key, ...]:
-    return tuple(Key(name, Status.REFUSED, because=because) for name in names)
-
-
-_NOT_TPU = "TPUs are not supported yet"
+_ONLY_TORCHRUNS = "torchrun has it, not this"
 
 _LAUNCHER_KEYS = (
-    Key("cpu", Status.TRANSLATED, "launch.device", read=_cpu),
-    Key("multi_gpu", Status.TRANSLATED, "sharding.strategy", because="whole copies of the model", read=_replicated),
+    Key("cpu", Status.TRANSLATED, "launch.device", read=switch("launch.device", "cpu")),
+    Key(
+        "multi_gpu",
+        Status.TRANSLATED,
+        "sharding.strategy",
+        because="whole copies of the model",
+        read=switch("sharding.strategy", "NO_SHARD"),
+    ),
     Key("use_fsdp", read=_sharded),
     Key("use_parallelism_config", Status.NO_EFFECT, because="the --parallelism_config_* flags are read as they are"),
     Key("use_deepspeed", Status.NO_EFFECT, because="the flags and the file of DeepSpeed are translated anyway"),
@@ -81,12 +75,12 @@ _LAUNCHER_KEYS = (
     Key("local_addr", Status.NO_EFFECT, because="the address that reaches the main process is taken"),
     Key("start_method", Status.NO_EFFECT, read=_start_method),
     Key("shutdown_timeout", Status.NO_EFFECT, because="processes have 3 seconds to end after a signal"),
-    *_plain("use_megatron_lm", because="models are divided by sharding alone"),
-    *_plain("tpu", "tpu_cluster", "no_tpu_cluster", "vm", "env", because=_NOT_TPU),
-    *_plain("mpirun_hostfile", "mpirun_ccl", because="processes are started by the launcher or by Slurm"),
-    *_plain("run_path", "virtual_local_rank", "logs_specs", "local_ranks_filter", because="torchrun has it, not this"),
-    *_plain("numa_binding", "signals_to_handle", "event_log_handler", because="torchrun has it, not this"),
-    *_plain("duplicate_stdout_filters", "duplicate_stderr_filters", because="torchrun has it, not this"),
+    *refused("models are divided by sharding alone", "use_megatron_lm"),
+    *refused("TPUs are not supported yet", "tpu", "tpu_cluster", "no_tpu_cluster", "vm", "env"),
+    *refused("processes are started by the launcher or by Slurm", "mpirun_hostfile", "mpirun_ccl"),
+    *refused(_ONLY_TORCHRUNS, "run_path", "virtual_local_rank", "logs_specs", "local_ranks_filter", "numa_binding"),
+    *refused(_ONLY_TORCHRUNS, "signals_to_handle", "event_log_handler"),
+    *refused(_ONLY_TORCHRUNS, "duplicate_stdout_filters", "duplicate_stderr_filters"),
 )
 
 _REFUSED_FAMILIES = {
@@ -100,12 +94,8 @@ _NAMED_OTHERWISE = {"mode"}
 
 
 def _own_keys(taken: set[str]) -> tuple[Key, ...]:
-    rows: list[Key] = []
-    for group in SECTIONS:
-        model: Any = RunConfig.model_fields[group].annotation
-        names = [name for name in model.model_fields if name not in taken | _NAMED_OTHERWISE]
-        rows += [Key(name, target=f"{group}.{name}") for name in names]
-    return tuple(rows)
+    names = {path: path.split(".")[1] for path in SETTINGS}
+    return tuple(Key(name, target=path) for path, name in names.items() if name not in taken | _NAMED_OTHERWISE)
 
 
 _OTHERS = (*FLAT.keys, *(key for key in DEEPSPEED_SHORT.keys if FLAT.find(key.name) is None), *_LAUNCHER_KEYS)
@@ -297,7 +287,7 @@ def _is_truth(name: str) -> bool:
         return True
     if key.read is not None or not key.target:  # with a reader the value is richer than yes or no
         return False
-    kind = values.setting_type(key.target)
+    kind = SETTINGS[key.target].annotation
     return kind is bool or bool in get_args(kind)
 
 
@@ -305,7 +295,7 @@ def _suggestion(spelled: str) -> str:
     known = [option.name for option in OPTIONS] + FLAGS.spellings()
     wanted = spelled.lstrip("-").replace("-", "_").lower()
     longer = [name for name in known if name.startswith(wanted) and len(wanted) > 2]  # argparse takes abbreviations
-    close = longer or difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    close = next(iter(longer), None) or closest(wanted, known, 0.6)
     if close:
-        return f"did you mean --{close[0]}?"
+        return f"did you mean --{close}?"
     return "flags of the script come after the script; `fullshard launch --help` lists the others"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status
+from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status, checked
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import parse_strategy
 
@@ -68,15 +68,6 @@ def _state_dict(value: Any) -> Settings:
 def _version(value: Any) -> None:
     if values.integer(value) not in (1, 2):
         raise ConfigError(f"expected 1 or 2, got {value!r}", hint="leave it out: both mean the same here")
-
-
-def checked(read: values.Read) -> Any:
-    """Reader for a key without effect, whose value must be right all the same."""
-
-    def check(value: Any) -> None:
-        read(value)
-
-    return check
 
 
 FSDP_KEYS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from fullshard.config.document import parse_document, read_document
 from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.native import NATIVE
 from fullshard.config.origin import Entry, Origin
+from fullshard.config.settings import closest
 from fullshard.config.transformers import TRANSFORMERS, read_fsdp_words
 from fullshard.core.paths import local_path
 
@@ -72,9 +72,9 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
         elif name.startswith(_REFUSED):
             problems.append(Problem((origin,), f"{name} = {value} is not supported", f"unset {name}"))
         else:
-            close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.7)
+            close = closest(name, VARIABLES, 0.7)
             if close or not name.startswith("ACCELERATE_"):
-                hint = f"did you mean {close[0]}?" if close else f"unset it; known are {', '.join(sorted(VARIABLES))}"
+                hint = f"did you mean {close}?" if close else f"unset it; known are {', '.join(sorted(VARIABLES))}"
                 problems.append(Problem((origin,), f"unknown variable {name} = {value!r}", hint))
             else:
                 notes.append(Note(origin, name, Status.NO_EFFECT, "has no effect here: nothing reads it"))
@@ -137,9 +137,9 @@ def _read(entries: tuple[Entry, ...], directory: Path) -> Reading:
 
 def _unknown(entry: Entry) -> Problem:
     spellings = [spelling for dialect in FILE_DIALECTS for spelling in dialect.spellings()]
-    close = difflib.get_close_matches(entry.key.lower(), spellings, n=1, cutoff=0.6)
+    close = closest(entry.key.lower(), spellings, 0.6)
     message = f"unknown key {entry.key!r}, in every kind of configuration that is understood"
-    return Problem((entry.origin,), message, f"did you mean {close[0]!r}?" if close else _SECTIONS)
+    return Problem((entry.origin,), message, f"did you mean {close!r}?" if close else _SECTIONS)
 
 
 def _mixed(entry: Entry, dialect: Dialect, other: Dialect) -> Problem:

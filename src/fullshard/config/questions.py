@@ -12,7 +12,7 @@ from typing import Any
 
 from fullshard.config import values
 from fullshard.config.hardware import Hardware
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import RunConfig
 from fullshard.config.settings import SettingsError, plain_message
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
@@ -145,14 +145,11 @@ class Interview:
         Raises:
             SettingsError: they do not go together.
         """
-        by_group: dict[str, dict[str, Any]] = {group: {} for group in SECTIONS}
+        answered: dict[str, Any] = {}
         for question in QUESTIONS:
             if question.name in self.answers.given and question.when(self.answers):
-                for path, value in question.settings(self.answers[question.name], self.answers).items():
-                    group, name = path.split(".")
-                    by_group[group][name] = value
-        models: dict[str, Any] = {group: RunConfig.model_fields[group].annotation for group in SECTIONS}
-        return RunConfig(**{group: models[group](**by_group[group]) for group in SECTIONS})
+                answered |= question.settings(self.answers[question.name], self.answers)
+        return RunConfig.of_paths(answered)
 
 
 def hardware_words(hardware: Hardware) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fullshard.config.dialect import Note, Problem, Reading, Setting, refuse
 from fullshard.config.origin import DEFAULT, Origin
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import GROUPS, RunConfig, settings_of
 from fullshard.config.settings import Fault, SettingsError
 
 _WRAP = ("sharding.wrap", "sharding.wrap_classes", "sharding.wrap_min_numel")
@@ -32,8 +32,7 @@ class Resolved:
 
     def value(self, path: str) -> Any:
         """The value at `group.name`."""
-        group, name = path.split(".")
-        return getattr(getattr(self.config, group), name)
+        return self.config.value(path)
 
     def origin(self, path: str) -> Origin:
         """Where the value at `group.name` comes from."""
@@ -53,11 +52,11 @@ def resolve(readings: Iterable[Reading]) -> Resolved:
     problems = [problem for reading in readings for problem in reading.problems]
     settings = _merge(setting for reading in readings for setting in reading.settings)
     mentioned = {origin for problem in problems for origin in problem.origins}
-    problems += [fault for fault in _faults_of_groups(settings) if not mentioned & set(fault.origins)]
+    values = {path: setting.value for path, setting in settings.items()}
+    problems += [fault for fault in _faults_of_groups(settings, values) if not mentioned & set(fault.origins)]
     refuse(problems)
     try:
-        groups: dict[str, Any] = {group: _group(settings, group) for group in SECTIONS}
-        config = RunConfig(**groups)
+        config = RunConfig.of_paths(values)
     except SettingsError as error:
         refuse(_problem(fault, settings) for fault in error.faults)
         raise
@@ -79,16 +78,11 @@ def _merge(found: Iterable[Setting]) -> dict[str, Setting]:
     return by_path
 
 
-def _group(settings: dict[str, Setting], group: str) -> dict[str, Any]:
-    return {path.split(".")[1]: setting.value for path, setting in settings.items() if path.startswith(f"{group}.")}
-
-
-def _faults_of_groups(settings: dict[str, Setting]) -> list[Problem]:
+def _faults_of_groups(settings: dict[str, Setting], values: dict[str, Any]) -> list[Problem]:
     problems = []
-    for group in SECTIONS:
-        model: Any = RunConfig.model_fields[group].annotation
+    for group, model in GROUPS.items():
         try:
-            model(**_group(settings, group))
+            model(**settings_of(group, values))
         except SettingsError as error:
             problems += [_problem(fault, settings, f"{group}.") for fault in error.faults]
     return problems

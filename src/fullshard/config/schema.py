@@ -13,9 +13,10 @@ An unknown field, a value of the wrong type and a combination that cannot be hon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from fullshard.config.settings import CombinationError, Settings, plain_message
 from fullshard.core.errors import ConfigError
@@ -613,9 +614,38 @@ class RunConfig(Settings):
                 ) from None
         return self
 
+    def value(self, path: str) -> Any:
+        """The value of the setting at `path`."""
+        group, name = path.split(".")
+        return getattr(getattr(self, group), name)
 
-SECTIONS = tuple(RunConfig.model_fields)
-"""The groups of a `RunConfig`; a setting's path is `group.name`."""
+    @classmethod
+    def of_paths(cls, values: Mapping[str, Any]) -> Self:
+        """From settings by path.
+
+        Raises:
+            SettingsError: a group has settings that are wrong, or groups do not go together.
+        """
+        return cls(**{group: model(**settings_of(group, values)) for group, model in GROUPS.items()})
+
+
+GROUPS: dict[str, type[Settings]] = {
+    name: field.annotation for name, field in RunConfig.model_fields.items() if field.annotation is not None
+}
+"""The groups of a `RunConfig`."""
+
+SETTINGS: dict[str, FieldInfo] = {
+    f"{group}.{name}": field for group, model in GROUPS.items() for name, field in model.model_fields.items()
+}
+"""Every setting in the order of the schema, by its path, `group.name`."""
+
+SECTIONS = tuple(GROUPS)
+"""The names of the groups."""
+
+
+def settings_of(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of values by path, those of one group by name."""
+    return {path.split(".")[1]: value for path, value in values.items() if path.startswith(f"{group}.")}
 
 
 _COMPUTE: dict[PrecisionMode, Dtype | None] = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -107,14 +107,17 @@ class Settings(BaseModel):
         """The choice that a wrong one resembles, else what the setting is."""
         field = cls.model_fields[name]
         choices = [str(choice) for choice in get_args(field.annotation) if get_origin(field.annotation) is Literal]
-        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-        return (
-            f"did you mean {close[0]}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
-        )
+        close = closest(str(value), choices)
+        return f"did you mean {close}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The known name that one resembles most; None if it resembles none by `cutoff`, from 0 to 1."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the one it resembles, else all there are."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(names)}"
+    close = closest(name, names)
+    return f"did you mean {close!r}?" if close else f"the settings are {', '.join(names)}"

@@ -5,12 +5,12 @@ A value that cannot be read is a `ValueError` whose message says what was expect
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import SETTINGS
+from fullshard.config.settings import closest
 from fullshard.core.errors import ConfigError
 
 _TRUE = {"true", "yes", "on", "y", "1"}
@@ -82,9 +82,9 @@ def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:
     if name in known:
         return name
     choices = ", ".join(f"{item} ({number})" if numbered else item for number, item in enumerate(known, 1))
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = closest(name, known)
     raise ConfigError(
-        f"expected one of {choices}, got {value!r}", hint=f"did you mean {close[0]}?" if close else f"use {known[0]}"
+        f"expected one of {choices}, got {value!r}", hint=f"did you mean {close}?" if close else f"use {known[0]}"
     )
 
 
@@ -93,20 +93,13 @@ def is_none(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value.strip().lower() in _NONE)
 
 
-def setting_type(path: str) -> Any:
-    """The annotation of the setting at `group.name`."""
-    group, name = path.split(".")
-    model: Any = RunConfig.model_fields[group].annotation
-    return model.model_fields[name].annotation
-
-
 def coerce(path: str, value: Any) -> Any:
     """The value for the setting at `group.name`, of that setting's type. Ranges and choices are the schema's business.
 
     Raises:
         ValueError: it cannot be read as that type.
     """
-    kinds = _members(setting_type(path))
+    kinds = _members(SETTINGS[path].annotation)
     if type(None) in kinds and is_none(value):
         return None
     if kinds & {"names"}:

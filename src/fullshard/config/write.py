@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import GROUPS, RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import STRATEGIES
 
@@ -34,8 +33,12 @@ def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool
         ]
         if not only_changed:
             lines.append("# A setting behind a `#` has its default; take the `#` away to change it.")
-    for group in SECTIONS:
-        body = [line for field in _fields(config, group) for line in _lines(*field, comments, only_changed)]
+    for group, model in GROUPS.items():
+        body = [
+            line
+            for name, field in model.model_fields.items()
+            for line in _lines(name, field, config.value(f"{group}.{name}"), comments, only_changed)
+        ]
         if not body:
             continue
         lines += [
@@ -47,12 +50,6 @@ def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool
     if not any(line and not line.startswith("#") for line in lines):
         lines += ["", "launch: # every setting has its default"]
     return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _fields(config: RunConfig, group: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    section: Any = getattr(config, group)
-    for name, field in type(section).model_fields.items():
-        yield name, field, getattr(section, name)
 
 
 def _lines(name: str, field: FieldInfo, value: Any, comments: bool, only_changed: bool) -> list[str]:
@@ -105,8 +102,7 @@ def json_schema() -> dict[str, Any]:
         **{key: value for key, value in sharding["wrap_classes"].items() if key not in ("type", "items")},
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
-    for group in SECTIONS:  # a section whose lines are all comments is null
-        model: Any = RunConfig.model_fields[group].annotation
+    for group, model in GROUPS.items():  # a section whose lines are all comments is null
         schema["properties"][group] = {
             "description": RunConfig.model_fields[group].description,
             "anyOf": [{"$ref": f"#/$defs/{model.__name__}"}, {"type": "null"}],

@@ -13,7 +13,7 @@ from typing import Any
 from fullshard.config.accelerate import CLUSTER_KEYS, DYNAMO_KEYS
 from fullshard.config.dialect import shown
 from fullshard.config.fsdp import FSDP_KEYS
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import SETTINGS, RunConfig
 from fullshard.core.strategy import STRATEGIES, Axis, Strategy
 
 _WRAPS = {
@@ -232,7 +232,7 @@ class _Writer:
             return
         for path in _VERSION_1_FSDP:
             if self._changed(path):
-                fsdp[_KEYS[path]] = self._value(path)
+                fsdp[_KEYS[path]] = self.config.value(path)
                 self._say(path, "fullshard reads it from the file, version 2 of Accelerate's FSDP ignores it")
 
     def _activations(self, fsdp: dict[str, Any]) -> None:
@@ -266,20 +266,16 @@ class _Writer:
     def _leave_out(self) -> None:
         for path, flag in _FLAGS_ONLY.items():
             if self._changed(path):
-                self._say(path, f"not in Accelerate's file: pass {flag} {shown(self._value(path))}")
+                self._say(path, f"not in Accelerate's file: pass {flag} {shown(self.config.value(path))}")
         for path, reason in _IN_THE_SCRIPT.items():
             if self._changed(path):
-                self._say(path, f"{shown(self._value(path))} is left out: {reason}")
+                self._say(path, f"{shown(self.config.value(path))} is left out: {reason}")
 
     def _named(self, paths: tuple[str, ...]) -> dict[str, Any]:
-        return {_KEYS[path]: value for path in paths if (value := self._value(path)) is not None}
-
-    def _value(self, path: str) -> Any:
-        group, name = path.split(".")
-        return getattr(getattr(self.config, group), name)
+        return {_KEYS[path]: value for path in paths if (value := self.config.value(path)) is not None}
 
     def _changed(self, path: str) -> bool:
-        return bool(self._value(path) != _DEFAULTS[path])
+        return bool(self.config.value(path) != SETTINGS[path].default)
 
     def _say(self, path: str, text: str) -> None:
         self.remarks.append(Remark(path, text))
@@ -290,11 +286,3 @@ def _like(row: Strategy, axes: set[Axis]) -> Strategy:
     wanted = axes or {Axis.REPLICATE}
     same = [other for other in STRATEGIES.values() if set(other.placements) == wanted]
     return next((other for other in same if other.reshard_after_forward == row.reshard_after_forward), same[0])
-
-
-def _defaults() -> dict[str, Any]:
-    models: dict[str, Any] = {group: RunConfig.model_fields[group].annotation for group in SECTIONS}
-    return {f"{group}.{name}": f.default for group, model in models.items() for name, f in model.model_fields.items()}
-
-
-_DEFAULTS = _defaults()

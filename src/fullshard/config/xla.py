@@ -9,16 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import Dialect, Key, Settings, Status
-from fullshard.config.fsdp import checked
-
-
-def _no_effect(because: str, *names: str, read: Any = None) -> tuple[Key, ...]:
-    return tuple(Key(name, Status.NO_EFFECT, because=because, read=read) for name in names)
-
-
-def _refused(because: str, *names: str) -> tuple[Key, ...]:
-    return tuple(Key(name, Status.REFUSED, because=because) for name in names)
+from fullshard.config.dialect import Dialect, Key, Settings, Status, checked, no_effect, refused
 
 
 def _fp32_reduce(value: Any) -> Settings | str:
@@ -34,37 +25,37 @@ XLA_SETTINGS = Dialect(
         Key("buffer_dtype", Status.TRANSLATED, "precision.buffer_dtype"),
         Key("fp32_reduce_scatter", Status.TRANSLATED, "precision.reduce_dtype", read=_fp32_reduce),
         Key("reshard_after_forward", Status.TRANSLATED, "sharding.reshard_after_forward"),
-        *_no_effect(
+        *no_effect(
             "units are always flat, and parameters keep their shape for the optimizer",
             *("flatten_parameters", "shard_param_on_dim_0", "_shard_size_multiple", "opt_flatten_overlap"),
         ),
-        *_no_effect(
+        *no_effect(
             "it steers XLA's compiler, which is not used",
             *("optimization_barrier_in_forward", "optimization_barrier_in_backward", "sync_on_finalization"),
             *("mark_step_on_finalization", "pin_layout_in_collective_ops", "_use_xla_patched_linear"),
         ),
-        *_no_effect(
+        *no_effect(
             "collectives are one per bucket and direction, already coalesced",
             *("reduce_scatter_bucket_size_mb", "coalesce_all_gather_ops"),
         ),
-        *_no_effect("the root is never freed between forward and backward", "disable_reshard_on_root"),
-        *_no_effect("models are sharded when they are prepared", "execute_sharding_on_init"),
-        *_refused("it is an object of a program", "auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
-        *_refused("ranks and groups come from the launcher and shard_size", "sharding_groups"),
-        *_refused("ranks come from the launcher", "sharding_rank", "sharding_world_size"),
-        *_refused(
+        *no_effect("the root is never freed between forward and backward", "disable_reshard_on_root"),
+        *no_effect("models are sharded when they are prepared", "execute_sharding_on_init"),
+        *refused("it is an object of a program", "auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
+        *refused("ranks and groups come from the launcher and shard_size", "sharding_groups"),
+        *refused("ranks come from the launcher", "sharding_rank", "sharding_world_size"),
+        *refused(
             "it is XLA's own debugging aid",
             *("_debug_dummy_forward_pass", "_debug_print", "_debug_dummy_all_gather_op"),
             *("_debug_dummy_all_reduce_op", "_debug_dummy_reduce_scatter_op", "_debug_dummy_optimization_barrier_op"),
         ),
-        *_no_effect("it labels XLA's debugging output", "_debug_msg"),
+        *no_effect("it labels XLA's debugging output", "_debug_msg"),
     ),
 )
 
 _ENGINE = "there is one engine for every device, and it uses those that it finds; TPUs are not among them yet"
 
 XLA_KEYS = (
-    *_no_effect(_ENGINE, "xla", "xla_fsdp_v2", read=checked(values.boolean)),
+    *no_effect(_ENGINE, "xla", "xla_fsdp_v2", read=checked(values.boolean)),
     Key("xla_fsdp_settings", section=XLA_SETTINGS),
     Key("xla_fsdp_grad_ckpt", Status.TRANSLATED, "sharding.activation_checkpointing"),
 )

@@ -6,7 +6,7 @@ import shlex
 
 from fullshard.config.dialect import shown
 from fullshard.config.flags import CommandLine
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import SETTINGS
 from fullshard.launch.plan import LaunchPlan
 
 _PER_HOST = ("machine_rank", "node_rank", "dry_run")
@@ -40,11 +40,8 @@ def _meeting(plan: LaunchPlan) -> str:
 
 
 def _settings(plan: LaunchPlan) -> list[str]:
-    default, lines = RunConfig(), []
-    for group in SECTIONS:
-        for name in type(getattr(default, group)).model_fields:
-            path = f"{group}.{name}"
-            value = plan.resolved.value(path)
-            if value != getattr(getattr(default, group), name):
-                lines.append(f"  {path} = {shown(value)}  ({plan.resolved.origin(path)})")
-    return lines
+    return [
+        f"  {path} = {shown(plan.resolved.value(path))}  ({plan.resolved.origin(path)})"
+        for path, field in SETTINGS.items()
+        if plan.resolved.value(path) != field.default
+    ]

@@ -12,7 +12,7 @@ from fullshard.config.dialect import Reading, Setting, shown
 from fullshard.config.flags import CommandLine
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.resolve import Resolved, resolve
-from fullshard.config.schema import SECTIONS, LaunchConfig, RunConfig
+from fullshard.config.schema import SETTINGS, LaunchConfig, RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.launch import bootstrap
 from fullshard.launch.processes import usable_cpu_count
@@ -143,11 +143,7 @@ def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ
 def shared_settings(config: RunConfig) -> dict[str, str]:
     """What must be equal on all hosts, by name: every setting that is not about one host, and the versions."""
     found = {f"version of {name}": version(name) for name in ("fullshard", "torch")}
-    for group in SECTIONS:
-        if group != "launch":
-            values = getattr(config, group).model_dump()
-            found |= {f"{group}.{name}": shown(value) for name, value in values.items()}
-    return found
+    return found | {path: shown(config.value(path)) for path in SETTINGS if not path.startswith("launch.")}
 
 
 def _devices(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, int]:
