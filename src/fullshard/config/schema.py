@@ -13,7 +13,7 @@ An unknown field, a value of the wrong type and a combination that cannot be hon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -626,12 +626,11 @@ class RunConfig(Settings):
         Raises:
             SettingsError: a group has settings that are wrong, or groups do not go together.
         """
-        return cls(**{group: model(**settings_of(group, values)) for group, model in GROUPS.items()})
+        groups: dict[str, Any] = {group: model(**settings_of(group, values)) for group, model in GROUPS.items()}
+        return cls(**groups)
 
 
-GROUPS: dict[str, type[Settings]] = {
-    name: field.annotation for name, field in RunConfig.model_fields.items() if field.annotation is not None
-}
+GROUPS = {name: cast("type[Settings]", field.annotation) for name, field in RunConfig.model_fields.items()}
 """The groups of a `RunConfig`."""
 
 SETTINGS: dict[str, FieldInfo] = {

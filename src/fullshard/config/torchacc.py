@@ -1,23 +1,54 @@
-"""TorchAcc's `Config`: every field by its dotted name, and what becomes of it here.
+"""TorchAcc's `Config`: every field with its type, its default, and what becomes of it here, in one place.
 
-A row without a target is used by `fullshard.integrations.torchacc` itself: the loader's fields, and the choice of what
-is checkpointed.
+Every assignment is checked. A field's row (a `Key`) is beside it; one without a target is used by
+`fullshard.integrations.torchacc` itself: the loader's fields, and the choice of what is checkpointed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from fullshard.config.dialect import Dialect, Key, Problem, Reading, Settings, Status, refuse, shown
-from fullshard.config.origin import Entry
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-_PIPELINE = "pipeline parallelism is not supported, so there is nothing to steer"
-_ONE = (None, 1)
+from fullshard.config.dialect import Dialect, Key, Problem, Read, Reading, Settings, Status, refuse, shown
+from fullshard.config.document import read_document
+from fullshard.config.origin import Entry, Origin
+from fullshard.config.settings import closest, plain_message
+from fullshard.core.errors import ConfigError
+
+AXES = ("dp", "fsdp", "pp", "tp")
+_SIZE = "dist.fsdp.size"
 
 
-def _mode(mode: str) -> Callable[[Any], Settings]:
-    return lambda value: {"precision.mode": mode} if value else {}
+# -- what becomes of a field: rows without their names, which are the fields' -----------------------------------------
+
+
+def _elsewhere(value: Any) -> Settings:
+    return {}
+
+
+def _sets(target: str, read: Read | None = None) -> Key:
+    return Key("", target=target, read=read)
+
+
+def _used(because: str) -> Key:
+    return Key("", because=because, read=_elsewhere)
+
+
+def _no_effect(because: str) -> Key:
+    return Key("", Status.NO_EFFECT, because=because)
+
+
+def _refused(because: str, unset: Any = None) -> Key:
+    return Key("", Status.REFUSED, because=because, unset=(None, unset))
+
+
+_MODE = "precision.mode"
+_NO_PIPELINE = _no_effect("pipeline parallelism is not supported, so there is nothing to steer")
 
 
 def _shard_size(size: Any) -> Settings:
@@ -25,12 +56,334 @@ def _shard_size(size: Any) -> Settings:
     return {"sharding.strategy": "HYBRID_SHARD", "sharding.shard_size": size}
 
 
-def _elsewhere(value: Any) -> Settings:
-    return {}
+# -- fields -----------------------------------------------------------------------------------------------------------
 
 
-def _classes(value: Any) -> Settings:
-    return {"sharding.wrap_classes": tuple(value)}
+def _as_set(value: object) -> object:
+    if isinstance(value, str | list | tuple):
+        raise ConfigError(
+            f"expected a set of class names, got {value!r}",
+            hint=f"write {{{', '.join(map(repr, [value] if isinstance(value, str) else value))}}}",
+        )
+    return value
+
+
+def _as_order(value: object) -> object:
+    if not isinstance(value, list) or sorted(value, key=str) != sorted(AXES):
+        raise ConfigError(f"expected {list(AXES)} in some order, got {value!r}", hint="name each of the four once")
+    return value
+
+
+def _as_buckets(value: object) -> object:
+    if isinstance(value, list) and all(type(length) is int for length in value):
+        if not value or min(value) < 1:
+            raise ConfigError(f"expected positive lengths, got {value!r}", hint="for example [128, 256, 512]")
+        if value != sorted(set(value)):
+            raise ConfigError(f"expected rising lengths, got {value!r}", hint=f"write {sorted(set(value))}")
+    return value
+
+
+ClassNames = Annotated[set[str], BeforeValidator(_as_set)]
+Size = Annotated[int, Field(ge=1)]
+
+
+class _Group(BaseModel):
+    """Fields that are checked when they are assigned."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True)
+    path: ClassVar[str]
+
+    def __init_subclass__(cls, path: str = "config", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.path = path
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise self._explained(error, str(error.errors()[0]["loc"][0])) from None
+
+    if not TYPE_CHECKING:  # a type checker would take it as leave to assign anything
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in type(self).model_fields and not name.startswith("_"):
+                raise self._unknown(name)
+            try:
+                super().__setattr__(name, value)
+            except ValidationError as error:
+                raise self._explained(error, name) from None
+
+    def _explained(self, error: ValidationError, name: str) -> ConfigError:
+        item = error.errors()[0]
+        if item["type"] == "extra_forbidden":
+            return self._unknown(name)
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            return ConfigError(f"{self.path}.{name}: {plain_message(cause)}", hint=cause.hint)
+        message = f"{item['msg'][0].lower()}{item['msg'][1:]}"
+        field = type(self).model_fields[name]
+        hint = field.description or next((row.because for row in field.metadata if isinstance(row, Key)), None)
+        return ConfigError(f"{self.path}.{name}: {message}, got {item['input']!r}", hint=hint)
+
+    def _unknown(self, name: str) -> ConfigError:
+        known = list(type(self).model_fields)
+        close = closest(name, known, 0.6)
+        hint = f"did you mean {close!r}?" if close else f"it has {', '.join(known)}"
+        return ConfigError(f"{self.path} has no field {name!r}", hint=hint)
+
+
+class ComputeConfig(_Group, path="config.compute"):
+    """Dtypes and kernels."""
+
+    fp16: Annotated[bool, _sets(_MODE, lambda on: {_MODE: "fp16"} if on else {})] = False
+    """Compute in float16. The loss has to be scaled: use `amp.GradScaler`."""
+    bf16: Annotated[bool, _sets(_MODE, lambda on: {_MODE: "bf16"} if on else {})] = False
+    """Compute in bfloat16."""
+    acc_scaled_dot_attn: Annotated[
+        bool,
+        _no_effect("torch's own scaled_dot_product_attention is left in place; it takes the fastest kernel there is"),
+    ] = False
+    disable_kernel_patches: Annotated[bool, _no_effect("no kernels are patched in any case")] = False
+
+
+class MemoryConfig(_Group, path="config.memory"):
+    """Gradient checkpointing: activations are recomputed in backward."""
+
+    gc: Annotated[bool, _sets("sharding.activation_checkpointing")] = False
+    """Checkpoint: the units, or what `gc_cls` names."""
+    gc_cls: Annotated[
+        set[str] | None, BeforeValidator(_as_set), _used("these modules are checkpointed instead of the units")
+    ] = None
+    gc_cnt: Annotated[int | None, _used("only so many are checkpointed, the first ones")] = Field(default=None, ge=0)
+
+
+class DataLoaderConfig(_Group, path="config.dataloader"):
+    """Length buckets. Batches are padded to one of a few lengths."""
+
+    buckets: Annotated[list[int] | None, BeforeValidator(_as_buckets), _used("batches are padded to these lengths")] = (
+        None
+    )
+    max_length: Annotated[
+        Size | None, _used("instead of buckets: the longest, the others at equal distances below it")
+    ] = None
+    num_buckets: Annotated[Size | None, _used("how many buckets, with max_length; None is 8")] = None
+    pad_value_dict: Annotated[dict[str, int | float] | None, _used("by key of a batch, what to pad with")] = None
+
+
+class DPConfig(_Group, path="config.dist.dp"):
+    """Data parallelism without sharding."""
+
+    size: Annotated[
+        Size | None,
+        _used("the number of shard groups; another number than follows from the world size is an error"),
+    ] = None
+
+
+class TPConfig(_Group, path="config.dist.tp"):
+    """Tensor parallelism, which is not supported."""
+
+    size: Annotated[Size, _refused("tensor parallelism is not there", unset=1)] = 1
+
+
+class PPConfig(_Group, path="config.dist.pp"):
+    """Pipeline parallelism, which is not supported."""
+
+    size: Annotated[Size, _refused("pipeline parallelism is not there", unset=1)] = 1
+    num_micro_batches: Annotated[Size, _NO_PIPELINE] = 1
+    input_names: Annotated[list[str] | None, _NO_PIPELINE] = None
+    split_points: Annotated[list[Any], _NO_PIPELINE] = []
+    broadcast_loss: Annotated[bool, _NO_PIPELINE] = True
+
+
+class FSDPConfig(_Group, path="config.dist.fsdp"):
+    """Sharding."""
+
+    size: Annotated[Size, _sets("sharding.shard_size", _shard_size)] = 1
+    """Ranks per shard group. Groups hold replicas of each other."""
+    wrap_layer_cls: Annotated[ClassNames, _sets("sharding.wrap_classes")] = set()
+    """Class names of the units; none: the model's own list of layers, and all repeated blocks."""
+    flatten_parameters: Annotated[
+        bool,
+        _no_effect("units are always one flat buffer, and parameters stay separate for the optimizer all the same"),
+    ] = True
+    sync_module_states: Annotated[
+        bool, _no_effect("every rank takes rank 0's weights in any case, so all start equal")
+    ] = False
+    use_spmd: Annotated[bool, _no_effect("there is one engine, with one process per device")] = False
+    shard_output_callable: Annotated[
+        Callable[..., Any] | None,
+        _refused("outputs belong to each rank alone, so there is no global tensor to annotate"),
+    ] = None
+
+
+class SPConfig(_Group, path="config.dist.sp"):
+    """Sequence parallelism, which is not supported."""
+
+    size: Annotated[Size, _refused("sequence parallelism is not there", unset=1)] = 1
+
+
+class DistConfig(_Group, path="config.dist"):
+    """How ranks share the work."""
+
+    dp: DPConfig = Field(default_factory=DPConfig)
+    """Data parallelism without sharding."""
+    tp: TPConfig = Field(default_factory=TPConfig)
+    """Not supported."""
+    pp: PPConfig = Field(default_factory=PPConfig)
+    """Not supported."""
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
+    """Sharding."""
+    sp: SPConfig = Field(default_factory=SPConfig)
+    """Not supported."""
+    topology: Annotated[
+        list[str], BeforeValidator(_as_order), _used("dp comes before fsdp, if both are more than 1")
+    ] = list(AXES)
+    """Axes, the one whose ranks are furthest apart first."""
+
+
+class Config(_Group):
+    """TorchAcc's configuration.
+
+        config = Config()
+        config.compute.bf16 = True
+        config.dist.fsdp.size = 4
+        config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
+
+    An unknown field and a value of the wrong type are a `ConfigError` when they are assigned.
+    """
+
+    backend: Annotated[Literal["lazy", "eager"], _no_effect("there is one engine, for every device")] = "eager"
+    compute: ComputeConfig = Field(default_factory=ComputeConfig)
+    """Dtypes and kernels."""
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    """Gradient checkpointing."""
+    dist: DistConfig = Field(default_factory=DistConfig)
+    """How ranks share the work."""
+    dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
+    """Length buckets."""
+
+    _places: dict[str, Origin] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+        """A configuration from a mapping, a YAML or JSON file, None (all defaults) or unchanged.
+
+        Raises:
+            ConfigError: anything else, or a field that is wrong.
+        """
+        if isinstance(value, Config):
+            return value
+        if value is None:
+            return cls()
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        if isinstance(value, str | os.PathLike):
+            return cls.from_file(value)
+        raise ConfigError(
+            f"config is a {type(value).__module__}.{type(value).__name__}",
+            hint="pass a fullshard.torchacc.Config, a dict or the path of a YAML file",
+        )
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """From nested mappings; where a field is a set, a list will do.
+
+        Raises:
+            ConfigError: with every fault that was found.
+        """
+        return cls._from_entries(_entries(fields))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Self:
+        """From a YAML or JSON file with the fields as nested keys.
+
+        Raises:
+            ConfigError: with every fault that was found, its line and column.
+        """
+        return cls._from_entries(read_document(Path(path)))
+
+    def validate(self) -> None:  # type: ignore[override]  # pydantic's own is deprecated; this is TorchAcc's name
+        """Check the fields against one another.
+
+        Raises:
+            ConfigError: they contradict each other, or ask for what is not supported.
+        """
+        refuse(self.reading().problems)
+
+    def entries(self) -> dict[str, Entry]:
+        """The fields that are not at their default, by dotted name, and the shard size."""
+        defaults = {name: value for name, value, _ in _leaves(Config())}
+        changed = {name: v for name, v, _ in _leaves(self) if v != defaults[name] or name == _SIZE}
+        return {
+            name: Entry(
+                name,
+                sorted(value) if isinstance(value, set) else value,
+                self._places.get(name, Origin.argument("torchacc.Config")),
+            )
+            for name, value in changed.items()
+        }
+
+    def reading(self) -> Reading:
+        """What the fields set; faults are in its problems."""
+        return TORCHACC.read(self.entries().values())
+
+    @classmethod
+    def _from_entries(cls, entries: Iterable[Entry]) -> Self:
+        config, problems = cls(), []
+        for entry in _flat(entries):
+            key = TORCHACC.find(entry.key)
+            if key is None:
+                problems += TORCHACC.read([entry]).problems
+                continue
+            group: Any = config
+            *parents, name = key.name.split(".")
+            for parent in parents:
+                group = getattr(group, parent)
+            try:
+                setattr(group, name, _plain(entry.value, into=getattr(group, name), name=name))
+                config._places[key.name] = entry.origin
+            except ConfigError as error:
+                problems.append(Problem((entry.origin,), plain_message(error), error.hint))
+        refuse(problems)
+        return config
+
+
+def _leaves(group: _Group, prefix: str = "") -> Iterator[tuple[str, Any, Key]]:
+    """Every field with its value and its row."""
+    for name, field in type(group).model_fields.items():
+        value = getattr(group, name)
+        if isinstance(value, _Group):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            [row] = [row for row in field.metadata if isinstance(row, Key)]
+            yield f"{prefix}{name}", value, dataclasses.replace(row, name=f"{prefix}{name}")
+
+
+def _entries(fields: Mapping[str, Any]) -> tuple[Entry, ...]:
+    place = Origin.argument("config")
+    return tuple(
+        Entry(str(name), _entries(value) if isinstance(value, Mapping) else value, place)
+        for name, value in fields.items()
+    )
+
+
+def _flat(entries: Iterable[Entry], prefix: str = "") -> Iterator[Entry]:
+    """The entries by dotted name, down to the fields."""
+    for entry in entries:
+        name = prefix + entry.key
+        if entry.is_mapping and TORCHACC.find(name) is None:
+            yield from _flat(entry.value, f"{name}.")
+        else:
+            yield Entry(name, entry.value, entry.origin)
+
+
+def _plain(value: Any, *, into: Any, name: str) -> Any:
+    """A value as the field has it: mappings as dicts, and lists as sets where the field is one."""
+    if isinstance(value, tuple) and all(isinstance(item, Entry) for item in value):
+        return {item.key: item.value for item in value}
+    if isinstance(value, list | tuple) and (isinstance(into, set) or name == "gc_cls"):
+        return set(value)
+    return value
 
 
 def _finish(reading: Reading) -> None:
@@ -55,63 +408,8 @@ def _finish(reading: Reading) -> None:
         reading.problems.append(Problem((padding.origin,), message, "set buckets to the lengths to pad to"))
 
 
-TORCHACC = Dialect(
-    "TorchAcc's Config",
-    (
-        Key("backend", Status.NO_EFFECT, because="there is one engine, for every device"),
-        Key("compute.fp16", target="precision.mode", read=_mode("fp16")),
-        Key("compute.bf16", target="precision.mode", read=_mode("bf16")),
-        Key(
-            "compute.acc_scaled_dot_attn",
-            Status.NO_EFFECT,
-            because="torch's own scaled_dot_product_attention is left in place; it takes the fastest kernel there is",
-        ),
-        Key("compute.disable_kernel_patches", Status.NO_EFFECT, because="no kernels are patched in any case"),
-        Key("memory.gc", target="sharding.activation_checkpointing"),
-        Key("memory.gc_cls", because="these modules are checkpointed instead of the units", read=_elsewhere),
-        Key("memory.gc_cnt", because="only so many are checkpointed, the first ones", read=_elsewhere),
-        Key(
-            "dist.dp.size",
-            because="the number of shard groups; another number than follows from the world size is an error",
-            read=_elsewhere,
-        ),
-        Key("dist.tp.size", Status.REFUSED, because="tensor parallelism is not there", unset=_ONE),
-        Key("dist.pp.size", Status.REFUSED, because="pipeline parallelism is not there", unset=_ONE),
-        Key("dist.pp.num_micro_batches", Status.NO_EFFECT, because=_PIPELINE),
-        Key("dist.pp.input_names", Status.NO_EFFECT, because=_PIPELINE),
-        Key("dist.pp.split_points", Status.NO_EFFECT, because=_PIPELINE),
-        Key("dist.pp.broadcast_loss", Status.NO_EFFECT, because=_PIPELINE),
-        Key("dist.fsdp.size", target="sharding.shard_size", read=_shard_size),
-        Key("dist.fsdp.wrap_layer_cls", target="sharding.wrap_classes", read=_classes),
-        Key(
-            "dist.fsdp.flatten_parameters",
-            Status.NO_EFFECT,
-            because="units are always one flat buffer, and parameters stay separate for the optimizer all the same",
-        ),
-        Key(
-            "dist.fsdp.sync_module_states",
-            Status.NO_EFFECT,
-            because="every rank takes rank 0's weights in any case, so all start equal",
-        ),
-        Key("dist.fsdp.use_spmd", Status.NO_EFFECT, because="there is one engine, with one process per device"),
-        Key(
-            "dist.fsdp.shard_output_callable",
-            Status.REFUSED,
-            because="outputs belong to each rank alone, so there is no global tensor to annotate",
-        ),
-        Key("dist.sp.size", Status.REFUSED, because="sequence parallelism is not there", unset=_ONE),
-        Key("dist.topology", because="dp comes before fsdp, if both are more than 1", read=_elsewhere),
-        Key("dataloader.buckets", because="batches are padded to these lengths", read=_elsewhere),
-        Key(
-            "dataloader.max_length",
-            because="instead of buckets: the longest, the others at equal distances below it",
-            read=_elsewhere,
-        ),
-        Key("dataloader.num_buckets", because="how many buckets, with max_length; None is 8", read=_elsewhere),
-        Key("dataloader.pad_value_dict", because="by key of a batch, what to pad with", read=_elsewhere),
-    ),
-    finish=_finish,
-)
+TORCHACC = Dialect("TorchAcc's Config", tuple(row for _, _, row in _leaves(Config())), finish=_finish)
+"""The table of all fields."""
 
 
 def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
