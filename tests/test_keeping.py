@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from fullshard.api.planning import model_shape
+from fullshard.core.dtypes import Dtypes
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import MixedPrecisionPolicy, keep_unsharded, keeping, units_of
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
-from fullshard.plan.layout import Dtypes, lay_out
+from fullshard.plan.layout import lay_out
 from fullshard.plan.library import load_model
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from tests.distributed import run_ranks

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.core.bucket import BucketPlan
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
@@ -25,7 +26,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import units_of
 from fullshard.engine.unit import Unit
 from fullshard.plan.job import STATE_NBYTES, Job
-from fullshard.plan.layout import BucketPlan, ModelLayout, UnitLayout
+from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 
@@ -345,15 +346,5 @@ def _unit_layout(unit: Unit, *, is_root: bool, is_head: bool) -> UnitLayout:
 
 
 def _bucket_plan(bucket: Bucket) -> BucketPlan:
-    stored, compute, reduce = (
-        str(dtype).removeprefix("torch.") for dtype in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype)
-    )
-    largest = max(spec.numel for spec in bucket.layout.specs)
-    policy = bucket.unit.policy
-    gather_as, reduce_as = (
-        str(dtype).removeprefix("torch.") if packing is not None else None
-        for dtype, packing in ((policy.gather_as, bucket.gather_packing), (policy.reduce_as, bucket.reduce_packing))
-    )
-    trainable = bucket.gradient is not None
-    offload = bucket.storage.offload
-    return BucketPlan(bucket.layout, stored, compute, reduce, trainable, largest, gather_as, reduce_as, offload)
+    """As it is now: it may have been frozen when it was made."""
+    return dataclasses.replace(bucket.plan, trainable=bucket.gradient is not None)

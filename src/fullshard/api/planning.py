@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError
+from fullshard.engine.precision import dtype_name
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.hardware import parse_cluster
@@ -80,13 +82,12 @@ def plan_model(
         )
     job = Job.of(settings)
     shape = dataclasses.replace(model_shape(model, policy=policy), is_final=True)
-    if job.precision != "no":  # trainable parameters stored in half precision get float32 main weights
-        shape = shape.map(lambda _, p: [dataclasses.replace(p, dtype="float32") if _is_upcast(p) else p])
+    shape = shape.map(lambda _, p: [dataclasses.replace(p, dtype=_main_dtype(p, job.precision))])
     return evaluate(shape, job, parse_cluster(devices, hosts))
 
 
-def _is_upcast(parameter: ParameterShape) -> bool:
-    return parameter.trainable and parameter.dtype in ("bfloat16", "float16")
+def _main_dtype(parameter: ParameterShape, mode: str) -> str:
+    return main_dtype(parameter.dtype, trainable=parameter.trainable, mode=mode)
 
 
 def _family(model: nn.Module) -> ModelShape | None:
@@ -126,9 +127,9 @@ def _parameter(
     return ParameterShape(
         f"{path}.{attribute}" if path else attribute,
         tuple(parameter.shape),
-        dtype=str(parameter.dtype).removeprefix("torch."),
+        dtype=dtype_name(parameter.dtype),
         trainable=parameter.requires_grad,
         exact=is_exact(parameter),
-        statistics=None if slot.statistics_dtype is None else str(slot.statistics_dtype).removeprefix("torch."),
+        statistics=None if slot.statistics_dtype is None else dtype_name(slot.statistics_dtype),
         role=role,
     )

@@ -19,6 +19,7 @@ from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
+from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.engine import (
@@ -30,7 +31,7 @@ from fullshard.engine import (
     keep_unsharded,
     shard_model,
 )
-from fullshard.engine.precision import cast_floating
+from fullshard.engine.precision import cast_floating, dtype_name
 from fullshard.wrap.policies import WrapPolicy, checkpoint_modules, compile_modules, embedding_modules, unit_modules
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -112,8 +113,7 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
     ignored = setup.ignored_modules(model)
     units = _units(model, setup, ignored, process)
     apart = embedding_modules(model) if config.wrap_embeddings else ()
-    if precision.upcasts_main_weights:
-        _upcast(model, say)
+    _upcast(model, precision.mode, say)
     _change_forwards(model, units, setup, process.device)
     shard_model(
         model,
@@ -211,11 +211,15 @@ def _change_forwards(model: nn.Module, units: list[nn.Module], setup: Setup, dev
         _run_under_autocast(model, setup, device)
 
 
-def _upcast(model: nn.Module, say: Callable[[str], None]) -> None:
-    """Give trainable parameters float32 main weights: an optimizer that steps in half precision loses small updates."""
-    half = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
-    for parameter in half:
-        parameter.data = parameter.data.float()
+def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
+    """Give trainable parameters stored in half precision float32 main weights, if that is the mode's way."""
+    half = []
+    for parameter in model.parameters():
+        stored = dtype_name(parameter.dtype)
+        wanted = main_dtype(stored, trainable=parameter.requires_grad, mode=mode)
+        if wanted != stored:
+            parameter.data = parameter.data.to(torch_dtype(wanted))
+            half.append(parameter)
     if half:
         count = format_count(sum(p.numel() for p in half))
         say(f"{type(model).__name__}: {count} trainable parameters stored in half precision get float32 main weights")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.api.planning import model_shape
+from fullshard.api.sharding import torch_dtype
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.simulated import SimulatedCollectives, simulated_mesh
 from fullshard.core.errors import ConfigError, MissingExtraError
@@ -172,10 +173,10 @@ def _shard(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> Non
         strategy=job.strategy,
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=_dtype(dtypes.compute_dtype),
-            reduce_dtype=_dtype(dtypes.reduce_dtype),
-            gather_as=_dtype(dtypes.gather_as),
-            reduce_as=_dtype(dtypes.reduce_as),
+            param_dtype=torch_dtype(dtypes.compute_dtype),
+            reduce_dtype=torch_dtype(dtypes.reduce_dtype),
+            gather_as=torch_dtype(dtypes.gather_as),
+            reduce_as=torch_dtype(dtypes.reduce_as),
         ),
         offload_policy=OffloadPolicy(**dataclasses.asdict(job.on_host)),
         forward_prefetch=job.forward_prefetch,
@@ -234,10 +235,6 @@ def _causal_step(job: Job) -> Step:
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
     return run
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
 
 
 def _sent(collectives: Any) -> int:

@@ -19,6 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from fullshard.config.settings import CombinationError, Settings, plain_message
+from fullshard.core.dtypes import COMPUTE, saves
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.paths import local_path
@@ -378,9 +379,9 @@ class PrecisionConfig(Settings):
             ("gather_as", self.gather_as, "param_dtype", self.compute_dtype),
             ("reduce_as", self.reduce_as, "reduce_dtype", self.reduce_dtype),
         ):
-            if sent_as == "bfloat16" and dtype in ("bfloat16", "float16"):
+            if sent_as is not None and dtype is not None and not saves(sent_as, dtype):
                 raise CombinationError(
-                    f"{name} = bfloat16 saves nothing: {dtype} is sent without it",
+                    f"{name} = {sent_as} saves nothing: {dtype} is sent without it",
                     name,
                     other,
                     hint=f"leave {name} out",
@@ -388,9 +389,9 @@ class PrecisionConfig(Settings):
         return self
 
     @property
-    def compute_dtype(self) -> Dtype | None:
+    def compute_dtype(self) -> str | None:
         """Dtype of parameters during compute; None if it is the stored one."""
-        return self.param_dtype or _COMPUTE[self.mode]
+        return self.param_dtype or COMPUTE[self.mode]
 
     @property
     def gradient_dtype(self) -> Dtype | None:
@@ -401,11 +402,6 @@ class PrecisionConfig(Settings):
     def result_dtype(self) -> Dtype | None:
         """Dtype of the model's outputs; None if they are left as they come."""
         return self.output_dtype or ("float32" if self.mode in ("bf16", "fp16") else None)
-
-    @property
-    def upcasts_main_weights(self) -> bool:
-        """Whether trainable parameters stored in half precision become float32 main weights."""
-        return self.mode != "no"
 
 
 class LaunchConfig(Settings):
@@ -645,6 +641,3 @@ SECTIONS = tuple(GROUPS)
 def settings_of(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Of values by path, those of one group by name."""
     return {path.split(".")[1]: value for path, value in values.items() if path.startswith(f"{group}.")}
-
-
-_COMPUTE: dict[PrecisionMode, Dtype | None] = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

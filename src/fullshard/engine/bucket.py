@@ -22,14 +22,16 @@ import torch
 
 from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.packing import Packing, packing_for
+from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
-from fullshard.core.layout import BucketLayout, ParameterSpec
+from fullshard.core.layout import BucketLayout
 from fullshard.engine.gradient import Gradient, backward_under_way
 from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import aliases, is_exact
 
@@ -37,10 +39,20 @@ if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
 
-def compute_dtype(slot: Slot, policy: MixedPrecisionPolicy) -> torch.dtype:
-    """Dtype of the slot's unsharded parameter."""
-    stored = slot.parameter.dtype
-    return stored if is_exact(slot.parameter) else policy.compute_dtype(stored, slot.statistics_dtype)
+def bucket_key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
+    """What a parameter has in common with all others of its bucket."""
+    parameter, statistics = slot.parameter, slot.statistics_dtype
+    return BucketKey.of(
+        policy.dtypes,
+        dtype_name(parameter.dtype),
+        trainable=parameter.requires_grad,
+        exact=is_exact(parameter),
+        statistics=None if statistics is None else dtype_name(statistics),
+    )
+
+
+def _packing(sent_as: str | None) -> Packing | None:
+    return None if sent_as is None else packing_for(torch_dtype(sent_as))
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -50,7 +62,7 @@ class Bucket:
     """Storage of one bucket and its way from sharded to unsharded and back.
 
     Args:
-        slots: parameters of one dtype, compute dtype and `requires_grad`, all exact or none, on the mesh's device.
+        slots: parameters of one `BucketKey`, on the mesh's device.
         mesh: the ranks that share it.
         policy: dtypes per role.
         storage: where `main` and the compute shard are.
@@ -58,6 +70,8 @@ class Bucket:
     """
 
     slots: Sequence[Slot]
+    plan: BucketPlan
+    """dtypes, places and bytes, as the planner has them, from when it was made: it may have been frozen then"""
     layout: BucketLayout
     main: torch.Tensor
     """shape (S,), stored dtype"""
@@ -92,16 +106,21 @@ class Bucket:
     ) -> None:
         self.slots, self.mesh, self.storage = slots, mesh, storage
         first = slots[0].parameter
-        self.dtype = first.dtype
-        self.compute_dtype = compute_dtype(slots[0], policy)
-        self.reduce_dtype = policy.gradient_dtype(first.dtype)
-        self.gather_packing = None if is_exact(first) else policy.gather_packing(self.compute_dtype)
-        self.reduce_packing = policy.reduce_packing(self.reduce_dtype)
-        itemsizes = [self.dtype.itemsize, self.compute_dtype.itemsize]
-        if self.dtype.is_floating_point:
-            itemsizes.append(self.reduce_dtype.itemsize)
-        specs = [ParameterSpec(str(i), tuple(slot.parameter.shape)) for i, slot in enumerate(slots)]
-        self.layout = BucketLayout.build(specs, itemsize=min(itemsizes), world_size=mesh.shard_size)
+        self.plan = plan = BucketPlan.of(
+            bucket_key(slots[0], policy),
+            [tuple(slot.parameter.shape) for slot in slots],
+            policy.dtypes,
+            world_size=mesh.shard_size,
+            offload=storage.offload,
+        )
+        self.layout = plan.layout
+        self.dtype, self.compute_dtype, self.reduce_dtype, self._compute_shard_dtype = map(
+            torch_dtype, (plan.dtype, plan.compute_dtype, plan.reduce_dtype, plan.compute_shard_dtype)
+        )
+        self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
+        self.main_is_on_host = plan.main_is_on_host
+        self.is_gathered_from_host = plan.is_gathered_from_host
+        self.state_visits_device = plan.state_visits_device
         self._gathering: Work | None = None
         self._is_lost = False
         self._versions: list[int] | None = None
@@ -126,15 +145,11 @@ class Bucket:
     def _allocate(self, weights: WeightSource | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
         layout, mesh = self.layout, self.mesh
-        offload, is_trainable = self.storage.offload, self.slots[0].parameter.requires_grad
-        self.main_is_on_host = offload.main_weights if is_trainable else offload.compute_shards
-        self.is_gathered_from_host = self.main_is_on_host and offload.compute_shards
-        self.state_visits_device = offload.optimizer_state and not self.main_is_on_host
         self.buffer: FullBuffer = mesh.gather.full_buffer(
             layout.full_numel,
             self.compute_dtype,
             mesh.device,
-            holds_main=self.dtype == self.compute_dtype and not self.main_is_on_host,
+            holds_main=self.plan.may_hold_main,
             packing=self.gather_packing,
         )
         self.full = self.buffer.full
@@ -164,17 +179,12 @@ class Bucket:
         self.reshard()
 
     def _allocate_compute_shard(self) -> torch.Tensor:
-        """What is gathered from: `main`, unless that is on the host and the compute shard elsewhere or shorter."""
-        if not self.main_is_on_host:
+        """What is gathered from."""
+        if self.plan.compute_shard_is_main:
             return self.main
-        if not self.is_gathered_from_host:
-            return torch.empty(self.layout.shard_numel, dtype=self._sent_dtype, device=self.mesh.device)
-        return self.main if self._sent_dtype == self.dtype else self._host_empty(self._sent_dtype)
-
-    @property
-    def _sent_dtype(self) -> torch.dtype:
-        """Of the compute shard: packing is done on the device, from exact values."""
-        return self.compute_dtype if self.gather_packing is None else self.dtype
+        if self.is_gathered_from_host:
+            return self._host_empty(self._compute_shard_dtype)
+        return torch.empty(self.layout.shard_numel, dtype=self._compute_shard_dtype, device=self.mesh.device)
 
     def _host_empty(self, dtype: torch.dtype) -> torch.Tensor:
         assert self.storage.host is not None  # noqa: S101 -- something is on the host
@@ -225,8 +235,8 @@ class Bucket:
     def _update_compute_shard(self) -> None:
         """Cast `main`, which has changed, on the host; a compute shard on the device gets a copy of that."""
         cast = self.main
-        if self._sent_dtype != self.dtype:
-            cast = self._compute_shard if self.is_gathered_from_host else self._host_empty(self._sent_dtype)
+        if self._compute_shard_dtype != self.dtype:
+            cast = self._compute_shard if self.is_gathered_from_host else self._host_empty(self._compute_shard_dtype)
             cast.copy_(self.main)
         if cast is not self._compute_shard:
             self._compute_shard.copy_(cast, non_blocking=True)

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from fullshard.comm.base import Work
+from fullshard.core.dtypes import collected
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.parameter import are_same, plain_gradients
+from fullshard.engine.precision import torch_dtype
 from fullshard.engine.uses import Product, add_rows
 
 if TYPE_CHECKING:
@@ -52,13 +54,13 @@ class Gradient:
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         self.bucket, self.dtype = bucket, dtype
-        self.main_dtype = torch.promote_types(dtype, bucket.dtype)
+        self.main_dtype = torch_dtype(bucket.plan.main_gradient_dtype)
         self.fired: set[int] = set()
         self.used = bytearray(len(bucket.slots))
         self.has_stepped = False
         self._full: torch.Tensor | None = None
-        widens = bucket.mesh.reduce.widens and torch.promote_types(bucket.compute_dtype, dtype) == dtype
-        self._first_dtype = bucket.compute_dtype if widens else dtype
+        plan, widens = bucket.plan, bucket.mesh.reduce.widens
+        self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
         self._pieces: Sequence[torch.Tensor] = ()
         self._filled: set[int] = set()
         self._begun: dict[int, int] = {}

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fullshard.comm.packing import Packing, packing_for
+from fullshard.comm.packing import packing_for
+from fullshard.core.dtypes import Dtypes, saves
 from fullshard.core.errors import ConfigError
 
 
@@ -52,7 +53,7 @@ class MixedPrecisionPolicy:
                 packing_for(dtype)
             except ValueError as error:
                 raise ConfigError(f"{name} = {dtype}: {error}", hint="leave it out to send what there is") from error
-            if sent is not None and sent.itemsize <= dtype.itemsize:
+            if sent is not None and not saves(dtype_name(dtype), dtype_name(sent)):
                 raise ConfigError(
                     f"{name} = {dtype} saves nothing: {sent} is sent without it", hint=f"leave {name} out"
                 )
@@ -65,40 +66,22 @@ class MixedPrecisionPolicy:
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})
 
-    def compute_dtype(self, stored: torch.dtype, statistics: torch.dtype | None = None) -> torch.dtype:
-        """Dtype of an unsharded parameter that is stored as `stored`. Integers (quantised bytes) are never cast.
-
-        Args:
-            stored: of the sharded parameter.
-            statistics: of the running statistics that it computes with, if it does: one kernel takes both, and what
-                is averaged over a whole training loses too much in half precision.
-        """
-        if self.param_dtype is None or not stored.is_floating_point:
-            return stored
-        return self.param_dtype if statistics is None else statistics
-
-    def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients of such a parameter are summed. Complex ones are never cast."""
-        if stored.is_complex:
-            return stored
-        if self.reduce_dtype is not None:
-            return self.reduce_dtype
-        compute = self.compute_dtype(stored)
-        return torch.float32 if compute.itemsize < torch.float32.itemsize else compute
-
-    def gather_packing(self, dtype: torch.dtype) -> Packing | None:
-        """How an unsharded parameter of that dtype is sent. Bytes stay as they are, and so does what is as short."""
-        return _packing(self.gather_as, dtype)
-
-    def reduce_packing(self, dtype: torch.dtype) -> Packing | None:
-        """How a gradient of that dtype is sent."""
-        return _packing(self.reduce_as, dtype)
+    @property
+    def dtypes(self) -> Dtypes:
+        """The dtypes by name and role, from which those of each bucket follow."""
+        roles = (self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
+        return Dtypes(*(None if dtype is None else dtype_name(dtype) for dtype in roles))
 
 
-def _packing(sent_as: torch.dtype | None, dtype: torch.dtype) -> Packing | None:
-    if sent_as is None or not dtype.is_floating_point or dtype.itemsize <= sent_as.itemsize:
-        return None
-    return packing_for(sent_as)
+def dtype_name(dtype: torch.dtype) -> str:
+    """What `core.dtypes` calls it: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *, into_mutable: bool = True) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fullshard.core.offload import Offload
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.strategy import STRATEGIES
+from fullshard.engine.precision import dtype_name
 from fullshard.engine.unit import Unit
 
 
@@ -112,7 +113,7 @@ def _packed(units: Sequence[Unit]) -> str:
         ("weights", [unit.policy.gather_as for unit in units], [b.gather_packing for b in buckets], mesh.gather),
         ("gradients", [unit.policy.reduce_as for unit in units], [b.reduce_packing for b in reduced], mesh.reduce),
     ):
-        asked = {str(dtype).removeprefix("torch.") for dtype in policies if dtype is not None}
+        asked = {dtype_name(dtype) for dtype in policies if dtype is not None}
         if not asked:
             continue
         wanted = f"{what} sent as {' and '.join(sorted(asked))}"

@@ -23,9 +23,10 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm.mesh import Mesh
+from fullshard.core.bucket import BucketKey
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.bucket import Bucket, compute_dtype
+from fullshard.engine.bucket import Bucket, bucket_key
 from fullshard.engine.gradient import backward_under_way
 from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
@@ -33,7 +34,6 @@ from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
 from fullshard.engine.uses import Product, watch_uses
 from fullshard.wrap.partition import Slot, UnitPlan
-from fullshard.wrap.quantized import is_exact
 
 if TYPE_CHECKING:
     from fullshard.engine.activations import Page
@@ -599,12 +599,10 @@ def _locate(error: BaseException, unit: Unit, phase: str) -> None:
 
 
 def _by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
-    """Slots grouped by (stored dtype, compute dtype, trainable, exact), which with the policy fixes all dtypes."""
-    groups: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[Slot]] = {}
+    """Slots grouped by bucket, in the order in which their first parameters come."""
+    groups: dict[BucketKey, list[Slot]] = {}
     for slot in slots:
-        parameter = slot.parameter
-        key = (parameter.dtype, compute_dtype(slot, policy), parameter.requires_grad, is_exact(parameter))
-        groups.setdefault(key, []).append(slot)
+        groups.setdefault(bucket_key(slot, policy), []).append(slot)
     return list(groups.values())
 
 

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fullshard.core.dtypes import itemsize
 from fullshard.plan.job import Job
-from fullshard.plan.shapes import Block, ModelShape, itemsize
+from fullshard.plan.shapes import Block, ModelShape
 
 BACKWARD_LOSS_NBYTES = 12
 """Per logit at the worst moment of the loss's backward: log-softmax's output, its gradient and that of its input, each

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from fullshard.core.dtypes import COMPUTE, Dtypes
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Axis, Strategy, parse_strategy
-from fullshard.plan.layout import Dtypes
 from fullshard.plan.schedule import ScheduleOptions
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ Loss = Literal["eager", "fused"]
 Precision = Literal["no", "fp32", "bf16", "fp16"]
 BaseDtype = Literal["float32", "bfloat16", "float16"]
 Packing = Literal["int8", "bfloat16"]
-
-COMPUTE = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Compute dtype of each precision."""
-
 
 STATE_NBYTES = {
     "adamw": 8.0,

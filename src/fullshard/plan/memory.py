@@ -21,13 +21,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fullshard.core.bucket import BucketPlan
+from fullshard.core.dtypes import collected, itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.core.offload import Offload
 from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import LayerActivations, LogitsNbytes, layer_activations, logits_nbytes
 from fullshard.plan.job import STATE_NBYTES, Job
-from fullshard.plan.layout import BucketPlan, ModelLayout, UnitLayout
-from fullshard.plan.shapes import ModelShape, itemsize
+from fullshard.plan.layout import ModelLayout, UnitLayout
+from fullshard.plan.shapes import ModelShape
 
 CATEGORIES = (
     "sharded parameters",
@@ -164,8 +166,7 @@ class Setting:
     def collected_dtype(self, bucket: BucketPlan) -> str:
         """In which the unsharded gradient is collected; one that several backwards add to, in that of the sum."""
         is_added_to = self.job.accumulation > 1 and not self.job.sync_each_micro_batch
-        is_narrower = itemsize(bucket.compute_dtype) < itemsize(bucket.reduce_dtype)
-        return bucket.compute_dtype if self.widens and is_narrower and not is_added_to else bucket.reduce_dtype
+        return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.widens and not is_added_to)
 
     def collected_nbytes(self, bucket: BucketPlan) -> int:
         """Bytes of the unsharded gradient as it is collected."""

@@ -22,11 +22,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fullshard.core.dtypes import itemsize
 from fullshard.plan.activations import BACKWARD_LOSS_NBYTES, layer_activations
 from fullshard.plan.job import Job
 from fullshard.plan.memory import STATE_NBYTES, fragments_nbytes
 from fullshard.plan.methods import apply_method
-from fullshard.plan.shapes import Block, ModelShape, UnitShape, itemsize
+from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
 Tool = Literal["allocated", "reserved", "nvidia-smi"]
 """What was measured: tensors; what the allocator holds; all the device holds."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from fullshard.core.bucket import BucketPlan
 from fullshard.core.events import Event, EventKind
-from fullshard.plan.layout import BucketPlan, ModelLayout, UnitLayout
+from fullshard.plan.layout import ModelLayout, UnitLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class _Run:
 
     def move_state(self, way: EventKind) -> None:
         for unit in self.model.units:
-            for bucket in unit.buckets:
+            for bucket in unit.trainable:
                 if not bucket.state_visits_device:
                     continue
                 owned = (bucket.layout.interval(i, self.options.shard_rank) for i in range(len(bucket.layout.specs)))

@@ -17,37 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
-
-ITEMSIZES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "bool": 1,
-}
-"""Bytes of one element of each dtype."""
-
-FLOATING = frozenset(name for name in ITEMSIZES if "float" in name)
-"""Dtypes that are cast by a precision policy; the others are bytes with a meaning of their own."""
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element.
-
-    Raises:
-        ConfigError: no such dtype.
-    """
-    if dtype not in ITEMSIZES:
-        raise ConfigError(f"unknown dtype {dtype!r}", hint=f"use one of {', '.join(ITEMSIZES)}")
-    return ITEMSIZES[dtype]
 
 
 @dataclass(frozen=True, slots=True)

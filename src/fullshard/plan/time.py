@@ -30,13 +30,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.activations import layer_activations
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import STATE_NBYTES, Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.memory import Setting, state_numel
-from fullshard.plan.shapes import Block, ModelShape, UnitShape, itemsize
+from fullshard.plan.shapes import Block, ModelShape, UnitShape
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 
 STEP_LATENCY = 3e-6

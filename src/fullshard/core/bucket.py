@@ -1,0 +1,207 @@
+"""What a bucket is apart from its memory: dtypes by role, what is on the host, and the bytes that follow. No torch.
+
+The engine makes its buckets from these plans and the planner counts with them, so neither has rules of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from fullshard.core.dtypes import FLOATING, Dtypes, itemsize, packed, wider
+from fullshard.core.layout import BucketLayout, ParameterSpec
+from fullshard.core.offload import Offload
+from fullshard.core.sizes import packed_nbytes
+
+
+class BucketKey(NamedTuple):
+    """What the parameters of a bucket have in common; with the dtypes of the run it fixes all dtypes.
+
+    Attributes:
+        dtype: as they are stored.
+        compute_dtype: unsharded.
+        trainable: whether they have gradients.
+        exact: whether they are bytes that are never cast, nor rounded to be sent.
+    """
+
+    dtype: str
+    compute_dtype: str
+    trainable: bool
+    exact: bool
+
+    @classmethod
+    def of(cls, dtypes: Dtypes, dtype: str, *, trainable: bool, exact: bool, statistics: str | None) -> BucketKey:
+        """That of one parameter; see `Dtypes.compute`."""
+        return cls(dtype, dtypes.compute(dtype, exact=exact, statistics=statistics), trainable, exact)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One bucket. Make it with `BucketPlan.of`.
+
+    Attributes:
+        layout: which rank owns what; parameters are called by their numbers.
+        dtype, compute_dtype, reduce_dtype: stored, unsharded, and of the gradient's sum.
+        trainable: whether it has gradients.
+        gather_as, reduce_as: what an interval is sent as, in either direction, if that is another dtype.
+        offload: what lives in host memory.
+    """
+
+    layout: BucketLayout
+    dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    trainable: bool
+    gather_as: str | None = None
+    reduce_as: str | None = None
+    offload: Offload = field(default_factory=Offload)
+
+    @classmethod
+    def of(
+        cls, key: BucketKey, shapes: Sequence[tuple[int, ...]], dtypes: Dtypes, *, world_size: int, offload: Offload
+    ) -> BucketPlan:
+        """The bucket of parameters with these shapes.
+
+        Args:
+            key: what they have in common.
+            shapes: in definition order.
+            dtypes: of the run.
+            world_size: ranks that share it.
+            offload: what lives in host memory.
+        """
+        reduce = dtypes.reduce(key.dtype)
+        itemsizes = [itemsize(key.dtype), itemsize(key.compute_dtype)]
+        if key.dtype in FLOATING:
+            itemsizes.append(itemsize(reduce))
+        return cls(
+            _layout(tuple(shapes), min(itemsizes), world_size),
+            key.dtype,
+            key.compute_dtype,
+            reduce,
+            key.trainable,
+            None if key.exact else packed(dtypes.gather_as, key.compute_dtype),
+            packed(dtypes.reduce_as, reduce),
+            offload,
+        )
+
+    # -- where it is --------------------------------------------------------------------------------------------
+
+    @property
+    def main_is_on_host(self) -> bool:
+        """Whether this rank's interval as it is stored lives there; of a frozen bucket there is nothing else."""
+        return self.offload.main_weights if self.trainable else self.offload.compute_shards
+
+    @property
+    def is_gathered_from_host(self) -> bool:
+        """Whether what is gathered is copied from there before every gather."""
+        return self.main_is_on_host and self.offload.compute_shards
+
+    @property
+    def state_visits_device(self) -> bool:
+        """Whether its optimizer state, if it has any, lives on the host and is updated on the device."""
+        return self.offload.optimizer_state and not self.main_is_on_host
+
+    @property
+    def compute_shard_dtype(self) -> str:
+        """Of what is gathered from, where that is not the stored interval itself on the device.
+
+        Packing is done on the device, from exact values.
+        """
+        return self.compute_dtype if self.gather_as is None else self.dtype
+
+    @property
+    def compute_shard_is_main(self) -> bool:
+        """Whether what is gathered from is the stored interval itself."""
+        if not self.main_is_on_host:
+            return True
+        return self.is_gathered_from_host and self.compute_shard_dtype == self.dtype
+
+    @property
+    def shares_main(self) -> bool:
+        """Whether unsharding is nothing: one rank owns everything, in the dtype it computes in."""
+        return self.layout.world_size == 1 and self.may_hold_main
+
+    @property
+    def may_hold_main(self) -> bool:
+        """Whether the unsharded bucket could have this rank's stored interval as a part of it."""
+        return self.dtype == self.compute_dtype and not self.main_is_on_host
+
+    # -- bytes --------------------------------------------------------------------------------------------------
+
+    @property
+    def main_nbytes(self) -> int:
+        """Bytes of this rank's interval as it is stored."""
+        return self.layout.shard_numel * itemsize(self.dtype)
+
+    @property
+    def compute_shard_nbytes(self) -> int:
+        """Bytes of what is gathered from, where that is not the stored interval itself on the device."""
+        return self.layout.shard_numel * itemsize(self.compute_shard_dtype)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of this rank's interval that stay on the device."""
+        if not self.main_is_on_host:
+            return self.main_nbytes
+        return 0 if self.is_gathered_from_host else self.compute_shard_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of it in host memory; of another dtype than the stored one, what is gathered from is a second copy."""
+        if not self.main_is_on_host:
+            return 0
+        has_copy = self.is_gathered_from_host and not self.compute_shard_is_main
+        return self.main_nbytes + (self.compute_shard_nbytes if has_copy else 0)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the unsharded bucket."""
+        return self.layout.full_numel * itemsize(self.compute_dtype)
+
+    @property
+    def reduce_nbytes(self) -> int:
+        """Bytes of the unsharded gradient in the dtype it is summed in."""
+        return self.layout.full_numel * itemsize(self.reduce_dtype)
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of this rank's interval of the gradient, in the dtype it is summed in."""
+        return self.layout.shard_numel * itemsize(self.reduce_dtype)
+
+    @property
+    def main_gradient_dtype(self) -> str:
+        """In which gradients are accumulated over micro-batches."""
+        return wider(self.reduce_dtype, self.dtype)
+
+    @property
+    def main_gradient_nbytes(self) -> int:
+        """Bytes of the accumulated gradient."""
+        return self.layout.shard_numel * itemsize(self.main_gradient_dtype)
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of its largest parameter."""
+        return max(spec.numel for spec in self.layout.specs)
+
+    @property
+    def gather_message_nbytes(self) -> int:
+        """Bytes of a message with one interval of the weights."""
+        return _message_nbytes(self.layout.shard_numel, self.compute_dtype, self.gather_as)
+
+    @property
+    def reduce_message_nbytes(self) -> int:
+        """Bytes of a message with one interval of the gradient."""
+        return _message_nbytes(self.layout.shard_numel, self.reduce_dtype, self.reduce_as)
+
+
+def _message_nbytes(numel: int, dtype: str, sent_as: str | None) -> int:
+    return numel * itemsize(dtype) if sent_as is None else packed_nbytes(numel, itemsize(sent_as))
+
+
+@cache
+def _layout(shapes: tuple[tuple[int, ...], ...], narrowest: int, world_size: int) -> BucketLayout:
+    """Layers repeat, so most calls find their layout made."""
+    specs = [ParameterSpec(str(index), shape) for index, shape in enumerate(shapes)]
+    return BucketLayout.build(specs, itemsize=narrowest, world_size=world_size)

@@ -1,0 +1,133 @@
+"""Which dtype a tensor has in which role, by name: the engine and the planner both ask here. No torch.
+
+| role | dtype |
+|---|---|
+| main weight (the sharded parameter) | as it is stored: `main_dtype` |
+| compute weight (the unsharded parameter) | `Dtypes.compute` |
+| the sum of gradients over ranks | `Dtypes.reduce` |
+| main gradient, accumulated over micro-batches | `wider` of the sum's and the main weight's |
+| unsharded gradient | that of the sum; where the sum casts what it reads, the compute weight's: `collected` |
+| a message | the role's own, unless it is `packed` |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fullshard.core.errors import ConfigError
+
+ITEMSIZES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "bool": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes of one element of each dtype."""
+
+FLOATING = frozenset(name for name in ITEMSIZES if "float" in name)
+"""Dtypes that are cast by a precision policy; the others are bytes with a meaning of their own, or complex."""
+
+HALF = ("bfloat16", "float16")
+"""Dtypes in which an optimizer that steps loses small updates."""
+
+COMPUTE: dict[str, str | None] = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Compute dtype of each precision mode; None: as stored."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element.
+
+    Raises:
+        ConfigError: no such dtype.
+    """
+    if dtype not in ITEMSIZES:
+        raise ConfigError(f"unknown dtype {dtype!r}", hint=f"use one of {', '.join(ITEMSIZES)}")
+    return ITEMSIZES[dtype]
+
+
+def wider(one: str, other: str) -> str:
+    """The floating-point dtype that holds both, as torch promotes them."""
+    if itemsize(one) == itemsize(other):
+        return one if one == other else "float32"  # bfloat16 and float16: neither holds the other
+    return max(one, other, key=itemsize)
+
+
+def main_dtype(stored: str, *, trainable: bool, mode: str) -> str:
+    """Dtype of a main weight that is `stored` so: float32 instead of half precision, in every mode except `no`."""
+    return "float32" if trainable and mode != "no" and stored in HALF else stored
+
+
+def collected(compute: str, reduce: str, *, widens: bool) -> str:
+    """Dtype in which the unsharded gradient is collected until something is added to it.
+
+    Args:
+        compute: of the parameter, in which autograd makes gradients.
+        reduce: of the sum.
+        widens: whether the reduction casts what it reads.
+    """
+    return compute if widens and wider(compute, reduce) == reduce else reduce
+
+
+def saves(sent_as: str, dtype: str) -> bool:
+    """Whether sending elements of `dtype` as `sent_as` takes fewer bytes."""
+    return itemsize(sent_as) < itemsize(dtype)
+
+
+def packed(sent_as: str | None, dtype: str) -> str | None:
+    """What elements of `dtype` are sent as, if `sent_as` is asked for; None: as they are, like all that is no float."""
+    return sent_as if sent_as is not None and dtype in FLOATING and saves(sent_as, dtype) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """The dtypes of a run, by role; None leaves a role to the rule in `compute` and `reduce`.
+
+    Attributes:
+        compute_dtype: of unsharded parameters.
+        reduce_dtype: in which gradients are summed.
+        gather_as, reduce_as: what intervals of weights and of gradients are sent as, if that is asked for.
+    """
+
+    compute_dtype: str | None = None
+    reduce_dtype: str | None = None
+    gather_as: str | None = None
+    reduce_as: str | None = None
+
+    def compute(self, stored: str, *, exact: bool = False, statistics: str | None = None) -> str:
+        """Dtype of an unsharded parameter.
+
+        Args:
+            stored: of the sharded parameter.
+            exact: whether it is bytes with a meaning of their own, which are never cast: quantised ones, their scales.
+            statistics: of the running statistics that it computes with, if it does: one kernel takes both, and what
+                is averaged over a whole training loses too much in half precision.
+        """
+        if self.compute_dtype is None or exact or stored not in FLOATING:
+            return stored
+        return statistics or self.compute_dtype
+
+    def reduce(self, stored: str) -> str:
+        """Dtype in which gradients of such a parameter are summed: at least float32 unless told. Complex: as stored."""
+        if stored.startswith("complex"):
+            return stored
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        compute = self.compute(stored)
+        return "float32" if itemsize(compute) < itemsize("float32") else compute
