@@ -1,6 +1,7 @@
 """The FSDP runtime. Reading order: bucket, gradient, unit, schedule, fully_shard."""
 
 from fullshard.comm.mesh import Mesh, init_mesh
+from fullshard.core.schedule import BackwardPrefetch
 from fullshard.engine.fully_shard import (
     CPUOffloadPolicy,
     OffloadPolicy,
@@ -18,7 +19,6 @@ from fullshard.engine.keeping import keep_head, keep_unsharded
 from fullshard.engine.module import FSDPModule, units_of
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.engine.schedule import BackwardPrefetch
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.slices import Slice, gather_interval
 from fullshard.engine.stepping import step_in_backward

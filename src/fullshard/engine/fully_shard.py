@@ -21,6 +21,7 @@ from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import EventSink
 from fullshard.core.offload import Offload
+from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.engine.activations import check_pages
 from fullshard.engine.gradient import backward_under_way
@@ -29,7 +30,6 @@ from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, redu
 from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy, Storage, offload_of
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.engine.schedule import BackwardPrefetch
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.unit import Unit, UnitState
 from fullshard.wrap.partition import UnitPlan, check_types, partition

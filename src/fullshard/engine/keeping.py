@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.module import unit_of, units_of
 from fullshard.engine.schedule import Schedule
@@ -27,9 +28,6 @@ from fullshard.engine.unit import Unit
 
 STEPS_BEFORE_MEASURING = 2
 """The second step is the first that runs beside the optimizer's state."""
-
-_SPENT = 0.9
-"""Share of measured free memory that is used: the rest is for what comes only now and then, and for fragments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +86,8 @@ def keep_unsharded(
     def decide(steps: int) -> None:
         if steps == STEPS_BEFORE_MEASURING:
             schedule.after_step = None
-            why = f"{_SPENT:.0%} of what was free after {steps} steps, on the rank with the least"
-            say(str(_keep(schedule, round(_SPENT * measure()), why)))
+            why = f"{SPENT:.0%} of what was free after {steps} steps, on the rank with the least"
+            say(str(_keep(schedule, round(SPENT * measure()), why)))
 
     schedule.after_step = decide
     say(f"reshard_after_forward auto: decided after {STEPS_BEFORE_MEASURING} steps, by the memory that is then free")
@@ -116,17 +114,11 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> Kept:
         budget_nbytes, why = None, "freeing them would give nothing back: ranks share memory, or own it all"
     else:
         budget_nbytes = min(root.mesh.all_gather_object(budget_nbytes))
-    nbytes, kept = 0, set(free)
-    for unit in schedule.units_by_backward():
-        if unit in kept or unit not in inner:
-            continue
-        if budget_nbytes is None or nbytes + _cost(unit) > budget_nbytes:
-            break
-        nbytes += _cost(unit)
-        kept.add(unit)
+    costly = [unit for unit in schedule.units_by_backward() if unit in inner and unit not in free]
+    costly = costly[: 0 if budget_nbytes is None else count_kept(map(_cost, costly), budget_nbytes)]
     for unit in inner:
-        unit.reshard_after_forward = unit not in kept
-    return Kept(len(kept), len(inner), nbytes, budget_nbytes, why)
+        unit.reshard_after_forward = unit not in free and unit not in costly
+    return Kept(len(free) + len(costly), len(inner), sum(map(_cost, costly)), budget_nbytes, why)
 
 
 def _cost(unit: Unit) -> int:

@@ -1,19 +1,15 @@
 """The order of work in one model: what is unsharded ahead, which gradient is reduced next, what ends a backward.
 
-Ranks must communicate in the same order, whatever happens to be ready first on each. So:
-
-    gathers      in forward order as it happens; ahead of need only along an order all ranks were seen to agree on
-    reductions   in the reverse of the first forward's order; one that is ready early waits for its turn
-    the end      a callback of autograd's, which reduces what never became ready (zeros where nothing was used)
+Ranks must communicate in the same order, whatever happens to be ready first on each. The order is that of
+`core.schedule`; this file tells what has happened, and does what is due. A backward ends with a callback of autograd's,
+which reduces what never became ready (zeros where nothing was used).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +19,7 @@ from fullshard.comm.heap import heap
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink
+from fullshard.core.schedule import BackwardPrefetch, Reductions, gathered_ahead
 from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.additions import Additions
 from fullshard.engine.agree import check_agreement, describe_structure
@@ -32,20 +29,6 @@ from fullshard.engine.unit import Call, Unit, UnitState
 
 if TYPE_CHECKING:
     from fullshard.engine.stepping import Stepper
-
-REDUCTIONS_IN_FLIGHT = 1
-"""Reductions that may be under way before the oldest is waited for; bounds the memory of unsharded gradients."""
-
-
-class BackwardPrefetch(StrEnum):
-    """When backward unshards the unit it will need next."""
-
-    BACKWARD_PRE = "BACKWARD_PRE"
-    """before the current unit's gradients are computed: most overlap, two units unsharded at once"""
-    BACKWARD_POST = "BACKWARD_POST"
-    """after them: less overlap, less memory"""
-    NO_PREFETCH = "NO_PREFETCH"
-    """when it is needed"""
 
 
 class Schedule:
@@ -87,10 +70,7 @@ class Schedule:
         self._in_backward = False
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
-        self._queue: deque[tuple[Unit, Bucket]] = deque()
-        self._ready: set[Bucket] = set()
-        self._launched: list[tuple[Unit, Bucket]] = []
-        self._waiting: dict[Bucket, tuple[Unit, int]] = {}
+        self._reductions: Reductions[Bucket] = Reductions()
         self._finished: set[Bucket] = set()
         self._stepping: list[Stepper] = []
 
@@ -154,9 +134,9 @@ class Schedule:
             for other in unit.forward_prefetch:
                 other.issue_unshard()
         elif self.forward_prefetch and self._is_order_verified:
-            position = len(self._forward)
-            if position < len(self._order) and self._order[position - 1] is unit:
-                self._order[position].issue_unshard()
+            ahead = gathered_ahead(self._order, len(self._forward), unit)
+            if ahead is not None:
+                ahead.issue_unshard()
 
     @property
     def is_in_forward(self) -> bool:
@@ -226,7 +206,7 @@ class Schedule:
 
     def _enqueue(self, unit: Unit) -> None:
         self._queued.add(unit)
-        self._queue.extend((unit, bucket) for bucket in unit.buckets if bucket.trainable_count)
+        self._reductions.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
@@ -254,24 +234,22 @@ class Schedule:
         if unit is not None and unit.awaits_backward:
             unit.issue_unshard()
 
-    def reduce_when_due(self, unit: Unit, bucket: Bucket) -> None:
+    def reduce_when_due(self, bucket: Bucket) -> None:
         """`bucket`'s gradients are all there: reduce them, as soon as those before it in the order have been."""
-        self._ready.add(bucket)
-        while self._queue and self._queue[0][1] in self._ready:
-            self._launch(*self._queue.popleft())
+        for due in self._reductions.complete(bucket):
+            self._launch(due)
 
     @torch.no_grad()
-    def _launch(self, unit: Unit, bucket: Bucket) -> None:
-        gradient = _gradient(bucket)
+    def _launch(self, bucket: Bucket) -> None:
+        gradient, unit = _gradient(bucket), bucket.unit
         if not unit.reduce_gradients:
             return
         unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
-        self._advance(unit, bucket)  # an earlier reduction of it in the same backward
+        self._advance(bucket)  # an earlier reduction of it in the same backward
         gradient.launch()
-        self._launched.append((unit, bucket))
-        self._waiting[bucket] = unit, len(self._launched)
-        if len(self._launched) > REDUCTIONS_IN_FLIGHT:
-            self._advance(*self._launched[-REDUCTIONS_IN_FLIGHT - 1])
+        oldest = self._reductions.launch(bucket)
+        if oldest is not None:
+            self._advance(oldest)
         self.step_when_final()
 
     def step_when_final(self) -> None:
@@ -282,14 +260,15 @@ class Schedule:
         """
         if not self._stepping:
             return
-        for bucket, (unit, number) in list(self._waiting.items()):
-            is_over = len(self._launched) - number >= _younger_reductions(unit.mesh)
-            if is_over and _gradient(bucket).is_complete and unit.is_left:
-                self._finish(unit, bucket, _gradient(bucket).used)
+        for bucket in list(self._reductions.waiting):
+            is_over = self._reductions.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)
+            if is_over and _gradient(bucket).is_complete and bucket.unit.is_left:
+                self._finish(bucket, _gradient(bucket).used)
 
-    def _finish(self, unit: Unit, bucket: Bucket, used: bytearray) -> None:
+    def _finish(self, bucket: Bucket, used: bytearray) -> None:
         """Publish a bucket's gradient, and step it if this is the time."""
-        del self._waiting[bucket]
+        unit = bucket.unit
+        del self._reductions.waiting[bucket]
         with unit.waiting("reduce"):
             if not _gradient(bucket).finish(used):
                 return
@@ -304,8 +283,8 @@ class Schedule:
         if any(has_stepped):
             unit.emit(EventKind.BUCKET_STEP, nbytes)
 
-    def _advance(self, unit: Unit, bucket: Bucket) -> None:
-        with unit.waiting("reduce"):
+    def _advance(self, bucket: Bucket) -> None:
+        with bucket.unit.waiting("reduce"):
             _gradient(bucket).advance()
 
     @torch.no_grad()
@@ -315,13 +294,13 @@ class Schedule:
             for unit in self.units:
                 unit.finish_backward()
                 unit.reshard()
-        while self._queue:
-            self._launch(*self._queue.popleft())
+        for bucket in self._reductions.rest():
+            self._launch(bucket)
         used = self._agree_on_used()
-        for unit, bucket in self._launched:
-            self._advance(unit, bucket)
-        for bucket, (unit, _) in list(self._waiting.items()):
-            self._finish(unit, bucket, used[bucket])
+        for bucket in self._reductions.launched:
+            self._advance(bucket)
+        for bucket in list(self._reductions.waiting):
+            self._finish(bucket, used[bucket])
         for bucket in self._finished:
             _gradient(bucket).forget_used()
         for unit in self.units:
@@ -338,10 +317,7 @@ class Schedule:
         self._participants.clear()
         self._last_called = None
         self._queued.clear()
-        self._queue.clear()
-        self._ready.clear()
-        self._launched = []
-        self._waiting.clear()
+        self._reductions.clear()
         self._finished.clear()
         self._stepping = []
 
@@ -357,7 +333,7 @@ class Schedule:
             CommunicationError: they did not; nothing has been published yet.
         """
         trainable = [(unit, bucket) for unit in self.units for bucket in unit.buckets if bucket.gradient is not None]
-        launched = {bucket for _, bucket in self._launched}
+        launched = set(self._reductions.launched)
         loads = self.loads % 256
         flags = bytearray((loads, 255 - loads))  # of both the largest: they add up to 255 where all ranks have one
         for _, bucket in trainable:
@@ -388,7 +364,7 @@ class Schedule:
                     hint="every rank must run the same units in each step",
                 )
             if has_more:
-                self._launch(unit, bucket)
+                self._launch(bucket)
             used[bucket] = flags[position : position + len(bucket.slots)]
             position += len(bucket.slots)
         return used
@@ -434,11 +410,6 @@ class Schedule:
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             with self.units[-1].waiting("after the last reshard"):
                 mesh.gather.settle()
-
-
-def _younger_reductions(mesh: Mesh) -> int:
-    """How many have been launched after one before it is waited for, along both axes."""
-    return 0 if mesh.world_size == 1 else REDUCTIONS_IN_FLIGHT + (mesh.replicate_size > 1)
 
 
 def _gradient(bucket: Bucket) -> Gradient:

@@ -462,12 +462,12 @@ class Unit:
             self._after_backward(call.previous)
         if not pending:
             for bucket in self.buckets:
-                self.schedule.reduce_when_due(self, bucket)
+                self.schedule.reduce_when_due(bucket)
         self.schedule.step_when_final()
 
     def gradients_complete(self, bucket: Bucket) -> None:
         """Autograd has accumulated the gradients of all parameters of `bucket`."""
-        self.schedule.reduce_when_due(self, bucket)
+        self.schedule.reduce_when_due(bucket)
         self._reshard_if_complete()
         self.schedule.step_when_final()
 

@@ -11,6 +11,7 @@ from typing import Any
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.core.offload import Offload
+from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.core.strategy import Axis
 from fullshard.plan.activations import page_nbytes
@@ -23,9 +24,6 @@ from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.shapes import ModelShape
 from fullshard.plan.time import StepTime, time_of
 from fullshard.plan.traffic import Links, Traffic, links_of, traffic_of
-
-SPENT = 0.9
-"""Share of what is free that units kept unsharded may take (`engine/keeping`)."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +166,9 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
 
 
 def _count_kept(layout: ModelLayout, budget: int, *, shares_memory: bool) -> int:
-    """How many units, the last first, `budget` bytes keep unsharded (`engine/keeping`)."""
-    nbytes = count = 0
-    for unit in reversed([unit for unit in layout.calls if unit.reshard_after_forward]):
-        nbytes += 0 if shares_memory else unit.gathered_nbytes
-        if nbytes > budget:
-            break
-        count += 1
-    return count
+    """How many units, the last first, `budget` bytes keep unsharded."""
+    units = [unit for unit in reversed(layout.calls) if unit.reshard_after_forward]
+    return count_kept([0 if shares_memory else unit.gathered_nbytes for unit in units], budget)
 
 
 def _repeats(job: Job) -> tuple[int, ScheduleOptions]:

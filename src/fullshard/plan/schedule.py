@@ -1,6 +1,6 @@
 """One optimizer step as the list of events that the engine will emit, without running it.
 
-The rules are the engine's (`engine/unit`, `engine/schedule`), on the same layout and in the same event types, so
+The order is that of `core.schedule`, which the engine follows, too, on the same layout and in the same event types, so
 `predict_step(...) == recorded` is a test, and whatever is derived from a predicted step (memory, traffic, time) holds
 for a recorded one.
 
@@ -10,12 +10,15 @@ something after the last of them (a norm, a head). Where it returns a unit's own
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from fullshard.core.bucket import BucketPlan
 from fullshard.core.events import Event, EventKind
+from fullshard.core.schedule import REDUCTIONS_IN_FLIGHT, BackwardPrefetch, Reductions, gathered_ahead
 from fullshard.plan.layout import ModelLayout, UnitLayout
+
+_Place = tuple[str, int]
+"""A bucket: the name of its unit and its number there. Buckets of equal layers are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +71,17 @@ class _Run:
     gathering: set[str] = field(default_factory=set)
     unsharded: set[str] = field(default_factory=set)
     awaiting: set[str] = field(default_factory=set)
-    queue: deque[tuple[UnitLayout, BucketPlan]] = field(default_factory=deque)
+    reductions: Reductions[_Place] = field(default_factory=Reductions)
     ready: set[str] = field(default_factory=set)
     pages: list[UnitLayout] = field(default_factory=list)
     wanted: UnitLayout | None = None
-    launched: list[tuple[UnitLayout, BucketPlan]] = field(default_factory=list)
-    waiting: list[tuple[int, UnitLayout, BucketPlan]] = field(default_factory=list)
     updated: set[str] = field(default_factory=set)
     steps: bool = False
+
+    def __post_init__(self) -> None:
+        self.units = {unit.name: unit for unit in self.model.units}
+
+    units: dict[str, UnitLayout] = field(init=False)
 
     def emit(self, kind: EventKind, unit: UnitLayout, nbytes: int = 0) -> None:
         self.events.append(Event(kind, unit.name, nbytes))
@@ -84,15 +90,14 @@ class _Run:
         if unit.name not in self.gathering and unit.name not in self.unsharded:
             self.gathering.add(unit.name)
             self.emit(EventKind.UNSHARD_ISSUED, unit, unit.full_nbytes)
-            for bucket in unit.buckets:
+            for number, bucket in enumerate(unit.buckets):
                 # One on the device is made anew once main weights have changed.
                 if bucket.is_gathered_from_host or (bucket.main_is_on_host and unit.name not in self.updated):
-                    self.move(EventKind.TO_DEVICE, unit, bucket, bucket.compute_shard_nbytes, "compute shard")
+                    self.move(EventKind.TO_DEVICE, (unit.name, number), bucket.compute_shard_nbytes, "compute shard")
             self.updated.add(unit.name)
 
-    def move(self, way: EventKind, unit: UnitLayout, bucket: BucketPlan, nbytes: int, what: str) -> None:
-        number = next(i for i, other in enumerate(unit.buckets) if other is bucket)
-        self.events.append(Event(way, unit.name, nbytes, what, number))
+    def move(self, way: EventKind, place: _Place, nbytes: int, what: str) -> None:
+        self.events.append(Event(way, place[0], nbytes, what, place[1]))
 
     def turn(self, unit: UnitLayout) -> None:
         """Forward goes on to another unit: the activations of this one are copied to the host."""
@@ -107,19 +112,23 @@ class _Run:
         if wanted is self.wanted:
             return
         self.wanted = wanted
-        times = int(wanted in self.pages) + (self.options.backward_prefetch == "BACKWARD_PRE")
+        times = int(wanted in self.pages) + (self.options.backward_prefetch == BackwardPrefetch.BACKWARD_PRE)
         for page in [self.pages.pop() for _ in range(min(times, len(self.pages)))]:
             self.events.append(Event(EventKind.TO_DEVICE, page.name, page.page_nbytes, "activations"))
 
     def move_state(self, way: EventKind) -> None:
         for unit in self.model.units:
-            for bucket in unit.trainable:
+            for place in _trainable(unit):
+                bucket = self.bucket(place)
                 if not bucket.state_visits_device:
                     continue
                 owned = (bucket.layout.interval(i, self.options.shard_rank) for i in range(len(bucket.layout.specs)))
                 nbytes = round(self.options.state_nbytes * sum(interval.numel for interval in owned))
                 if nbytes:
-                    self.move(way, unit, bucket, nbytes, "optimizer state")
+                    self.move(way, place, nbytes, "optimizer state")
+
+    def bucket(self, place: _Place) -> BucketPlan:
+        return self.units[place[0]].buckets[place[1]]
 
     def unshard(self, unit: UnitLayout) -> None:
         if unit.name in self.unsharded:
@@ -145,8 +154,9 @@ class _Run:
             if position and gives[calls[position - 1].name]:
                 self.turn(calls[position - 1])
             self.unshard(unit)
-            if ahead and position + 1 < len(calls):
-                self.issue(calls[position + 1])
+            following = gathered_ahead(calls, position + 1, unit) if ahead else None
+            if following is not None:
+                self.issue(following)
             self.emit(EventKind.FORWARD_BEGIN, unit)
             if unit is not self.model.root:
                 self.end_forward(unit)
@@ -164,8 +174,9 @@ class _Run:
         inner = calls[1:]
         wants, gives = _gradient_flow(self.model)
         self.awaiting = {unit.name for unit in calls if gives[unit.name]}
-        self.queue = deque((unit, bucket) for unit in reversed(calls) for bucket in unit.trainable)
-        self.ready, self.launched, self.waiting = set(), [], []
+        self.reductions.clear()
+        self.reductions.expect(place for unit in reversed(calls) for place in _trainable(unit))
+        self.ready = set()
         head = inner[-1] if inner and inner[-1].is_head and gives[inner[-1].name] else None
         has_begun = head is not None and self.model.returns_head
         if head is not None and has_begun:
@@ -185,7 +196,7 @@ class _Run:
                 self.awaiting.discard(unit.name)
                 self.emit(EventKind.BACKWARD_END, unit)
                 self.reshard(unit)
-                if self.options.backward_prefetch == "BACKWARD_POST":
+                if self.options.backward_prefetch == BackwardPrefetch.BACKWARD_POST:
                     self.prefetch(previous)
                 self.step_when_final()
             if unit is head and root.name in self.awaiting and not root.feeds_units:
@@ -196,7 +207,7 @@ class _Run:
 
     def begin_backward(self, unit: UnitLayout, previous: UnitLayout | None) -> None:
         self.unshard(unit)
-        if self.options.backward_prefetch == "BACKWARD_PRE":
+        if self.options.backward_prefetch == BackwardPrefetch.BACKWARD_PRE:
             self.prefetch(previous)
         self.bring(unit)
         self.emit(EventKind.BACKWARD_BEGIN, unit)
@@ -207,47 +218,46 @@ class _Run:
 
     def complete(self, unit: UnitLayout, *, reduces: bool, has_input_gradient: bool = False) -> None:
         """All gradients of the unit's parameters are there."""
-        if unit.trainable:
-            self.ready.add(unit.name)
-        while self.queue and self.queue[0][0].name in self.ready:
-            self.launch(*self.queue.popleft(), reduces=reduces)
+        self.ready.add(unit.name)
+        for place in _trainable(unit):
+            for due in self.reductions.complete(place):
+                self.launch(due, reduces=reduces)
         if not has_input_gradient and unit.trainable and unit.trainable == unit.buckets:
             # Nothing else tells that backward has left the unit.
             self.awaiting.discard(unit.name)
             self.reshard(unit)
         self.step_when_final()
 
-    def launch(self, unit: UnitLayout, bucket: BucketPlan, *, reduces: bool) -> None:
+    def launch(self, place: _Place, *, reduces: bool) -> None:
         if reduces:
-            self.emit(EventKind.REDUCE_ISSUED, unit, bucket.reduce_nbytes)
-            if self.launched:
-                self.send_gradient(*self.launched[-1])
-            self.launched.append((unit, bucket))
-            self.waiting.append((len(self.launched), unit, bucket))
+            self.emit(EventKind.REDUCE_ISSUED, self.units[place[0]], self.bucket(place).reduce_nbytes)
+            oldest = self.reductions.launch(place)
+            if oldest is not None:
+                self.send_gradient(oldest)
             self.step_when_final()
 
-    def send_gradient(self, unit: UnitLayout, bucket: BucketPlan) -> None:
+    def send_gradient(self, place: _Place) -> None:
         """Its reduction is over."""
+        bucket = self.bucket(place)
         if bucket.main_is_on_host:
-            self.move(EventKind.TO_HOST, unit, bucket, bucket.reduced_nbytes, "gradient")
+            self.move(EventKind.TO_HOST, place, bucket.reduced_nbytes, "gradient")
 
     def step_when_final(self) -> None:
         """The engine's rule of the same name."""
         if not self.steps:
             return
-        alone = self.model.shard_size * self.model.replicate_size == 1
-        younger = 0 if alone else 1 + (self.model.replicate_size > 1)
-        for entry in list(self.waiting):
-            number, unit, bucket = entry
-            is_left = unit.name not in self.gathering | self.unsharded | self.awaiting
-            if len(self.launched) - number >= younger and is_left and unit.name in self.ready:
-                self.waiting.remove(entry)
-                self.finish_reduction(unit, bucket)
+        sizes = self.model.shard_size, self.model.replicate_size
+        for place in list(self.reductions.waiting):
+            unit = place[0]
+            is_left = unit not in self.gathering | self.unsharded | self.awaiting
+            if self.reductions.is_over(place, *sizes) and is_left and unit in self.ready:
+                self.finish_reduction(place)
 
-    def finish_reduction(self, unit: UnitLayout, bucket: BucketPlan) -> None:
-        self.emit(EventKind.REDUCE_DONE, unit)
+    def finish_reduction(self, place: _Place) -> None:
+        del self.reductions.waiting[place]
+        self.emit(EventKind.REDUCE_DONE, self.units[place[0]])
         if self.steps:
-            self.emit(EventKind.BUCKET_STEP, unit, bucket.main_gradient_nbytes)
+            self.emit(EventKind.BUCKET_STEP, self.units[place[0]], self.bucket(place).main_gradient_nbytes)
 
     def finish(self, *, reduces: bool) -> None:
         units = self.model.calls[::-1]  # inner units before those around them, as the engine keeps them
@@ -255,14 +265,18 @@ class _Run:
             self.awaiting.clear()
             for unit in units:
                 self.reshard(unit)
-        while self.queue:
-            self.launch(*self.queue.popleft(), reduces=reduces)
-        if self.launched:
-            self.send_gradient(*self.launched[-1])
-        for _, unit, bucket in self.waiting:
-            self.finish_reduction(unit, bucket)
+        for place in self.reductions.rest():
+            self.launch(place, reduces=reduces)
+        for place in self.reductions.launched[-REDUCTIONS_IN_FLIGHT:]:
+            self.send_gradient(place)
+        for place in list(self.reductions.waiting):
+            self.finish_reduction(place)
         for unit in units:
             self.reshard(unit)
+
+
+def _trainable(unit: UnitLayout) -> list[_Place]:
+    return [(unit.name, number) for number, bucket in enumerate(unit.buckets) if bucket.trainable]
 
 
 def _gradient_flow(model: ModelLayout) -> tuple[dict[str, bool], dict[str, bool]]:

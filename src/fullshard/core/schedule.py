@@ -1,0 +1,109 @@
+"""The order of work that all ranks of a model share: the engine follows it, and the planner foretells it. No torch.
+
+gathers      in forward order as it happens; ahead of need only along an order all ranks were seen to agree on
+reductions   in the reverse of the first forward's order; one that is ready early waits for its turn
+in flight    one gather ahead and one reduction behind, which bounds the memory of what is unsharded
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+REDUCTIONS_IN_FLIGHT = 1
+"""Reductions that may be under way before the oldest is waited for; bounds the memory of unsharded gradients."""
+
+SPENT = 0.9
+"""Share of free memory that units kept unsharded may take: the rest is for what comes only now and then, and for
+fragments."""
+
+UnitT = TypeVar("UnitT")
+BucketT = TypeVar("BucketT", bound=Hashable)
+
+
+class BackwardPrefetch(StrEnum):
+    """When backward unshards the unit it will need next."""
+
+    BACKWARD_PRE = "BACKWARD_PRE"
+    """before the current unit's gradients are computed: most overlap, two units unsharded at once"""
+    BACKWARD_POST = "BACKWARD_POST"
+    """after them: less overlap, less memory"""
+    NO_PREFETCH = "NO_PREFETCH"
+    """when it is needed"""
+
+
+def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | None:
+    """What to gather while `unit` runs forward: what follows it in an order that ranks agree on.
+
+    Args:
+        order: of the forward before.
+        begun: units that have begun in this one, `unit` the last of them.
+        unit: if it is not where it was in the order, nobody knows what follows.
+    """
+    return order[begun] if begun < len(order) and order[begun - 1] is unit else None
+
+
+def count_kept(nbytes: Iterable[int], budget: int) -> int:
+    """How many units stay unsharded between forward and backward: as many as `budget` bytes hold.
+
+    Args:
+        nbytes: what each takes, that whose backward comes first at the front: it is kept for the shortest time.
+        budget: bytes.
+    """
+    count = 0
+    for each in nbytes:
+        budget -= each
+        if budget < 0:
+            break
+        count += 1
+    return count
+
+
+class Reductions(Generic[BucketT]):
+    """The reductions of one backward: which is launched next, and which are over.
+
+    Attributes:
+        launched: in the order they were.
+        waiting: of those whose gradient is not published yet, the number of each, from 1.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: a backward is over."""
+        self._queue: deque[BucketT] = deque()
+        self._ready: set[BucketT] = set()
+        self.launched: list[BucketT] = []
+        self.waiting: dict[BucketT, int] = {}
+
+    def expect(self, buckets: Iterable[BucketT]) -> None:
+        """These are reduced after those that are expected already."""
+        self._queue.extend(buckets)
+
+    def complete(self, bucket: BucketT) -> Iterator[BucketT]:
+        """All of its gradients are there: what is due now, because it and those before it are complete."""
+        self._ready.add(bucket)
+        while self._queue and self._queue[0] in self._ready:
+            yield self._queue.popleft()
+
+    def rest(self) -> Iterator[BucketT]:
+        """What never became complete, at the end of backward: every rank reduces it all the same."""
+        while self._queue:
+            yield self._queue.popleft()
+
+    def launch(self, bucket: BucketT) -> BucketT | None:
+        """It is under way now; the one to wait for, if too many are."""
+        self.launched.append(bucket)
+        self.waiting[bucket] = len(self.launched)
+        return self.launched[-REDUCTIONS_IN_FLIGHT - 1] if len(self.launched) > REDUCTIONS_IN_FLIGHT else None
+
+    def is_over(self, bucket: BucketT, shard_size: int, replicate_size: int) -> bool:
+        """Whether one that waits has been waited for already, along both axes of its mesh.
+
+        Along the shard axis that is done when the next one is launched, and along the replicate axis one later.
+        """
+        younger = len(self.launched) - self.waiting[bucket]
+        return shard_size * replicate_size == 1 or younger >= REDUCTIONS_IN_FLIGHT + (replicate_size > 1)
