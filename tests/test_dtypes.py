@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -90,10 +91,16 @@ def test_a_policy_names_its_dtypes() -> None:
     assert MixedPrecisionPolicy().dtypes == Dtypes()
 
 
-def make_plan(dtypes: Dtypes = MIXED, *, trainable: bool = True, dtype: str = "float32", **options: bool) -> BucketPlan:
-    exact = options.pop("exact", False)
+def make_plan(
+    dtypes: Dtypes = MIXED,
+    offload: Mapping[str, bool] | None = None,
+    *,
+    trainable: bool = True,
+    dtype: str = "float32",
+    exact: bool = False,
+) -> BucketPlan:
     key = BucketKey.of(dtypes, dtype, trainable=trainable, exact=exact, statistics=None)
-    return BucketPlan.of(key, [(8, 4), (4,)], dtypes, world_size=2, offload=Offload(**options))
+    return BucketPlan.of(key, [(8, 4), (4,)], dtypes, world_size=2, offload=Offload(**(offload or {})))
 
 
 def test_what_keeps_parameters_apart() -> None:
@@ -126,7 +133,7 @@ def test_what_keeps_parameters_apart() -> None:
 def test_what_is_on_the_host(
     trainable: bool, options: dict[str, bool], main: bool, gathered: bool, visits: bool, device: str, host: str
 ) -> None:
-    plan = make_plan(trainable=trainable, **options)
+    plan = make_plan(offload=options, trainable=trainable)
     nbytes = {"main": plan.main_nbytes, "compute": plan.compute_shard_nbytes}
     assert nbytes == {"main": 4 * 24, "compute": 2 * 24}
     assert (plan.main_is_on_host, plan.is_gathered_from_host, plan.state_visits_device) == (main, gathered, visits)
@@ -138,10 +145,10 @@ def test_what_is_on_the_host(
 def test_what_is_packed_is_copied_exact() -> None:
     """Packing is done on the device: what lies on the host is the stored dtype, and one piece with the main weights."""
     offload = {"compute_shards": True, "main_weights": True, "optimizer_state": True}
-    packed = make_plan(Dtypes("float16", gather_as="int8"), **offload)
+    packed = make_plan(Dtypes("float16", gather_as="int8"), offload)
     assert (packed.gather_as, packed.compute_shard_dtype, packed.compute_shard_is_main) == ("int8", "float32", True)
     assert packed.host_nbytes == packed.main_nbytes
-    assert make_plan(**offload).compute_shard_dtype == "bfloat16"
+    assert make_plan(offload=offload).compute_shard_dtype == "bfloat16"
 
 
 def test_what_is_rounded_to_be_sent() -> None:

@@ -22,12 +22,33 @@ def test_the_rows_and_their_codes() -> None:
 
 def test_what_tells_the_rows_apart() -> None:
     """No two rows say the same, so nothing but the row is needed at run time."""
-    contents = [(tuple(row.placements.items()), row.reshard_after_forward) for row in STRATEGIES.values()]
-    assert len(set(contents)) == len(contents)
+    contents = {(*map(str, row.placements), row.reshard_after_forward) for row in STRATEGIES.values()}
+    assert len(contents) == len(STRATEGIES)
     assert [row.name for row in STRATEGIES.values() if row.reshard_after_forward] == ["FULL_SHARD", "HYBRID_SHARD"]
     for row in STRATEGIES.values():
-        assert row.placements.get(Axis.SHARD, Placement.SHARD) is Placement.SHARD
-        assert row.placements.get(Axis.REPLICATE, Placement.REPLICATE) is Placement.REPLICATE
+        assert len({tuple(role) for role in row.placements}) == 1, "a mesh has the same axes for every role"
+        assert row.optimizer_state.get(Axis.SHARD, Placement.SHARD) is Placement.SHARD
+        assert all(role.get(Axis.REPLICATE, Placement.REPLICATE) is Placement.REPLICATE for role in row.placements)
+
+
+def test_what_follows_from_the_axes() -> None:
+    assert [row.name for row in STRATEGIES.values() if not row.shards] == ["NO_SHARD"]
+    assert [row.name for row in STRATEGIES.values() if row.is_hybrid] == list(HYBRID)
+    for row in STRATEGIES.values():
+        assert row.shard_size_on(8, None) == (8 if row.is_hybrid else None)
+        assert row.shard_size_on(8, 4) == 4
+
+
+def test_the_row_that_differs_after_forward_alone() -> None:
+    others = {name: (row.freeing(True), row.freeing(False)) for name, row in STRATEGIES.items()}
+    names = {name: tuple(row and row.name for row in rows) for name, rows in others.items()}
+    assert names == {
+        "FULL_SHARD": ("FULL_SHARD", "SHARD_GRAD_OP"),
+        "SHARD_GRAD_OP": ("FULL_SHARD", "SHARD_GRAD_OP"),
+        "NO_SHARD": (None, "NO_SHARD"),
+        "HYBRID_SHARD": HYBRID,
+        "HYBRID_SHARD_ZERO2": HYBRID,
+    }
 
 
 @pytest.mark.parametrize("row", STRATEGIES.values(), ids=STRATEGIES)

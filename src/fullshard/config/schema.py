@@ -23,7 +23,7 @@ from fullshard.core.dtypes import COMPUTE, saves
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.paths import local_path
-from fullshard.core.strategy import STRATEGIES, Axis, Strategy, parse_strategy
+from fullshard.core.strategy import STRATEGIES, Strategy, parse_strategy
 
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 WrapKind = Literal["auto", "none", "class", "size"]
@@ -233,7 +233,7 @@ class ShardingConfig(Settings):
                 hint="set reshard_after_forward: auto, or leave unsharded_memory_gib out",
             )
         switch = self._first_offload
-        if switch is not None and Axis.SHARD not in row.placements:
+        if switch is not None and not row.shards:
             raise CombinationError(
                 f"{switch} moves shards to the host, and {row.name} has none",
                 switch,
@@ -300,11 +300,11 @@ class ShardingConfig(Settings):
                 "strategy",
                 hint="use FULL_SHARD or HYBRID_SHARD, or leave reshard_after_forward out",
             )
-        if self.reshard_after_forward in (None, row.reshard_after_forward):
+        if self.reshard_after_forward is None:
             return row
-        for other in STRATEGIES.values():
-            if other.placements == row.placements and other.reshard_after_forward == self.reshard_after_forward:
-                return other
+        other = row.freeing(self.reshard_after_forward)
+        if other is not None:
+            return other
         raise CombinationError(
             f"reshard_after_forward = {self.reshard_after_forward} means nothing for {row.name}: it shards nothing",
             "reshard_after_forward",
@@ -314,8 +314,7 @@ class ShardingConfig(Settings):
 
     def resolved_shard_size(self, local_world_size: int) -> int | None:
         """Ranks per shard group; for a hybrid strategy without a size, the ranks of one host."""
-        is_hybrid = len(self.resolved_strategy().placements) == len(Axis)
-        return local_world_size if is_hybrid and self.shard_size is None else self.shard_size
+        return self.resolved_strategy().shard_size_on(local_world_size, self.shard_size)
 
 
 class PrecisionConfig(Settings):
@@ -582,9 +581,9 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        placements = self.sharding.resolved_strategy().placements
+        row = self.sharding.resolved_strategy()
         for name in ("gather_as", "reduce_as"):
-            if getattr(self.precision, name) is not None and Axis.SHARD not in placements:
+            if getattr(self.precision, name) is not None and not row.shards:
                 raise CombinationError(
                     f"{name} rounds what is sent along the shard axis, and {self.sharding.strategy} has none",
                     f"precision.{name}",
@@ -592,7 +591,7 @@ class RunConfig(Settings):
                     hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {name} out",
                 )
         size, launch = self.sharding.shard_size, self.launch
-        if len(placements) == len(Axis) and size is None and launch.num_machines == 1 and launch.num_processes:
+        if row.is_hybrid and size is None and launch.num_machines == 1 and launch.num_processes:
             raise CombinationError(
                 f"{self.sharding.strategy} on one host without shard_size would be one shard group, without replicas",
                 "sharding.strategy",
@@ -601,7 +600,7 @@ class RunConfig(Settings):
             )
         if launch.num_processes is not None:
             try:
-                self.sharding.resolved_strategy().mesh_shape(
+                row.mesh_shape(
                     launch.num_processes, self.sharding.resolved_shard_size(launch.num_processes // launch.num_machines)
                 )
             except ConfigError as error:

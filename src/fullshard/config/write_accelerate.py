@@ -148,11 +148,11 @@ class _Writer:
         """The keys of `fsdp_config` and of `parallelism_config` that say how a model is divided."""
         sharding = self.config.sharding
         row = sharding.resolved_strategy()
-        if Axis.SHARD in row.placements and Axis.REPLICATE in row.placements:
+        if row.is_hybrid:
             return self._hybrid(row)
         if sharding.shard_size is not None:
             self._say("sharding.shard_size", f"left out: it is fixed by {row.name} and the number of processes")
-        if Axis.SHARD not in row.placements:
+        if not row.shards:
             return self._version_1(row, "version 2 of Accelerate's FSDP cannot replicate"), {}
         return self._version_2(row), {}
 
@@ -284,5 +284,5 @@ class _Writer:
 def _like(row: Strategy, axes: set[Axis]) -> Strategy:
     """The strategy that shards over `axes` only (none: replicates) and is otherwise like `row`."""
     wanted = axes or {Axis.REPLICATE}
-    same = [other for other in STRATEGIES.values() if set(other.placements) == wanted]
+    same = [other for other in STRATEGIES.values() if set(other.optimizer_state) == wanted]
     return next((other for other in same if other.reshard_after_forward == row.reshard_after_forward), same[0])

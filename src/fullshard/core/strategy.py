@@ -1,8 +1,9 @@
 """Sharding strategies as rows of data.
 
-A strategy is a placement per mesh axis and whether the unsharded parameters are dropped after forward. Everything at
-run time follows from the sizes of the two mesh axes: collectives run on an axis of size > 1 and are nothing on an
-axis of size 1, so no code below the configuration compares a strategy's name.
+A strategy is a placement per mesh axis for parameters, for gradients and for the optimizer's state, and whether
+unsharded parameters are dropped after forward. Everything at run time follows from these and from the axes' sizes:
+collectives run on an axis of size > 1 and are nothing on an axis of size 1, so no code below compares a strategy's
+name.
 
     gather  (shard axis)      sharded -> unsharded parameters      all-gather
     reduce  (shard axis)      partial -> sharded gradients         reduce-scatter
@@ -11,6 +12,7 @@ axis of size 1, so no code below the configuration compares a strategy's name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,10 +29,14 @@ class Placement(StrEnum):
 
 
 class Axis(StrEnum):
-    """The two axes of the device mesh, outer first."""
+    """The axes of the device mesh that data parallelism has, outer first."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
+
+
+Placements = Mapping[Axis, Placement]
+"""By axis of the mesh that may have more than one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +46,41 @@ class Strategy:
     Attributes:
         name: the name users write, for example `FULL_SHARD`.
         code: the number Accelerate gives it.
-        placements: one placement per mesh axis that has more than one rank, for parameters, gradients and optimizer
-            state alike (they share the interval layout).
+        parameters, gradients, optimizer_state: where each of them lives, all on the same axes. What is sharded is so
+            by the same intervals.
         reshard_after_forward: whether unsharded parameters are dropped between forward and backward.
-        zero: the usual name in the literature.
     """
 
     name: str
     code: int
-    placements: dict[Axis, Placement]
+    parameters: Placements
+    gradients: Placements
+    optimizer_state: Placements
     reshard_after_forward: bool
-    zero: str
+
+    @property
+    def placements(self) -> tuple[Placements, Placements, Placements]:
+        """Of parameters, gradients and optimizer state."""
+        return self.parameters, self.gradients, self.optimizer_state
+
+    @property
+    def shards(self) -> bool:
+        """Whether anything is sharded."""
+        return Axis.SHARD in self.optimizer_state
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it has shard groups and replicas of them, so that somebody has to say how large they are."""
+        return len(self.optimizer_state) == len(Axis)
+
+    def freeing(self, after_forward: bool) -> Strategy | None:
+        """The row that differs in nothing but, perhaps, what it does after forward; None if there is none."""
+        rows = (row for row in STRATEGIES.values() if row.placements == self.placements)
+        return next((row for row in rows if row.reshard_after_forward == after_forward), None)
+
+    def shard_size_on(self, ranks_per_host: int, shard_size: int | None) -> int | None:
+        """Ranks per shard group if `shard_size` was asked for; a hybrid strategy that was told none has one host's."""
+        return ranks_per_host if self.is_hybrid and shard_size is None else shard_size
 
     def mesh_shape(self, world_size: int, shard_size: int | None) -> tuple[int, int]:
         """`(replicate size, shard size)` of the mesh, whose product is `world_size`.
@@ -62,9 +92,9 @@ class Strategy:
         Raises:
             ConfigError: the size is missing, given where there is no choice, or does not divide the world size.
         """
-        if Axis.SHARD not in self.placements:
+        if not self.shards:
             expected = 1
-        elif Axis.REPLICATE not in self.placements:
+        elif not self.is_hybrid:
             expected = world_size
         elif shard_size is None:
             raise ConfigError(
@@ -90,20 +120,21 @@ class Strategy:
         """Whether a mesh of this shape, with this done after forward, is this row."""
         axes = {axis for axis, size in ((Axis.REPLICATE, replicate_size), (Axis.SHARD, shard_size)) if size > 1}
         frees = reshards_after_forward and Axis.SHARD in axes
-        return self.placements.keys() == axes and self.reshard_after_forward == frees
+        return self.optimizer_state.keys() == axes and self.reshard_after_forward == frees
 
 
-_SHARD = {Axis.SHARD: Placement.SHARD}
-_REPLICATE = {Axis.REPLICATE: Placement.REPLICATE}
+_SHARDED = ({Axis.SHARD: Placement.SHARD},) * 3
+_REPLICATED = ({Axis.REPLICATE: Placement.REPLICATE},) * 3
+_HYBRID = ({Axis.REPLICATE: Placement.REPLICATE, Axis.SHARD: Placement.SHARD},) * 3
 
 STRATEGIES: dict[str, Strategy] = {
     row.name: row
     for row in (
-        Strategy("FULL_SHARD", 1, _SHARD, True, "ZeRO-3"),
-        Strategy("SHARD_GRAD_OP", 2, _SHARD, False, "ZeRO-2"),
-        Strategy("NO_SHARD", 3, _REPLICATE, False, "DDP"),
-        Strategy("HYBRID_SHARD", 4, _REPLICATE | _SHARD, True, "ZeRO++ hpz"),
-        Strategy("HYBRID_SHARD_ZERO2", 5, _REPLICATE | _SHARD, False, "ZeRO-2 in a group"),
+        Strategy("FULL_SHARD", 1, *_SHARDED, reshard_after_forward=True),
+        Strategy("SHARD_GRAD_OP", 2, *_SHARDED, reshard_after_forward=False),
+        Strategy("NO_SHARD", 3, *_REPLICATED, reshard_after_forward=False),
+        Strategy("HYBRID_SHARD", 4, *_HYBRID, reshard_after_forward=True),
+        Strategy("HYBRID_SHARD_ZERO2", 5, *_HYBRID, reshard_after_forward=False),
     )
 }
 _ALIASES = {"_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2"}

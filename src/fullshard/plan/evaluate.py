@@ -13,7 +13,6 @@ from fullshard.core.events import Event
 from fullshard.core.offload import Offload
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
-from fullshard.core.strategy import Axis
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
@@ -136,7 +135,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         trained,
         strategy=job.row,
         world_size=cluster.count,
-        shard_size=resolved_shard_size(job, cluster),
+        shard_size=job.row.shard_size_on(cluster.per_host, job.shard_size),
         dtypes=job.dtypes,
         offload=on_host,
     )
@@ -189,12 +188,6 @@ def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
     one, two = (traffic_of(predict_step(layout, option), layout) for option in options)
     names = ("to_device_nbytes", "to_host_nbytes")
     return {n: getattr(one, n) + (job.accumulation - 1) * (getattr(two, n) - getattr(one, n)) for n in names}
-
-
-def resolved_shard_size(job: Job, cluster: Cluster) -> int | None:
-    """Ranks per shard group; for a hybrid strategy without a size those of one host, as the launcher has it."""
-    is_hybrid = len(job.row.placements) == len(Axis)
-    return cluster.per_host if is_hybrid and job.shard_size is None else job.shard_size
 
 
 def notes_of(plan: Plan) -> list[str]:

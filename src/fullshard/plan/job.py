@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fullshard.core.dtypes import COMPUTE, Dtypes
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
-from fullshard.core.strategy import Axis, Strategy, parse_strategy
+from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.plan.schedule import ScheduleOptions
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Job(BaseModel):
                 f"reshard_after_forward = auto decides which units are kept, and {self.strategy} keeps all",
                 hint="use FULL_SHARD or HYBRID_SHARD",
             )
-        if self.on_host.has_shards and Axis.SHARD not in self.row.placements:
+        if self.on_host.has_shards and not self.row.shards:
             raise ConfigError(
                 f"{self.on_host} on the host: {self.strategy} shards nothing", hint="use FULL_SHARD or SHARD_GRAD_OP"
             )

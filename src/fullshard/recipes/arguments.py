@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.paths import local_name
-from fullshard.core.strategy import Axis, parse_strategy
+from fullshard.core.strategy import parse_strategy
 
 
 class TrainArguments(BaseModel):
@@ -183,7 +183,7 @@ class TrainArguments(BaseModel):
                 f"--reshard-after-forward auto decides which units are kept, and {self.strategy} keeps all",
                 hint="use FULL_SHARD or HYBRID_SHARD",
             )
-        if self.offload.has_shards and Axis.SHARD not in parse_strategy(self.strategy).placements:
+        if self.offload.has_shards and not parse_strategy(self.strategy).shards:
             raise ConfigError(
                 f"{self.offload} on the host, and {self.strategy} shards nothing that could be there",
                 hint="use FULL_SHARD or SHARD_GRAD_OP",
