@@ -26,12 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.core.errors import ConfigError
 from fullshard.launch.bootstrap import LAUNCHER_PID
-from fullshard.launch.desk import Desk, Membership
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause
 from fullshard.launch.logs import RankLogs
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
 from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, usable_cpu_count
-from fullshard.launch.rendezvous import LOOPBACK, OneHost, SeveralHosts
+from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
+from fullshard.launch.rendezvous_server import RendezvousClient, RendezvousServer
 from fullshard.launch.streams import STREAMS, StreamPlan
 
 SHUTDOWN_SECONDS = 3
@@ -153,8 +153,8 @@ class Agent(LocalElasticAgent):
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
-        self._membership: Membership | None = None
-        self._handler = self._meet()
+        self._client: RendezvousClient | None = None
+        self._handler = self._make_handler()
         spec = WorkerSpec(
             role=job.role,
             local_world_size=job.nproc,
@@ -167,15 +167,15 @@ class Agent(LocalElasticAgent):
         )
         super().__init__(spec, logs, shutdown_timeout=SHUTDOWN_SECONDS)
 
-    def _meet(self) -> OneHost:
+    def _make_handler(self) -> OneHostRendezvous:
         job, hosts = self._job, self._job.hosts
         if hosts.count == 1:
-            return OneHost(job.run_id, hosts.port)
+            return OneHostRendezvous(job.run_id, hosts.port)
         address, port = resolve(hosts.address, hosts.join_timeout), hosts.port or DEFAULT_PORT
         listening = None if hosts.rank else listen(address, port, must=hosts.rank == 0)
-        desk = None if listening is None else Desk(listening, hosts.count)
-        if desk is not None:
-            desk.start()
+        server = None if listening is None else RendezvousServer(listening, hosts.count)
+        if server is not None:
+            server.start()
         same = {
             "rdzv_id": job.run_id,
             "num_machines": str(hosts.count),
@@ -183,15 +183,15 @@ class Agent(LocalElasticAgent):
             **hosts.same,
         }
         hello = {"host": socket.gethostname(), "machine_rank": hosts.rank, "same": same}
-        self._membership = Membership((address, port), hello, hosts.join_timeout, say)
-        return SeveralHosts(job.run_id, self._membership, desk)
+        self._client = RendezvousClient((address, port), hello, hosts.join_timeout, say)
+        return MultiHostRendezvous(job.run_id, self._client, server)
 
     def run(self, role: str = "default") -> RunResult:
         """Run until the end of the job."""
         try:
             result: RunResult = super().run(role)
-            if self._membership is not None:
-                self._membership.failed = result.state is not WorkerState.SUCCEEDED
+            if self._client is not None:
+                self._client.failed = result.state is not WorkerState.SUCCEEDED
             return result
         finally:
             self._handler.shutdown()
@@ -199,13 +199,13 @@ class Agent(LocalElasticAgent):
     def outcome(self, result: RunResult) -> int:
         """Report a failure, if there is one, and give the exit code of the job."""
         self._keep_tracebacks(result.failures)
-        verdict = self._membership.verdict if self._membership is not None else None
-        if not result.failures and verdict is None:
+        cause = self._client.root_cause if self._client is not None else None
+        if not result.failures and cause is None:
             return 0
         _show_cursor()
-        if verdict is not None and not verdict.here:
+        if cause is not None and not cause.here:
             say(f"the {self._job.nproc} processes on this host were ended, because of another host:")
-            sys.stderr.write(verdict.text)
+            sys.stderr.write(cause.text)
             return 1
         rank, failure = root_cause(result.failures)
         sys.stderr.write(self._report(rank, failure))
@@ -224,7 +224,7 @@ class Agent(LocalElasticAgent):
                     file.write(traceback)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        address = self._membership.address if self._membership is not None else LOOPBACK
+        address = self._client.address if self._client is not None else LOOPBACK
         interface = interface_of(address)
         own = {LAUNCHER_PID: str(os.getpid())}
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -242,23 +242,23 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         self._failures = result.failures
-        membership = self._membership
-        if membership is None:
+        client = self._client
+        if client is None:
             return result
         if result.is_failed():
             rank, failure = root_cause(result.failures)
-            membership.report(order_of(failure), self._report(rank, failure))
-        elif membership.verdict is not None and result.state is WorkerState.HEALTHY:
+            client.report(order_of(failure), self._report(rank, failure))
+        elif client.root_cause is not None and result.state is WorkerState.HEALTHY:
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         number = self._job.max_restarts - self._remaining_restarts
-        with _deaf():
+        with _signals_ignored():
             self._stop_workers(worker_group)
-        verdict = self._membership.verdict if self._membership is not None else None
-        if verdict is not None and not verdict.here:
-            sys.stderr.write(verdict.text)
+        cause = self._client.root_cause if self._client is not None else None
+        if cause is not None and not cause.here:
+            sys.stderr.write(cause.text)
         elif self._failures:
             sys.stderr.write(self._report(*root_cause(self._failures)))
         say(f"starting all processes again ({number} of {self._job.max_restarts} restarts)")
@@ -267,11 +267,11 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        if self._membership is not None:
-            self._membership.finish()
+        if self._client is not None:
+            self._client.finish()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        with _deaf():
+        with _signals_ignored():
             super()._shutdown(death_sig, SHUTDOWN_SECONDS)
             end_descendants(self._groups, spared=self._elsewhere)
             self._close_files()
@@ -323,7 +323,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
+def _signals_ignored() -> Iterator[None]:
     """While processes are being ended, a second Ctrl-C must not leave half of them behind."""
     numbers = [signal.Signals[name] for name in _SIGNALS]
     handlers: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in numbers}

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from fullshard.core.errors import ConfigError
-from fullshard.launch.desk import Desk, Membership, Start
+from fullshard.launch.rendezvous_server import HostAssignment, RendezvousClient, RendezvousServer
 
 LOOPBACK = "127.0.0.1"
 
@@ -37,7 +37,7 @@ def open_store(address: str, port: int = 0) -> TCPStore:
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-class OneHost(RendezvousHandler):
+class OneHostRendezvous(RendezvousHandler):
     """No other host to wait for. Every attempt gets a new store: keys of the last one would mislead it.
 
     Args:
@@ -50,7 +50,7 @@ class OneHost(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The store of the next attempt."""
-        return _information(Start(0, 1, LOOPBACK, 0), open_store(LOOPBACK, self._port))
+        return _information(HostAssignment(0, 1, LOOPBACK, 0), open_store(LOOPBACK, self._port))
 
     def get_backend(self) -> str:
         """What torchelastic's events call it."""
@@ -81,18 +81,18 @@ class OneHost(RendezvousHandler):
         return True
 
 
-class SeveralHosts(OneHost):
-    """The hosts meet at a desk, which runs in the launcher of one of them.
+class MultiHostRendezvous(OneHostRendezvous):
+    """The hosts meet at a server, which runs in the launcher of one of them.
 
     Args:
         run_id: name of the job.
-        membership: this host's connection to the desk.
-        desk: the desk, if it is here.
+        client: this host's connection to the server.
+        server: the server, if it is here.
     """
 
-    def __init__(self, run_id: str, membership: Membership, desk: Desk | None) -> None:
+    def __init__(self, run_id: str, client: RendezvousClient, server: RendezvousServer | None) -> None:
         super().__init__(run_id, 0)
-        self.membership, self._desk = membership, desk
+        self.client, self._server = client, server
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all hosts are there.
@@ -101,21 +101,21 @@ class SeveralHosts(OneHost):
             CommunicationError: they are not in time, or the job is over.
             ConfigError: they do not fit together.
         """
-        self.membership.connect()
-        # Rank 0 is where the desk is, so the store can be opened before ranks are known.
-        store = None if self._desk is None else open_store(self.membership.address)
-        start = self.membership.join(0 if store is None else store.port)
+        self.client.connect()
+        # Rank 0 is where the server is, so the store can be opened before ranks are known.
+        store = None if self._server is None else open_store(self.client.address)
+        start = self.client.join(0 if store is None else store.port)
         return _information(start, store or TCPStore(start.address, start.port, is_master=False))
 
     def shutdown(self) -> bool:
-        """Leave; the desk stays until the others have left too, or some seconds have passed."""
-        self.membership.close()
-        if self._desk is not None:
-            self._desk.close()
+        """Leave; the server stays until the others have left too, or some seconds have passed."""
+        self.client.close()
+        if self._server is not None:
+            self._server.close()
         return True
 
 
-def _information(start: Start, store: TCPStore) -> RendezvousInfo:
+def _information(start: HostAssignment, store: TCPStore) -> RendezvousInfo:
     # torchelastic's own keys stay apart from those of the workers.
     place = RendezvousStoreInfo(start.address, start.port or store.port)
     return RendezvousInfo(PrefixStore("fullshard.launch", store), start.rank, start.hosts, place)

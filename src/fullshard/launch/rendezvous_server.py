@@ -1,0 +1,461 @@
+"""Several hosts of one job: the rendezvous server, and how each host learns what becomes of the others.
+
+One launcher runs the server; every launcher, that one included, keeps one connection to it for as long as the job runs.
+A connection that closes, or is silent for too long, is a host that is gone. Messages are one JSON object per line.
+
+    to the server      hello         who I am, and my settings
+                       join          ready for the next attempt
+                       failed        a rank of mine failed: its report, and when
+                       done          all ranks of mine succeeded
+                       leave         for good
+                       keep_alive    nothing new
+    from the server    start         all hosts have joined: your rank, and the address of the store
+                       root_cause    the attempt has failed: where first, and the report of that
+                       done          all hosts have succeeded
+                       refused       why you cannot take part, or not any more
+                       keep_alive    nothing new
+
+The first failure that is heard of is not always the first that happened: when a rank ends, all ranks connected to it
+fail too. So the server listens a moment longer, and then names one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fullshard.core.errors import CommunicationError, ConfigError
+
+KEEP_ALIVE_SECONDS = 1.0
+"""How often each side says that it is there."""
+
+TIMEOUT_SECONDS = 10.0
+"""Silence after which a host counts as gone. One whose launcher was killed is known at once: the connection closes."""
+
+ROOT_CAUSE_SECONDS = 1.0
+"""How long the server listens after the first failure that it hears of."""
+
+WAITING_SECONDS = 15.0
+"""How long a host that is one too many may wait for one of the others to turn out to be gone. More than silence."""
+
+_LONGEST_NBYTES = 1 << 20
+"""A message that is longer is not one of ours."""
+
+REPEAT_SECONDS = 30.0
+"""How often a launcher that waits says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostAssignment:
+    """What a host learns when all have joined.
+
+    Attributes:
+        rank: of this host.
+        hosts: number of hosts.
+        address: where the workers find the store.
+        port: where the workers find the store.
+    """
+
+    rank: int
+    hosts: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class RootCause:
+    """Why an attempt failed.
+
+    Attributes:
+        host: name of the host where it failed first.
+        text: what to print.
+        here: whether that host is this one.
+    """
+
+    host: str
+    text: str
+    here: bool = False
+
+
+class Connection:
+    """A socket between a launcher and the server: whole messages in and out."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._received = bytearray()
+        self._lock = threading.Lock()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(TIMEOUT_SECONDS)
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Send one message; a connection that is gone is noticed by whoever receives from it."""
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps({"kind": kind, **content}).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The messages that have arrived; None if the other side is gone, or does not speak this language."""
+        try:
+            chunk = self.socket.recv(65536)
+            self._received += chunk
+            *lines, rest = bytes(self._received).split(b"\n")
+            self._received[:] = rest
+            messages = [json.loads(line) for line in lines]
+        except (OSError, ValueError):
+            return None
+        valid = all(isinstance(message, dict) and "kind" in message for message in messages)
+        return messages if chunk and valid and len(rest) < _LONGEST_NBYTES else None
+
+    def close(self) -> None:
+        """End the connection."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """The launcher of one host, as the server knows it."""
+
+    connection: Connection
+    address: str
+    heard: float
+    hello: dict[str, Any] = field(default_factory=dict)
+    admitted: bool = False
+    joined: int | None = None  # port of the store it has opened; 0 where it has opened none
+    since: float = 0.0
+    running: bool = False
+    done: bool = False
+    rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        where = f"{self.hello.get('host', '?')} ({self.address})"
+        return where if self.rank is None else f"host {self.rank}, {where},"
+
+
+class RendezvousServer(threading.Thread):
+    """Where the hosts of a job meet: a thread in the launcher of one of them.
+
+    Args:
+        listening: a socket bound to the address that the hosts know.
+        hosts: how many there are.
+    """
+
+    def __init__(self, listening: socket.socket, hosts: int) -> None:
+        super().__init__(name="fullshard-rendezvous", daemon=True)
+        self._listening, self._hosts = listening, hosts
+        self._peers: list[_Peer] = []
+        self._failures: list[tuple[tuple[float, ...], _Peer, str]] = []
+        self._announce_at: float | None = None
+        self._over: str | None = None
+        self._closing = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """End as soon as every peer has left, and after five seconds at the latest."""
+        self._closing.set()
+        self.join(timeout=5)
+
+    def run(self) -> None:
+        """Serve until closed."""
+        said = 0.0
+        while not (self._closing.is_set() and not self._peers):
+            for key, _ in self._selector.select(timeout=0.1):
+                if key.fileobj is self._listening:
+                    connection, address = self._listening.accept()
+                    peer = _Peer(Connection(connection), address[0], time.monotonic())
+                    self._peers.append(peer)
+                    self._selector.register(connection, selectors.EVENT_READ, peer)
+                elif key.data in self._peers:
+                    self._receive(key.data)
+            now = time.monotonic()
+            if now - said > KEEP_ALIVE_SECONDS:
+                said = now
+                self._broadcast(self._peers, "keep_alive")
+            self._check_deadlines(now)
+        self._listening.close()
+
+    def _check_deadlines(self, now: float) -> None:
+        for peer in [peer for peer in self._peers if now - peer.heard > TIMEOUT_SECONDS]:
+            self._drop(peer, f"has said nothing for {TIMEOUT_SECONDS:.0f} seconds")
+        if self._announce_at is not None and now >= self._announce_at:
+            self._announce_root_cause()
+        if sum(peer.running for peer in self._peers) == self._hosts:
+            for peer in self._peers:
+                if peer.joined is not None and now - peer.since > WAITING_SECONDS:
+                    text = f"the job has its {self._hosts} hosts already, and they are all there"
+                    self._refuse([peer], text, "settings")
+
+    def _broadcast(self, peers: list[_Peer], kind: str, **content: Any) -> None:
+        for peer in peers:
+            peer.connection.send(kind, **content)
+
+    def _refuse(self, peers: list[_Peer], text: str, error: str) -> None:
+        for peer in peers:
+            peer.joined = None
+        self._broadcast(peers, "refused", text=text, error=error)
+
+    def _receive(self, peer: _Peer) -> None:
+        messages = peer.connection.receive()
+        if messages is None:
+            self._drop(peer, "is gone: its launcher was killed, or the network between the hosts failed")
+            return
+        peer.heard = time.monotonic()
+        try:
+            for message in messages:
+                self._handle(peer, message.pop("kind"), message)
+        except (KeyError, TypeError, ValueError):
+            self._drop(peer, "sent something that is not understood; are the versions of fullshard the same?")
+
+    def _handle(self, peer: _Peer, kind: str, message: dict[str, Any]) -> None:
+        if kind == "hello":
+            peer.hello = message
+        elif kind == "join":
+            peer.joined, peer.since, peer.done = int(message["port"]), time.monotonic(), False
+            if self._over is not None:
+                self._refuse([peer], self._over, "job")
+            elif self._fits(peer):
+                self._start_if_ready()
+        elif kind == "failed":
+            self._fail(peer, tuple(message["order"]), str(message["text"]))
+        elif kind == "done":
+            peer.done = True
+            running = [other for other in self._peers if other.running]
+            if all(other.done for other in running):
+                self._broadcast(running, "done")
+        elif kind == "leave":
+            self._forget(peer)
+            if message["failed"]:
+                self._over = f"{peer.name} has ended, without restarts left"
+                self._refuse([other for other in self._peers if other.joined is not None], self._over, "job")
+            elif peer.running and not peer.done:
+                self._fail(peer, (-1,), f"{peer.name} was stopped by a signal\n")
+
+    def _fits(self, peer: _Peer) -> bool:
+        """Whether this host's settings are those of the others; if not, both sides are told."""
+        peer.admitted = True
+        for other in self._peers:
+            if not other.admitted or other is peer:
+                continue
+            given = {"machine_rank given": peer.hello["machine_rank"] is not None, **peer.hello["same"]}
+            there = {"machine_rank given": other.hello["machine_rank"] is not None, **other.hello["same"]}
+            for name in given.keys() | there.keys():
+                if given.get(name) != there.get(name):
+                    text = f"{name}: {given.get(name)} on {peer.name}, {there.get(name)} on {other.name}"
+                    peer.admitted = False
+                    self._refuse([peer] if other.running else [peer, other], text, "settings")
+                    return False
+        return True
+
+    def _start_if_ready(self) -> None:
+        joined = [peer for peer in self._peers if peer.joined is not None]
+        # Not while an attempt is running, or before the host of the server, which alone has opened a store, is there.
+        if any(peer.running for peer in self._peers) or not any(peer.joined for peer in joined):
+            return
+        if len(joined) < self._hosts:
+            return
+        joined.sort(key=lambda peer: (not peer.joined, peer.hello["machine_rank"] or 0))
+        ranks = [peer.hello["machine_rank"] for peer in joined[: self._hosts]]
+        if None not in ranks and ranks != list(range(self._hosts)):
+            text = f"the machine ranks of the hosts are {', '.join(map(str, ranks))}: each from 0 must be there once"
+            self._refuse(joined, text, "settings")
+            return
+        first, port = joined[0].address, joined[0].joined
+        for rank, peer in enumerate(joined[: self._hosts]):
+            peer.rank, peer.running, peer.joined = rank, True, None
+            peer.connection.send("start", rank=rank, hosts=self._hosts, address=first, port=port)
+        self._failures, self._announce_at = [], None
+
+    def _fail(self, peer: _Peer, order: tuple[float, ...], text: str) -> None:
+        if not any(other.running for other in [peer, *self._peers]):
+            return  # the root cause has been told
+        self._failures.append((order, peer, text))
+        if self._announce_at is None:
+            self._announce_at = time.monotonic() + ROOT_CAUSE_SECONDS
+
+    def _drop(self, peer: _Peer, how: str) -> None:
+        self._forget(peer)
+        if peer.running and not peer.done:
+            # Before everything else: the failures that others report are of the connections to it.
+            self._fail(peer, (-1,), f"{peer.name} {how}\n")
+
+    def _forget(self, peer: _Peer) -> None:
+        self._peers.remove(peer)
+        self._selector.unregister(peer.connection.socket)
+        peer.connection.close()
+
+    def _announce_root_cause(self) -> None:
+        self._announce_at = None
+        _, first, text = min(self._failures, key=lambda failure: failure[0])
+        for peer in [peer for peer in self._peers if peer.running]:
+            peer.connection.send("root_cause", host=first.name, text=text, here=peer is first)
+            peer.running = False
+        self._start_if_ready()
+
+
+class RendezvousClient:
+    """This host's connection to the server.
+
+    Args:
+        where: address and port of the server.
+        hello: `host` (its name), `machine_rank`, and under `same` what must be equal on all hosts.
+        timeout_seconds: how long to wait for the other hosts.
+        say: prints one line for the user.
+    """
+
+    def __init__(
+        self, where: tuple[str, int], hello: dict[str, Any], timeout_seconds: float, say: Callable[[str], None]
+    ) -> None:
+        self._where, self._hello, self._timeout, self._say = where, hello, timeout_seconds, say
+        self._connection: Connection | None = None
+        self._reader: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._start: HostAssignment | None = None
+        self._refused: Exception | None = None
+        self._running = self._done = False
+        self.root_cause: RootCause | None = None
+        """Why the attempt that is running has failed."""
+        self.failed = False
+        """Whether this host is about to end because of a failure."""
+        self.address = where[0]
+        """The address of this host on the network of the server, once connected."""
+
+    def connect(self) -> None:
+        """Find the server, if there is no connection to it already.
+
+        Raises:
+            CommunicationError: nobody answers in time.
+        """
+        self._connect(time.monotonic() + self._timeout)
+
+    def join(self, port: int) -> HostAssignment:
+        """Wait until all hosts are ready for the next attempt.
+
+        Args:
+            port: of the store that was opened here; 0 where the server is elsewhere.
+
+        Raises:
+            CommunicationError: they are not in time, or the job is over.
+            ConfigError: they do not fit together.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            self._start, self._refused, self.root_cause, self._done = None, None, None, False
+        joined_on, say_at = None, time.monotonic() + 5
+        while time.monotonic() < deadline:
+            connection = self._connect(deadline)
+            if connection is not joined_on:  # also after the host of the server has come back
+                connection.send("join", port=port)
+                joined_on = connection
+            with self._changed:
+                self._changed.wait_for(lambda: self._start or self._refused or self._connection is None, timeout=0.5)
+                if self._refused is not None:
+                    self.failed = True
+                    raise self._refused
+                if self._start is not None:
+                    self._running = True
+                    return self._start
+            if time.monotonic() > say_at:
+                say_at += REPEAT_SECONDS
+                self._say(f"waiting at {_shown(self._where)} for the other hosts to join")
+        self.failed = True
+        raise CommunicationError(
+            f"the other hosts have not joined at {_shown(self._where)} within {self._timeout:.0f} seconds",
+            hint="start `fullshard launch` on every host; --rdzv_conf join_timeout=SECONDS waits longer",
+        )
+
+    def report(self, order: tuple[float, ...], text: str) -> RootCause | None:
+        """Say that a rank here has failed, and learn which host was first; None if the server does not answer."""
+        self._send("failed", order=order, text=text[-_LONGEST_NBYTES // 8 :])
+        with self._changed:
+            self._changed.wait_for(lambda: self.root_cause, timeout=ROOT_CAUSE_SECONDS + 2)
+            return self.root_cause
+
+    def finish(self) -> RootCause | None:
+        """Say that all ranks here have succeeded, and wait for the other hosts; the root cause if one of them fails."""
+        self._send("done")
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or self.root_cause)
+            return None if self._done else self.root_cause
+
+    def close(self) -> None:
+        """Leave the job."""
+        with self._changed:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.send("leave", failed=self.failed)
+            if self._reader is not None:
+                self._reader.join(timeout=1)  # the server closes; closing first could lose what was sent last
+            connection.close()
+
+    def _send(self, kind: str, **content: Any) -> None:
+        connection = self._connection
+        if connection is not None:
+            connection.send(kind, **content)
+
+    def _connect(self, deadline: float) -> Connection:
+        say_at = time.monotonic() + 5
+        while (connection := self._connection) is None:
+            try:
+                opened = socket.create_connection(self._where, timeout=5)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    self.failed = True
+                    raise CommunicationError(
+                        f"no launcher answers at {_shown(self._where)} after {self._timeout:.0f} seconds: {error}",
+                        hint="start `fullshard launch` on the host with that address too, and let the port through",
+                    ) from None
+                if time.monotonic() > say_at:
+                    say_at += REPEAT_SECONDS
+                    self._say(f"waiting for the launcher at {_shown(self._where)} ({error})")
+                time.sleep(0.2)
+                continue
+            self.address = opened.getsockname()[0]
+            connection = Connection(opened)
+            connection.send("hello", **self._hello)
+            with self._changed:
+                self._connection = connection
+            self._reader = threading.Thread(target=self._read, args=(connection,), name="fullshard-client", daemon=True)
+            self._reader.start()
+        return connection
+
+    def _read(self, connection: Connection) -> None:
+        while (messages := connection.receive()) is not None:
+            with self._changed:
+                for message in messages:
+                    self._handle(connection, message.pop("kind"), message)
+                self._changed.notify_all()
+        with self._changed:
+            if self._connection is connection:
+                self._connection = None
+                connection.close()
+                if self._running and not self._done:
+                    text = f"the launcher at {_shown(self._where)} is gone: it was killed, or the network failed\n"
+                    self._running, self.root_cause = False, self.root_cause or RootCause(self._where[0], text)
+            self._changed.notify_all()
+
+    def _handle(self, connection: Connection, kind: str, message: dict[str, Any]) -> None:
+        if kind == "keep_alive":
+            connection.send("keep_alive")
+        elif kind == "start":
+            self._start = HostAssignment(**message)
+        elif kind == "root_cause":
+            self._running, self.root_cause = False, RootCause(**message)
+        elif kind == "done":
+            self._running, self._done = False, True
+        elif kind == "refused" and message["error"] == "settings":
+            self._refused = ConfigError(message["text"], hint="start all hosts with the same settings")
+        elif kind == "refused":
+            self._refused = CommunicationError(message["text"])
+
+
+def _shown(where: tuple[str, int]) -> str:
+    return f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
