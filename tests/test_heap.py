@@ -13,13 +13,13 @@ import sys
 import pytest
 import torch
 
-from fullshard.comm.heap import SWITCH, TRIM_NBYTES
-from fullshard.comm.shared_memory import average
+from fullshard.comm.cpu.heap import SWITCH, TRIM_NBYTES
+from fullshard.comm.cpu.shared_memory import average
 
 BEGIN = """
 import torch
 from pathlib import Path
-from fullshard.comm.heap import Heap
+from fullshard.comm.cpu.heap import Heap
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

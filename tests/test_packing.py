@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import Collectives, own_interval
-from fullshard.comm.host_memory import SWITCH
+from fullshard.comm.cpu.peers import SWITCH
 from fullshard.comm.packing import BLOCK_NUMEL, packing_for
 from fullshard.comm.select import collectives_for
 from fullshard.core.errors import CommunicationError, ConfigError

@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fullshard.api.planning import model_shape
-from fullshard.comm.arena import Arena
-from fullshard.comm.shared_memory import MappedBuffer
+from fullshard.comm.cpu.buffer_pool import Arena
+from fullshard.comm.cpu.shared_memory import MappedBuffer
 from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out

@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.arena import Arena
 from fullshard.comm.base import FullBuffer, Work, own_interval
-from fullshard.comm.host_memory import SWITCH
+from fullshard.comm.cpu.buffer_pool import Arena
+from fullshard.comm.cpu.peers import SWITCH
+from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.select import collectives_for
-from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.comm.torch_dist import GlooCollectives
 from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
 from tests.distributed import run_ranks

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
-from fullshard.comm.host_memory import SWITCH
+from fullshard.comm.cpu.peers import SWITCH
 from fullshard.core.errors import CommunicationError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import FSDPModule, no_sync, shard_model, step_in_backward, unsharded

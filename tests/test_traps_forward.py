@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.comm.host_memory import SWITCH
+from fullshard.comm.cpu.peers import SWITCH
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, WIDTH, Block, Stack, batch, run_squared, train_beside_reference
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from fullshard.comm import mesh
 from fullshard.comm.base import FullBuffer, own_interval
-from fullshard.comm.host_memory import SWITCH, _Offer, _ranks_per_host
+from fullshard.comm.cpu.peers import SWITCH, _Offer, _ranks_per_host
+from fullshard.comm.cpu.two_level import TwoLevelCollectives
 from fullshard.comm.select import collectives_for
 from fullshard.comm.torch_dist import GlooCollectives
-from fullshard.comm.two_level import TwoLevelCollectives
 from fullshard.core.errors import CommunicationError
 from fullshard.engine import FSDPModule, fully_shard, unsharded
 from tests.hosts import are_possible, run_hosts

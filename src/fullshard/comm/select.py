@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import Collectives
-from fullshard.comm.host_memory import Peers, connect
-from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.comm.cpu.peers import Peers, connect
+from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
+from fullshard.comm.cpu.two_level import TwoLevelCollectives
 from fullshard.comm.torch_dist import Alone, GlooCollectives, NativeCollectives
-from fullshard.comm.two_level import TwoLevelCollectives
 
 
 def collectives_for(

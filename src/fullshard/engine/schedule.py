@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.heap import heap
+from fullshard.comm.cpu.heap import heap
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink

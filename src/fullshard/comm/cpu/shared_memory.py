@@ -25,10 +25,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.arena import Arena
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
-from fullshard.comm.heap import TRIM_NBYTES, heap, is_at_peak
-from fullshard.comm.host_memory import FILE_NBYTES, Peers, host_memory_nbytes
+from fullshard.comm.cpu.buffer_pool import Arena
+from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
+from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import GlooCollectives
 from fullshard.core.sizes import LONG_NBYTES

@@ -25,12 +25,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.arena import Arena
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work
-from fullshard.comm.courier import Courier
-from fullshard.comm.host_memory import FILE_NBYTES, Peers, host_memory_nbytes
+from fullshard.comm.cpu.buffer_pool import Arena
+from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
+from fullshard.comm.cpu.progress_thread import Courier
+from fullshard.comm.cpu.shared_memory import MAX_BUFFERS, Buffers, MappedBuffer, Post, SharedMemoryCollectives, average
 from fullshard.comm.packing import Packing
-from fullshard.comm.shared_memory import MAX_BUFFERS, Buffers, MappedBuffer, Post, SharedMemoryCollectives, average
 from fullshard.comm.torch_dist import receive, send
 from fullshard.core.sizes import round_up
 

@@ -1,0 +1,1 @@
+"""What CPUs do differently: their ranks share memory, and new pages of it are dear."""
