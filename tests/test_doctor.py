@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm.torch_dist import Done, GlooCollectives
+from fullshard.comm.torch_dist import CompletedWork, GlooCollectives
 from fullshard.config.hardware import Accelerator, Hardware
 from fullshard.core.sizes import MIB
 from fullshard.launch import doctor, doctor_ranks
@@ -219,7 +219,7 @@ class _Swapped(GlooCollectives):
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Any:
         super().all_gather(full, tag=tag).wait()
-        return Done(full.copy_(full.flip(0)))
+        return CompletedWork(full.copy_(full.flip(0)))
 
 
 def _swapped() -> str:

@@ -45,7 +45,7 @@ for _ in range(64):
     kept.append(torch.ones(2**10))
 before = resident()
 freed.clear()
-heap.give_back()
+heap.trim()
 between = before - resident()
 for _ in range(64):
     freed.append(torch.ones(2**18))

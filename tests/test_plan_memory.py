@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fullshard.api.planning import model_shape
-from fullshard.comm.cpu.buffer_pool import Arena
+from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.shared_memory import MappedBuffer
 from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
 from fullshard.plan.job import Job
@@ -182,7 +182,7 @@ def measure(case: Case) -> tuple[int, int]:
 
 
 class _Returned(deque[tuple[int, int]]):
-    """Where an arena learns that a tensor has ended."""
+    """Where an pool learns that a tensor has ended."""
 
     def append(self, piece: tuple[int, int]) -> None:
         note(-piece[1])
@@ -198,14 +198,14 @@ def note(nbytes: int) -> None:
 @contextlib.contextmanager
 def _watched() -> Iterator[None]:
     """Note each tensor that is cut out of shared memory, and its end; of a bucket this rank's interval."""
-    arena_class: Any = Arena
+    pool_class: Any = BufferPool
     buffer_class: Any = MappedBuffer
-    empty, make = arena_class.empty, buffer_class.__init__
+    empty, make = pool_class.empty, buffer_class.__init__
 
-    def noted_empty(arena: Arena, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if not isinstance(arena._returned, _Returned):
-            arena._returned = _Returned(arena._returned)
-        tensor: torch.Tensor = empty(arena, numel, dtype)
+    def noted_empty(pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if not isinstance(pool._returned, _Returned):
+            pool._returned = _Returned(pool._returned)
+        tensor: torch.Tensor = empty(pool, numel, dtype)
         note(-(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         return tensor
 
@@ -213,11 +213,11 @@ def _watched() -> Iterator[None]:
         make(buffer, *args, **options)
         note(buffer._interval.nbytes)
 
-    arena_class.empty, buffer_class.__init__ = noted_empty, noted_make
+    pool_class.empty, buffer_class.__init__ = noted_empty, noted_make
     try:
         yield
     finally:
-        arena_class.empty, buffer_class.__init__ = empty, make
+        pool_class.empty, buffer_class.__init__ = empty, make
 
 
 def _train(case: Case) -> Any:

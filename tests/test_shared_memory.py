@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import FullBuffer, Work, own_interval
-from fullshard.comm.cpu.buffer_pool import Arena
+from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.peers import SWITCH
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.select import collectives_for
@@ -245,27 +245,27 @@ def test_main_weights_change_when_nobody_reads_them(holds_main: bool) -> None:
 
 def test_memory_is_handed_out_again() -> None:
     memory = mmap.mmap(-1, 2**20)
-    arena = Arena(memory, 4096)
-    one, two = arena.empty(1000, torch.float32), arena.empty(5000, torch.bfloat16)
-    assert (arena.offset(one), arena.offset(two), arena.offset(torch.empty(1))) == (4096, 8192, None)
+    pool = BufferPool(memory, 4096)
+    one, two = pool.empty(1000, torch.float32), pool.empty(5000, torch.bfloat16)
+    assert (pool.offset(one), pool.offset(two), pool.offset(torch.empty(1))) == (4096, 8192, None)
     view = one[10:]
     del one
-    assert arena.offset(arena.empty(10, torch.float32)) not in (4096, 8192)  # the view keeps it
+    assert pool.offset(pool.empty(10, torch.float32)) not in (4096, 8192)  # the view keeps it
     del view, two
-    assert arena.offset(arena.empty(5000, torch.float32)) == 4096  # both, put together
+    assert pool.offset(pool.empty(5000, torch.float32)) == 4096  # both, put together
     with pytest.raises(MemoryError, match="share"):
-        arena.empty(2**20, torch.float32)
+        pool.empty(2**20, torch.float32)
 
 
 def test_what_is_handed_out_to_nobody_is_given_back() -> None:
     """And what is in use stays as it is; pages that come back later are zero."""
     memory = mmap.mmap(-1, 64 * 4096)
-    arena = Arena(memory, 4096)
-    used, left = arena.empty(8 * 1024, torch.float32).fill_(1), arena.empty(8 * 1024, torch.float32).fill_(2)
-    start = arena.offset(left)
+    pool = BufferPool(memory, 4096)
+    used, left = pool.empty(8 * 1024, torch.float32).fill_(1), pool.empty(8 * 1024, torch.float32).fill_(2)
+    start = pool.offset(left)
     del left
-    arena.give_back()
-    assert arena.empty(8 * 1024, torch.float32).eq(0).all()
+    pool.trim()
+    assert pool.empty(8 * 1024, torch.float32).eq(0).all()
     assert start is not None and not any(memory[start : start + 8 * 4096])
     assert used.eq(1).all()
 

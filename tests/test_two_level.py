@@ -152,9 +152,9 @@ def check_memory() -> None:
             buffer.free()
             stranger = own_interval(buffer.full, (linked.rank + per_host) % linked.size, linked.size)
             assert int(stranger.count_nonzero()) < 2048  # on two pages
-        for _ in range(2):  # the lender takes back what all have freed
+        for _ in range(2):  # the first rank takes back what all have freed
             linked.settle()
-            linked._gathers.courier.finish()
+            linked._gathers.progress.finish()
             dist.barrier()
 
     def growth() -> float:
@@ -168,7 +168,7 @@ def check_memory() -> None:
     for buffer in buffers:
         gather(buffer)
     free(buffers)
-    linked._loans._arena.give_back()
+    linked._received._pool.trim()
     dist.barrier()
     before = shared_nbytes(linked)
     dist.barrier()
@@ -187,15 +187,15 @@ def check_dropped() -> None:
     """A bucket that ends while it is whole is not waited for, nor its memory kept."""
     linked, _ = connected()
     buffer = linked.full_buffer(linked.size * 5000, torch.bfloat16, CPU, holds_main=False)
-    lent = len(linked._loans._lent)
+    acquired = len(linked._received._acquired)
     buffer.gather(torch.ones(5000), tag=0).wait()
     dist.barrier()
-    linked._gathers.courier.finish()
+    linked._gathers.progress.finish()
     del buffer
     dist.barrier()
     linked.settle()
-    linked._gathers.courier.finish()
-    assert len(linked._loans._lent) <= lent
+    linked._gathers.progress.finish()
+    assert len(linked._received._acquired) <= acquired
 
 
 def check_freed() -> None:

@@ -28,12 +28,12 @@ class FullBuffer(Protocol):
     Attributes:
         full: shape (size x S,); its data are there, and at the same address, whenever the buffer is whole.
         is_zeroed: whether `full` reads as zeros after `free`, in part, where others keep the data or have none to read.
-        is_lasting: whether its memory is there all the time, so that staying whole costs nothing.
+        is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
     """
 
     full: torch.Tensor
     is_zeroed: bool
-    is_lasting: bool
+    is_persistent: bool
 
     @property
     def main(self) -> torch.Tensor | None:
@@ -163,7 +163,7 @@ class ResizedBuffer:
 
     main = None
     is_zeroed = False
-    is_lasting = False
+    is_persistent = False
 
     def __init__(
         self,

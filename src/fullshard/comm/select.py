@@ -40,7 +40,7 @@ def collectives_for(
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Candidate:
     """Collectives that a group could have, in words: what they are, and why they are chosen or not."""
 
     collectives: Collectives
@@ -48,20 +48,20 @@ class Choice:
     reason: str
 
 
-def choices_for(group: dist.ProcessGroup | None, device: torch.device) -> list[Choice]:
+def choices_for(group: dist.ProcessGroup | None, device: torch.device) -> list[Candidate]:
     """All collectives that work for a group, the one to use first. A collective."""
     if group is None or dist.get_world_size(group) == 1:
-        return [Choice(Alone(), "none", "one rank has nobody to communicate with")]
+        return [Candidate(Alone(), "none", "one rank has nobody to communicate with")]
     if device.type != "cpu":
-        return [Choice(NativeCollectives(group), dist.get_backend(group), "it is made for the devices' own links")]
-    point_to_point = Choice(GlooCollectives(group), "point to point", "Gloo's own are slower")
-    own = Choice(NativeCollectives(group), "gloo", "never: each byte of a reduce-scatter is sent twice")
+        return [Candidate(NativeCollectives(group), dist.get_backend(group), "it is made for the devices' own links")]
+    point_to_point = Candidate(GlooCollectives(group), "point to point", "Gloo's own are slower")
+    own = Candidate(NativeCollectives(group), "gloo", "never: each byte of a reduce-scatter is sent twice")
 
-    def make(peers: Peers) -> Choice:
+    def make(peers: Peers) -> Candidate:
         if peers.num_hosts == 1:
-            return Choice(SharedMemoryCollectives(group, peers), "shared memory", "all ranks are on one host")
+            return Candidate(SharedMemoryCollectives(group, peers), "shared memory", "all ranks are on one host")
         reason = f"{peers.num_hosts} hosts have {peers.size} ranks each"
-        return Choice(TwoLevelCollectives(group, peers), "shared memory and streams between hosts", reason)
+        return Candidate(TwoLevelCollectives(group, peers), "shared memory and streams between hosts", reason)
 
     shared, problem = connect(group, make)
     if shared is not None:

@@ -13,7 +13,7 @@ import torch
 from fullshard.comm.base import Collectives, Work, own_interval
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.packing import Packing
-from fullshard.comm.torch_dist import Done
+from fullshard.comm.torch_dist import CompletedWork
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class SimulatedCollectives(Collectives):
     def _done(self, result: torch.Tensor, nbytes: int) -> Work:
         self.sent_nbytes += nbytes
         self.calls += self.size > 1
-        return Done(result)
+        return CompletedWork(result)
 
 
 def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: torch.device) -> Mesh:

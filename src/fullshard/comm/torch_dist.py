@@ -13,7 +13,7 @@ from fullshard.comm.packing import Packing
 
 
 @dataclass(slots=True)
-class Done:
+class CompletedWork:
     """Work that needed no communication."""
 
     result: torch.Tensor
@@ -24,7 +24,7 @@ class Done:
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingWork:
     """Work of one or more `torch.distributed` operations that fill `result`."""
 
     works: list[dist.Work]
@@ -80,12 +80,12 @@ class PendingPackedSum:
 
 
 @dataclass(slots=True)
-class LastingBuffer:
+class PersistentBuffer:
     """A buffer that one rank owns whole, in the dtype of the main weights: those are it. See `FullBuffer`."""
 
     full: torch.Tensor
     is_zeroed: bool = False
-    is_lasting: bool = True
+    is_persistent: bool = True
 
     @property
     def main(self) -> torch.Tensor:
@@ -99,7 +99,7 @@ class LastingBuffer:
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Nothing to do."""
-        return Done(self.full)
+        return CompletedWork(self.full)
 
     def free(self) -> None:
         """Nothing to do."""
@@ -126,12 +126,12 @@ class Alone(Collectives):
     ) -> FullBuffer:
         """See `Collectives.full_buffer`. Nothing is sent, so nothing is packed."""
         if holds_main:
-            return LastingBuffer(torch.zeros(numel, dtype=dtype, device=device))
+            return PersistentBuffer(torch.zeros(numel, dtype=dtype, device=device))
         return ResizedBuffer(self, numel, dtype, device)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """`full` is whole already."""
-        return Done(full)
+        return CompletedWork(full)
 
     def reduce_scatter(
         self,
@@ -144,11 +144,11 @@ class Alone(Collectives):
     ) -> Work:
         """`full` is the sum already."""
         full = full.to(dtype or full.dtype)
-        return Done(full.div_(divisor) if divisor != 1 else full)
+        return CompletedWork(full.div_(divisor) if divisor != 1 else full)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """`tensor` is the sum already."""
-        return Done(tensor)
+        return CompletedWork(tensor)
 
 
 class NativeCollectives(Collectives):
@@ -162,7 +162,7 @@ class NativeCollectives(Collectives):
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """One in-place all-gather."""
         own = own_interval(full, self.rank, self.size)
-        return Pending([all_gather_single(full, own, group=self.group, async_op=True)], full)
+        return PendingWork([all_gather_single(full, own, group=self.group, async_op=True)], full)
 
     def reduce_scatter(
         self,
@@ -182,7 +182,7 @@ class NativeCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """One all-reduce."""
-        return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)], tensor)
+        return PendingWork([dist.all_reduce(tensor, group=self.group, async_op=True)], tensor)
 
     def _reduce_packed(self, full: torch.Tensor, tag: int, divisor: float, packing: Packing) -> Work:
         own = own_interval(full, self.rank, self.size).clone()  # does not keep `full` alive
@@ -213,7 +213,7 @@ class GlooCollectives(NativeCollectives):
         for to, source in self._rounds():
             works.append(receive(own_interval(full, source, self.size), self.group, source, tag))
             works.append(send(own, self.group, to, tag))
-        return Pending(works, full)
+        return PendingWork(works, full)
 
     def reduce_scatter(
         self,
@@ -250,7 +250,7 @@ class GlooCollectives(NativeCollectives):
         return [((self.rank + k) % self.size, (self.rank - k) % self.size) for k in range(1, self.size)]
 
 
-class Failed(dist.Work):
+class FailedWork(dist.Work):
     """A message that could not even be begun, because its rank has ended. Who waits for it learns that."""
 
     def __init__(self, error: RuntimeError) -> None:
@@ -267,7 +267,7 @@ def send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> d
     try:
         work = dist.isend(tensor, group=group, tag=tag, group_dst=to)
     except RuntimeError as error:
-        return Failed(error)
+        return FailedWork(error)
     assert work is not None  # noqa: S101 -- this rank is in the group
     return work
 
@@ -277,7 +277,7 @@ def receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: in
     try:
         work = dist.irecv(tensor, group=group, tag=tag, group_src=source)
     except RuntimeError as error:
-        return Failed(error)
+        return FailedWork(error)
     assert work is not None  # noqa: S101 -- this rank is in the group
     return work
 

@@ -123,7 +123,7 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> Kept:
 
 def _cost(unit: Unit) -> int:
     """Bytes that freeing the unsharded unit gives back to this rank."""
-    return sum(bucket.full_nbytes for bucket in unit.buckets if not bucket.buffer.is_lasting)
+    return sum(bucket.full_nbytes for bucket in unit.buckets if not bucket.buffer.is_persistent)
 
 
 def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.comm.base import Collectives
-from fullshard.comm.select import Choice, choices_for
+from fullshard.comm.select import Candidate, choices_for
 from fullshard.core.sizes import KIB, MIB
 from fullshard.engine import ShardedParameter, fully_shard
 from fullshard.launch.doctor import BFLOAT16_TIME
@@ -156,7 +156,7 @@ def _train(model: nn.Module, device: torch.device) -> list[float]:
     return losses
 
 
-def _compare(choices: list[Choice], device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:
+def _compare(choices: list[Candidate], device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:
     """Every collective with every kind of collectives that works here, so that the choice can be seen to be right."""
     for choice in choices:
         for row in _measure(choice.collectives, device, nbytes):

@@ -16,7 +16,7 @@ import torch
 _PAGE_NBYTES = mmap.PAGESIZE
 
 
-class Arena:
+class BufferPool:
     """Cuts tensors out of a memory. One that nothing refers to any more is handed out again.
 
     Args:
@@ -61,7 +61,7 @@ class Arena:
             self._collect_returned()
             return sum(self._free.values())
 
-    def give_back(self) -> None:
+    def trim(self) -> None:
         """Give the pages of what is handed out to nobody back to the system."""
         with self._lock:
             self._collect_returned()

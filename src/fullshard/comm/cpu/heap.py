@@ -54,7 +54,7 @@ class Heap:
         if self._grown >= TRIM_NBYTES:
             self._grown = 0
             if is_at_peak(TRIM_NBYTES):
-                self.give_back()
+                self.trim()
 
     def begin_last_unit(self) -> None:
         """The last unit of a forward is about to run: give back what a forward did not fill, if that may be much."""
@@ -62,10 +62,10 @@ class Heap:
             return
         now = _resident().get(_NOW, 0)
         if now >= self._full_nbytes + TRIM_NBYTES:
-            self.give_back()
+            self.trim()
             self._full_nbytes = _resident().get(_NOW, 0)
 
-    def give_back(self) -> None:
+    def trim(self) -> None:
         """Give back whole free pages."""
         if self._set_option is not None:
             self._set_option(_M_MMAP_THRESHOLD, _OWN_PAGES_NBYTES)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 Result = TypeVar("Result")
 
 
-class Courier:
+class ProgressThread:
     """Does what it is given, one thing after the other. After a failure it does nothing more.
 
     Not an executor of the standard library: those wait for their threads when the interpreter ends, and a thread may
@@ -62,7 +62,7 @@ class _Task(Generic[Result]):
 
 
 def _work(tasks: SimpleQueue[_Task[Any] | None], failure: list[BaseException], on_failure: Callable[[], None]) -> None:
-    """Body of the thread. It does not know the `Courier`, which would otherwise never be freed."""
+    """Body of the thread. It does not know the `ProgressThread`, which would otherwise never be freed."""
     while (task := tasks.get()) is not None:
         try:
             if failure:

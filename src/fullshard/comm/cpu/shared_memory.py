@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
-from fullshard.comm.cpu.buffer_pool import Arena
+from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.packing import Packing
@@ -38,10 +38,10 @@ _BUFFERS_START = FILE_NBYTES // 4
 """In rank 0's file: counters and unsharded buckets begin here; before it, each rank's gradients."""
 _LINE = 8
 """Counters, of 8 bytes each, in a cache line."""
-_MAILBOX_NBYTES = 2**17
-_LETTER = 3
+_QUEUE_NBYTES = 2**17
+_ENTRY = 3
 """Numbers in one."""
-_LETTERS = 2048
+_QUEUE_DEPTH = 2048
 """Gradients that may be under way; a rank waits for its peers before it posts more."""
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 """Numbered alike on every rank."""
@@ -63,7 +63,7 @@ class SharedMemoryCollectives(GlooCollectives):
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group)
         # Mapped at once: a rank that has no room for it among its addresses raises OSError, and all keep to Gloo.
-        self._buffers, self._post = Buffers(peers), Post(peers)
+        self._buffers, self._queues = SharedBuckets(peers), SendQueues(peers)
 
     def full_buffer(
         self,
@@ -84,10 +84,10 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Collectives.staging`."""
-        full = self._post.arena.empty(numel, dtype)
+        full = self._queues.pool.empty(numel, dtype)
         if full.nbytes >= TRIM_NBYTES and is_at_peak(full.nbytes):  # an embedding's and head's, where logits were
-            heap().give_back()
-            self._post.arena.give_back()
+            heap().trim()
+            self._queues.pool.trim()
         return full
 
     def reduce_scatter(
@@ -100,7 +100,7 @@ class SharedMemoryCollectives(GlooCollectives):
         dtype: torch.dtype | None = None,
     ) -> Work:
         """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
-        return self._post.send(full, tag, divisor, dtype or full.dtype)
+        return self._queues.send(full, tag, divisor, dtype or full.dtype)
 
     def settle(self) -> None:
         """See `Collectives.settle`."""
@@ -110,7 +110,7 @@ class SharedMemoryCollectives(GlooCollectives):
 # -- all-gather ---------------------------------------------------------------------------------------------------
 
 
-class Buffers:
+class SharedBuckets:
     """Where the unsharded buckets are, all in rank 0's file, and how often each rank has offered and freed each.
 
     Attributes:
@@ -128,7 +128,7 @@ class Buffers:
         self.own = peers.map(0, _BUFFERS_START, nbytes, private=True)
         counts = np.frombuffer(self.shared, dtype=np.int64, count=header // 8)
         self.offered, self.freed = counts.reshape(2, peers.size, MAX_BUFFERS)
-        self.pending: deque[_Gathering] = deque()
+        self.pending: deque[_Gather] = deque()
         self._end = header
         self._number = 0
 
@@ -159,7 +159,7 @@ class Buffers:
         """This rank has no tensor any more that shows a bucket."""
         self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
 
-    def give_back(self, start: int, nbytes: int) -> None:
+    def release_pages(self, start: int, nbytes: int) -> None:
         """Give the whole pages among those bytes back to the system. For every rank they are zero then."""
         first, last = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES, (start + nbytes) // _PAGE_NBYTES * _PAGE_NBYTES
         if last > first:
@@ -167,8 +167,8 @@ class Buffers:
 
     def offer_pending(self) -> None:
         """Offer what can be offered by now."""
-        for gathering in [gathering for gathering in self.pending if gathering.offer_if_free()]:
-            self.pending.remove(gathering)
+        for gather in [gather for gather in self.pending if gather.offer_if_free()]:
+            self.pending.remove(gather)
 
 
 class MappedBuffer:
@@ -180,10 +180,10 @@ class MappedBuffer:
     """
 
     is_zeroed = False
-    is_lasting = True
+    is_persistent = True
 
     def __init__(
-        self, buffers: Buffers, place: tuple[int, int], numel: int, dtype: torch.dtype, *, holds_main: bool
+        self, buffers: SharedBuckets, place: tuple[int, int], numel: int, dtype: torch.dtype, *, holds_main: bool
     ) -> None:
         self._buffers = buffers
         self._number, self._start = place
@@ -198,7 +198,7 @@ class MappedBuffer:
         self._offers = 0
         # With the memory and not with this object: a tensor may outlive it.
         weakref.finalize(shown, _end, buffers, self._number, os.getpid()).atexit = False
-        weakref.finalize(interval, _give_back, buffers, self._number, begin, nbytes, os.getpid()).atexit = False
+        weakref.finalize(interval, _release_pages, buffers, self._number, begin, nbytes, os.getpid()).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -213,10 +213,10 @@ class MappedBuffer:
         """Offer this rank's interval, which others see as it was put there until it is put there again."""
         is_there = self.main is not None or (is_unchanged and self._offers > 0)
         self._offers += 1
-        gathering = _Gathering(self, self._offers, None if is_there else main)
-        if not gathering.offer_if_free():
-            self._buffers.pending.append(gathering)
-        return gathering
+        gather = _Gather(self, self._offers, None if is_there else main)
+        if not gather.offer_if_free():
+            self._buffers.pending.append(gather)
+        return gather
 
     def free(self) -> None:
         """Drop this rank's view of the pages, and say that it reads no more."""
@@ -255,7 +255,7 @@ class MappedBuffer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Gathering:
+class _Gather:
     """An all-gather under way, the bucket's `number`th."""
 
     buffer: MappedBuffer
@@ -271,96 +271,96 @@ class _Gathering:
         return self.buffer.wait(self.number)
 
 
-def _end(buffers: Buffers, number: int, pid: int) -> None:
+def _end(buffers: SharedBuckets, number: int, pid: int) -> None:
     """Nobody waits for this rank to free a bucket that ended while it was whole."""
     if os.getpid() == pid:
         buffers.end(number)
 
 
-def _give_back(buffers: Buffers, number: int, start: int, nbytes: int, pid: int) -> None:
+def _release_pages(buffers: SharedBuckets, number: int, start: int, nbytes: int, pid: int) -> None:
     """Give the pages of this rank's interval of a bucket back to the system, unless a peer may be reading them."""
     if os.getpid() == pid and buffers.is_settled(number):  # not in a forked process, which has the object too
-        buffers.give_back(start, nbytes)
+        buffers.release_pages(start, nbytes)
 
 
 # -- reduce-scatter -----------------------------------------------------------------------------------------------
 
 
-class _Mailbox:
+class _SendQueue:
     """Where a rank says which of its gradients may be read; at the start of its file.
 
-    Line 0 counts the letters posted, line 1 + r those rank r has read. A letter is (tag, where in the file, dtype).
+    Line 0 counts the entries posted, line 1 + r those rank r has read. An entry is (tag, where in the file, dtype).
     """
 
     def __init__(self, memory: mmap.mmap, size: int) -> None:
-        numbers = np.frombuffer(memory, dtype=np.int64, count=_MAILBOX_NBYTES // 8)
+        numbers = np.frombuffer(memory, dtype=np.int64, count=_QUEUE_NBYTES // 8)
         self._posted = numbers[:1]
         self.read = numbers[_LINE : _LINE * (1 + size) : _LINE]
-        self._letters = numbers[-_LETTER * _LETTERS :].reshape(_LETTERS, _LETTER)
+        self._entries = numbers[-_ENTRY * _QUEUE_DEPTH :].reshape(_QUEUE_DEPTH, _ENTRY)
 
     @property
     def posted(self) -> int:
-        """Letters so far."""
+        """Entries so far."""
         return int(self._posted[0])
 
     def post(self, tag: int, offset: int, dtype: torch.dtype) -> None:
         """Add one. There must be room."""
-        self._letters[self.posted % _LETTERS] = (tag, offset, _DTYPES.index(dtype))
+        self._entries[self.posted % _QUEUE_DEPTH] = (tag, offset, _DTYPES.index(dtype))
         self._posted[0] += 1
 
-    def letter(self, number: int) -> tuple[int, int, torch.dtype]:
-        """(tag, offset, dtype) of the letter of that number."""
-        tag, offset, dtype = self._letters[number % _LETTERS].tolist()
+    def entry(self, number: int) -> tuple[int, int, torch.dtype]:
+        """(tag, offset, dtype) of the entry of that number."""
+        tag, offset, dtype = self._entries[number % _QUEUE_DEPTH].tolist()
         return tag, offset, _DTYPES[dtype]
 
 
-class Post:
+class SendQueues:
     """Gradients on their way between the ranks.
 
     Attributes:
-        arena: memory that peers can read.
+        pool: memory that peers can read.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        if _LINE * (1 + peers.size) * 8 > _MAILBOX_NBYTES - _LETTER * 8 * _LETTERS:
-            raise OSError(f"no mailbox for {peers.size} ranks")
-        nbytes = _MAILBOX_NBYTES + 2 * host_memory_nbytes() // peers.size  # ranks are alike, so each has its part
+        if _LINE * (1 + peers.size) * 8 > _QUEUE_NBYTES - _ENTRY * 8 * _QUEUE_DEPTH:
+            raise OSError(f"no queue for {peers.size} ranks")
+        nbytes = _QUEUE_NBYTES + 2 * host_memory_nbytes() // peers.size  # ranks are alike, so each has its part
         self._memories = [peers.map(owner, 0, nbytes) for owner in range(peers.size)]
-        self._mailboxes = [_Mailbox(memory, peers.size) for memory in self._memories]
-        self._own = self._mailboxes[peers.rank]
-        self.arena = Arena(self._memories[peers.rank], _MAILBOX_NBYTES)
-        self._under_way: deque[_Averaging] = deque()
+        self._queues = [_SendQueue(memory, peers.size) for memory in self._memories]
+        self._own = self._queues[peers.rank]
+        self.pool = BufferPool(self._memories[peers.rank], _QUEUE_NBYTES)
+        self._under_way: deque[_ReduceScatter] = deque()
 
     def post(self, full: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
         """Let the peers read `full`, or a copy of it if they cannot reach it.
 
         Returns:
-            What they read, which must not change until they have, and the number of the letter, the same on every rank.
+            What they read, which must not change until they have, and the number of the entry, the same on every rank.
         """
-        offset = self.arena.offset(full)
+        offset = self.pool.offset(full)
         if offset is None:
-            full = self.arena.empty(full.numel(), full.dtype).copy_(full)
-            offset = self.arena.offset(full) or 0
-        self._peers.wait_until(lambda: self._own.posted - int(self._own.read.min()) < _LETTERS)
+            full = self.pool.empty(full.numel(), full.dtype).copy_(full)
+            offset = self.pool.offset(full) or 0
+        self._peers.wait_until(lambda: self._own.posted - int(self._own.read.min()) < _QUEUE_DEPTH)
         number = self._own.posted
         self._own.post(tag, offset, full.dtype)
         return full, number
 
     def wait_for(self, number: int, tag: int, *, patiently: bool = False) -> None:
-        """Wait until all ranks of this host have posted the letter of that number.
+        """Wait until all ranks of this host have posted the entry of that number.
 
         Raises:
             RuntimeError: a rank is in another collective, or has ended.
         """
-        self._peers.wait_until(lambda: all(box.posted > number for box in self._mailboxes), patiently=patiently)
-        for source, mailbox in enumerate(self._mailboxes):
-            other, _, _ = mailbox.letter(number)
+        self._peers.wait_until(lambda: all(queue.posted > number for queue in self._queues), patiently=patiently)
+        for source, queue in enumerate(self._queues):
+            other, _, _ = queue.entry(number)
             if other != tag:
                 rank = self._peers.group_rank(source)
                 raise RuntimeError(f"rank {rank} of the group is in collective {other}, this rank in {tag}")
 
-    def add_up(
+    def sum_interval(
         self,
         number: int,
         full: torch.Tensor,
@@ -374,7 +374,7 @@ class Post:
         """The sum over the ranks of this host, in their order, of the interval of rank `position` of the group.
 
         Args:
-            number: of the letter; all ranks of this host have posted it.
+            number: of the entry; all ranks of this host have posted it.
             full: what this rank posted.
             position: whose interval.
             dtype: what the sum is made in; that of `full` or a wider one.
@@ -386,8 +386,8 @@ class Post:
         if own.numel() == 0:
             return own.to(dtype)
         terms = []
-        for source, (mailbox, memory) in enumerate(zip(self._mailboxes, self._memories, strict=True)):
-            _, offset, theirs = mailbox.letter(number)  # one rank may have accumulated what another has not
+        for source, (queue, memory) in enumerate(zip(self._queues, self._memories, strict=True)):
+            _, offset, theirs = queue.entry(number)  # one rank may have accumulated what another has not
             start = offset + position * own.numel() * theirs.itemsize
             there = source != self._peers.rank
             terms.append(torch.frombuffer(memory, dtype=theirs, count=own.numel(), offset=start) if there else own)
@@ -397,29 +397,29 @@ class Post:
             into = torch.empty(own.numel(), dtype=dtype)
             heap().note(nbytes)
         else:
-            into = own if may_keep and dtype == own.dtype else self.arena.empty(own.numel(), dtype)
+            into = own if may_keep and dtype == own.dtype else self.pool.empty(own.numel(), dtype)
         return average(terms, into, divisor)
 
     def mark_read(self, number: int, *, patiently: bool = False) -> None:
-        """Say that this rank has read the letter of that number, and wait until the others have."""
-        for mailbox in self._mailboxes:
-            mailbox.read[self._peers.rank] = number + 1
+        """Say that this rank has read the entry of that number, and wait until the others have."""
+        for queue in self._queues:
+            queue.read[self._peers.rank] = number + 1
         # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
         self._peers.wait_until(lambda: int(self._own.read.min()) > number, patiently=patiently)
 
-    def send(self, full: torch.Tensor, tag: int, divisor: float, dtype: torch.dtype) -> _Averaging:
+    def send(self, full: torch.Tensor, tag: int, divisor: float, dtype: torch.dtype) -> _ReduceScatter:
         """Begin to average `full` over the ranks of this host, in `dtype`."""
-        averaging = _Averaging(self, *self.post(full, tag), tag, divisor, dtype)
-        self._under_way.append(averaging)
-        return averaging
+        reduction = _ReduceScatter(self, *self.post(full, tag), tag, divisor, dtype)
+        self._under_way.append(reduction)
+        return reduction
 
-    def finish(self, averaging: _Averaging) -> None:
+    def finish(self, reduction: _ReduceScatter) -> None:
         """Make the averages up to this one, in the order in which all ranks sent."""
-        while not averaging.is_done:
+        while not reduction.is_done:
             first = self._under_way[0]
             assert first.full is not None  # noqa: S101 -- it is not done
             self.wait_for(first.number, first.tag)
-            first.result = self.add_up(
+            first.result = self.sum_interval(
                 first.number, first.full, self._peers.rank, first.dtype, first.divisor, may_keep=True
             )
             self.mark_read(first.number)
@@ -427,21 +427,21 @@ class Post:
             self._under_way.popleft()
 
 
-class _Averaging:
+class _ReduceScatter:
     """A reduce-scatter under way.
 
     Attributes:
-        number: of the letter, the same on every rank.
+        number: of the entry, the same on every rank.
         full: this rank's gradients; None once every rank has read them.
         result: this rank's interval of the average.
     """
 
-    __slots__ = ("_post", "divisor", "dtype", "full", "number", "result", "tag")
+    __slots__ = ("_queues", "divisor", "dtype", "full", "number", "result", "tag")
 
     def __init__(
-        self, post: Post, full: torch.Tensor, number: int, tag: int, divisor: float, dtype: torch.dtype
+        self, queues: SendQueues, full: torch.Tensor, number: int, tag: int, divisor: float, dtype: torch.dtype
     ) -> None:
-        self._post, self.number, self.tag, self.divisor, self.dtype = post, number, tag, divisor, dtype
+        self._queues, self.number, self.tag, self.divisor, self.dtype = queues, number, tag, divisor, dtype
         self.full: torch.Tensor | None = full
         self.result: torch.Tensor | None = None
 
@@ -452,7 +452,7 @@ class _Averaging:
 
     def wait(self) -> torch.Tensor:
         """Wait for the peers' gradients, and average."""
-        self._post.finish(self)
+        self._queues.finish(self)
         assert self.result is not None  # noqa: S101 -- finished
         return self.result
 

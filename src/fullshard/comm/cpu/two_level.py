@@ -1,4 +1,4 @@
-"""Collectives of ranks on several hosts: over shared memory inside a host, over one stream per pair of ranks outside.
+"""Collectives of ranks on several hosts: shared memory inside a host, one connection per pair of ranks outside.
 
 Ranks are named (host, local rank) here; every host has as many. Rank (h, l) talks over the network only to its
 counterparts, the ranks (h', l), so that a byte crosses a link once per host and not once per rank:
@@ -26,17 +26,24 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work
-from fullshard.comm.cpu.buffer_pool import Arena
+from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
-from fullshard.comm.cpu.progress_thread import Courier
-from fullshard.comm.cpu.shared_memory import MAX_BUFFERS, Buffers, MappedBuffer, Post, SharedMemoryCollectives, average
+from fullshard.comm.cpu.progress_thread import ProgressThread
+from fullshard.comm.cpu.shared_memory import (
+    MAX_BUFFERS,
+    MappedBuffer,
+    SendQueues,
+    SharedBuckets,
+    SharedMemoryCollectives,
+    average,
+)
 from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import receive, send
 from fullshard.core.sizes import round_up
 
 _PAGE_NBYTES = mmap.PAGESIZE
-_LOANS_START = FILE_NBYTES // 2
-"""In rank 0's file: after the buckets, what it lends, and to which."""
+_RECEIVE_START = FILE_NBYTES // 2
+"""In rank 0's file: after the buckets, the pool for what is received."""
 
 
 class TwoLevelCollectives(SharedMemoryCollectives):
@@ -46,9 +53,9 @@ class TwoLevelCollectives(SharedMemoryCollectives):
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group, peers)
-        self._gathers = _Streams(group, peers, 0)
-        self._loans = _Loans(self._buffers)
-        self._reductions = _Reductions(_Streams(group, peers, 1), self._post)
+        self._gathers = _Channel(group, peers, 0)
+        self._received = _ReceivePool(self._buffers)
+        self._reductions = _Reductions(_Channel(group, peers, 1), self._queues)
 
     def full_buffer(
         self,
@@ -65,8 +72,8 @@ class TwoLevelCollectives(SharedMemoryCollectives):
             return ResizedBuffer(self, numel, dtype, device, packing)
         # Main weights are exact, and what is computed with is what unpacking gives: they cannot be one.
         holds_main = holds_main and packing is None
-        return LinkedBuffer(
-            self._gathers, self._loans, self._buffers, place, numel, dtype, holds_main=holds_main, packing=packing
+        return TwoLevelBuffer(
+            self._gathers, self._received, self._buffers, place, numel, dtype, holds_main=holds_main, packing=packing
         )
 
     def reduce_scatter(
@@ -83,12 +90,12 @@ class TwoLevelCollectives(SharedMemoryCollectives):
 
     def settle(self) -> None:
         """See `Collectives.settle`."""
-        self._gathers.courier.finish()  # until then main weights are being sent
+        self._gathers.progress.finish()  # until then main weights are being sent
         self._buffers.settle()
-        self._loans.end_soon(self._gathers.courier)
+        self._received.release_later(self._gathers.progress)
 
 
-class _Streams:
+class _Channel:
     """Messages between this rank and its counterparts on the other hosts, and the thread that sees them through.
 
     Args:
@@ -97,13 +104,13 @@ class _Streams:
         kind: 0 or 1; messages of two kinds are never confused, although they have the same tag.
 
     Attributes:
-        courier: the thread.
+        progress: the thread.
         others: positions of the other hosts, the next one first.
     """
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers, kind: int) -> None:
         self.peers = peers
-        self.courier = Courier("fullshard communication", peers.report_failure)
+        self.progress = ProgressThread("fullshard communication", peers.report_failure)
         self.others = [(peers.host + step) % peers.num_hosts for step in range(1, peers.num_hosts)]
         self._group, self._kind = group, kind
 
@@ -124,13 +131,13 @@ class _Streams:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ReceivedRange:
     """Received intervals that follow one another: bytes `start` to `end` of the memory where buckets are.
 
-    Every page that they have a part of is borrowed, the whole ones are shown from there.
+    Every page that they have a part of is acquired, the whole ones are shown from there.
 
     Attributes:
-        at: of the first such page, in what the bucket borrows.
+        at: of the first such page, in what the bucket has acquired.
     """
 
     start: int
@@ -149,30 +156,30 @@ class _Run:
 
     @property
     def shift(self) -> int:
-        """From a byte of the run to where it is in what the bucket borrows."""
+        """From a byte of the range to where it is in what the bucket has acquired."""
         return self.at - self.start // _PAGE_NBYTES * _PAGE_NBYTES
 
     @property
     def nbytes(self) -> int:
-        """How much to borrow: every page the run has a part of."""
+        """How much to acquire: every page the range has a part of."""
         return round_up(self.end + self.shift, _PAGE_NBYTES) - self.at if self.start < self.end else 0
 
 
-class LinkedBuffer(MappedBuffer):
+class TwoLevelBuffer(MappedBuffer):
     """An unsharded bucket of which the intervals of other hosts' ranks are received. See `MappedBuffer`.
 
-    Received ones are in borrowed memory, from `gather` to `free`, and `full` shows them where they belong. What a rank
+    Received ones are in memory of a pool, from `gather` to `free`, and `full` shows them where they belong. What a rank
     offers to the others of its host is its own interval and those of its counterparts.
     """
 
     is_zeroed = True
-    is_lasting = False
+    is_persistent = False
 
     def __init__(
         self,
-        streams: _Streams,
-        loans: _Loans,
-        buffers: Buffers,
+        channel: _Channel,
+        received: _ReceivePool,
+        buffers: SharedBuckets,
         place: tuple[int, int],
         numel: int,
         dtype: torch.dtype,
@@ -181,12 +188,12 @@ class LinkedBuffer(MappedBuffer):
         packing: Packing | None,
     ) -> None:
         super().__init__(buffers, place, numel, dtype, holds_main=holds_main)
-        self._streams, self._loans, self._packing = streams, loans, packing
+        self._channel, self._received, self._packing = channel, received, packing
         self._bringing: Future[None] | None = None
-        peers, nbytes = streams.peers, self._interval.nbytes
+        peers, nbytes = channel.peers, self._interval.nbytes
         own, after = (self._start + peers.group_rank(0, host) * nbytes for host in (peers.host, peers.host + 1))
-        earlier = _Run(self._start, own, 0)
-        self._runs = [earlier, _Run(after, self._start + self.full.nbytes, earlier.nbytes)]
+        earlier = _ReceivedRange(self._start, own, 0)
+        self._ranges = [earlier, _ReceivedRange(after, self._start + self.full.nbytes, earlier.nbytes)]
         self._shown = 0
         self._hide()
 
@@ -195,15 +202,15 @@ class LinkedBuffer(MappedBuffer):
         self._offers += 1
         own_main = None if self.main is not None else main
         packing = None if exactly else self._packing
-        self._bringing = self._streams.courier.submit(partial(self._bring, own_main, self._offers, tag, packing))
-        return _Arriving(self, self._offers)
+        self._bringing = self._channel.progress.submit(partial(self._bring, own_main, self._offers, tag, packing))
+        return _TwoLevelGather(self, self._offers)
 
     def free(self) -> None:
         """See `MappedBuffer.free`. What was received reads as zeros then."""
         if self._is_gathered:
             self._hide()
             super().free()
-            self._loans.end_soon(self._streams.courier)
+            self._received.release_later(self._channel.progress)
 
     def settle(self) -> None:
         """See `FullBuffer.settle`. Until the thread has done with the last gather, main weights are being sent."""
@@ -217,35 +224,35 @@ class LinkedBuffer(MappedBuffer):
         offered = self._buffers.offered[:, self._number]
 
         def is_whole() -> bool:
-            self._streams.courier.check()
+            self._channel.progress.check()
             return bool((offered >= number).all())
 
         self._buffers.peers.wait_until(is_whole, patiently=True)
         if self._is_gathered and self._shown < number:
-            self._shown, place = number, self._loans.place(self._number)
-            for run in self._runs:
-                self._map(run, _LOANS_START + place + run.whole_start + run.shift)
+            self._shown, place = number, self._received.place(self._number)
+            for span in self._ranges:
+                self._map(span, _RECEIVE_START + place + span.whole_start + span.shift)
         return self.full
 
     def _hide(self) -> None:
         """Show zeros, which take no memory, where received intervals were."""
-        for run in self._runs:
-            self._map(run, None)
+        for span in self._ranges:
+            self._map(span, None)
 
-    def _map(self, run: _Run, offset: int | None) -> None:
+    def _map(self, span: _ReceivedRange, offset: int | None) -> None:
         """See `Peers.map_at`."""
-        if (nbytes := run.whole_end - run.whole_start) > 0:
-            self._buffers.peers.map_at(self._buffers.own, run.whole_start, nbytes, offset)
+        if (nbytes := span.whole_end - span.whole_start) > 0:
+            self._buffers.peers.map_at(self._buffers.own, span.whole_start, nbytes, offset)
 
     def _bring(self, main: torch.Tensor | None, number: int, tag: int, packing: Packing | None) -> None:
         """What the thread does for one gather. `main` is what to put into this rank's interval; None if it is there."""
-        streams, peers = self._streams, self._buffers.peers
-        peers.wait_until(lambda: bool(self._loans.ended([self._number])[0] >= number - 1), patiently=True)
-        place = self._loans.borrow(self._number, number, sum(run.nbytes for run in self._runs))
-        received = [self._receive_into(host, place) for host in streams.others]
+        channel, peers = self._channel, self._buffers.peers
+        peers.wait_until(lambda: bool(self._received.ended([self._number])[0] >= number - 1), patiently=True)
+        place = self._received.acquire(self._number, number, sum(span.nbytes for span in self._ranges))
+        received = [self._receive_into(host, place) for host in channel.others]
         messages = received
         if packing is not None and main is not None:
-            messages = [torch.empty(packing.nbytes(main.numel()), dtype=torch.uint8) for _ in streams.others]
+            messages = [torch.empty(packing.nbytes(main.numel()), dtype=torch.uint8) for _ in channel.others]
             own = torch.empty_like(messages[0])
             packing.pack(main, own)
         else:
@@ -253,45 +260,45 @@ class LinkedBuffer(MappedBuffer):
             if main is not None:
                 with torch.no_grad():
                     own.copy_(main)
-        arriving = [streams.receive(message, host, tag) for message, host in zip(messages, streams.others, strict=True)]
-        leaving = [streams.send(own, host, tag) for host in streams.others]
+        arriving = [channel.receive(message, host, tag) for message, host in zip(messages, channel.others, strict=True)]
+        leaving = [channel.send(own, host, tag) for host in channel.others]
         if packing is not None:
             packing.unpack(own, self._interval)
         for work, message, interval in zip(arriving, messages, received, strict=True):
             work.wait()
             if packing is not None:
                 packing.unpack(message, interval)
-        for host in streams.others:
+        for host in channel.others:
             self._copy_edges(host, place)
         self._buffers.offered[peers.rank, self._number] = number
         for work in leaving:
             work.wait()
 
-    def _location(self, host: int) -> tuple[_Run, int]:
-        """(the run that the interval of the counterpart on a host is in, its first byte)."""
-        run = self._runs[host > self._streams.peers.host]
-        return run, self._start + self._streams.counterpart(host) * self._interval.nbytes
+    def _location(self, host: int) -> tuple[_ReceivedRange, int]:
+        """(the range that the interval of the counterpart on a host is in, its first byte)."""
+        span = self._ranges[host > self._channel.peers.host]
+        return span, self._start + self._channel.counterpart(host) * self._interval.nbytes
 
     def _receive_into(self, host: int, place: int) -> torch.Tensor:
-        """The interval of the counterpart on a host, in what is borrowed."""
-        run, start = self._location(host)
-        at, nbytes = place + start + run.shift, self._interval.nbytes
-        return torch.frombuffer(self._loans.memory, dtype=torch.uint8, count=nbytes, offset=at).view(self.full.dtype)
+        """The interval of the counterpart on a host, in memory of the pool."""
+        span, start = self._location(host)
+        at, nbytes = place + start + span.shift, self._interval.nbytes
+        return torch.frombuffer(self._received.memory, dtype=torch.uint8, count=nbytes, offset=at).view(self.full.dtype)
 
     def _copy_edges(self, host: int, place: int) -> None:
-        """Of a received interval, copy what is on pages that are not shown from what is borrowed."""
-        run, start = self._location(host)
-        end, by = start + self._interval.nbytes, place + run.shift
-        for first, last in ((start, min(end, run.whole_start)), (max(start, run.whole_end), end)):
+        """Of a received interval, copy what is on pages that are not shown from the pool."""
+        span, start = self._location(host)
+        end, by = start + self._interval.nbytes, place + span.shift
+        for first, last in ((start, min(end, span.whole_start)), (max(start, span.whole_end), end)):
             if first < last:
-                self._buffers.shared[first:last] = self._loans.memory[first + by : last + by]
+                self._buffers.shared[first:last] = self._received.memory[first + by : last + by]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Arriving:
+class _TwoLevelGather:
     """An all-gather under way, the bucket's `number`th."""
 
-    buffer: LinkedBuffer
+    buffer: TwoLevelBuffer
     number: int
 
     def wait(self) -> torch.Tensor:
@@ -299,32 +306,32 @@ class _Arriving:
         return self.buffer.wait(self.number)
 
 
-class _Loans:
-    """Memory for received intervals, lent by the first rank of the host to one bucket after the other.
+class _ReceivePool:
+    """Memory for received intervals, which the first rank of the host hands to one bucket after the other.
 
     Making a page, and clearing it, takes the kernel longer than all else that is done to it in a gather, so pages are
     used again. More than two buckets' worth is not kept for that.
 
     Attributes:
-        memory: what is borrowed is in there, for all ranks of the host.
+        memory: what is acquired is in there, for all ranks of the host.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
-        self._buffers, self._is_lender = buffers, buffers.peers.rank == 0
+    def __init__(self, buffers: SharedBuckets) -> None:
+        self._buffers, self._is_owner = buffers, buffers.peers.rank == 0
         header = 2 * MAX_BUFFERS * 8
-        self.memory = buffers.peers.map(0, _LOANS_START, header + 2 * host_memory_nbytes())
-        self._arena = Arena(self.memory, header)
+        self.memory = buffers.peers.map(0, _RECEIVE_START, header + 2 * host_memory_nbytes())
+        self._pool = BufferPool(self.memory, header)
         table = np.frombuffer(self.memory, dtype=np.int64, count=header // 8)
         self._gathers, self._places = table.reshape(2, MAX_BUFFERS)
-        self._lent: dict[int, torch.Tensor] = {}
+        self._acquired: dict[int, torch.Tensor] = {}
         self._largest = 0
 
-    def borrow(self, bucket: int, gather: int, nbytes: int) -> int:
-        """Where in the memory a bucket has what it borrows for the gather of that number, until that is over."""
-        if self._is_lender:
-            self.end()
-            lent = self._lent[bucket] = self._arena.empty(nbytes, torch.uint8)
-            place = self._arena.offset(lent)
+    def acquire(self, bucket: int, gather: int, nbytes: int) -> int:
+        """Where in the memory a bucket may receive in the gather of that number, until that is over."""
+        if self._is_owner:
+            self.release()
+            acquired = self._acquired[bucket] = self._pool.empty(nbytes, torch.uint8)
+            place = self._pool.offset(acquired)
             assert place is not None  # noqa: S101 -- it is from there
             self._places[bucket], self._gathers[bucket] = place, gather  # the number last: others look for it
             self._largest = max(self._largest, nbytes)
@@ -333,7 +340,7 @@ class _Loans:
         return self.place(bucket)
 
     def place(self, bucket: int) -> int:
-        """Where a bucket has what it borrowed last."""
+        """Where a bucket received last."""
         return int(self._places[bucket])
 
     def ended(self, buckets: list[int]) -> npt.NDArray[np.int64]:
@@ -342,19 +349,19 @@ class _Loans:
         least: npt.NDArray[np.int64] = np.minimum(offered, freed).min(axis=0)
         return least
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Take back what is over. The thread's alone."""
-        buckets = list(self._lent)
+        buckets = list(self._acquired)
         for bucket, is_over in zip(buckets, self.ended(buckets) >= self._gathers[buckets], strict=True):
             if is_over:
-                del self._lent[bucket]
-        if self._arena.free_nbytes > 2 * self._largest:
-            self._arena.give_back()
+                del self._acquired[bucket]
+        if self._pool.free_nbytes > 2 * self._largest:
+            self._pool.trim()
 
-    def end_soon(self, courier: Courier) -> None:
+    def release_later(self, progress: ProgressThread) -> None:
         """Have the thread take back what is over."""
-        if self._is_lender:
-            courier.submit(self.end)
+        if self._is_owner:
+            progress.submit(self.release)
 
 
 # -- reduce-scatter -----------------------------------------------------------------------------------------------
@@ -363,33 +370,33 @@ class _Loans:
 class _Reductions:
     """Gradients on their way: first to the ranks of this host, then to the counterparts on the others."""
 
-    def __init__(self, streams: _Streams, post: Post) -> None:
-        self._streams, self._post = streams, post
+    def __init__(self, channel: _Channel, queues: SendQueues) -> None:
+        self._channel, self._queues = channel, queues
 
     def begin(self, full: torch.Tensor, tag: int, divisor: float, packing: Packing | None, dtype: torch.dtype) -> Work:
         """Let the ranks of this host read `full`, and have the rest done by the thread."""
-        full, number = self._post.post(full, tag)
+        full, number = self._queues.post(full, tag)
         reduce = partial(self._reduce, full, number, tag, divisor, packing, dtype)
-        return _Summing(self._streams.courier.submit(reduce))
+        return _TwoLevelReduceScatter(self._channel.progress.submit(reduce))
 
     def _reduce(
         self, full: torch.Tensor, number: int, tag: int, divisor: float, packing: Packing | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """What the thread does for one reduce-scatter."""
-        streams, post, own_host = self._streams, self._post, self._streams.peers.host
-        post.wait_for(number, tag, patiently=True)
+        channel, queues, own_host = self._channel, self._queues, self._channel.peers.host
+        queues.wait_for(number, tag, patiently=True)
         arriving, leaving = {}, []
-        for host in streams.others:
-            theirs = post.add_up(number, full, streams.counterpart(host), dtype, is_sent=True)
+        for host in channel.others:
+            theirs = queues.sum_interval(number, full, channel.counterpart(host), dtype, is_sent=True)
             message = theirs
             if packing is not None:
-                message = post.arena.empty(packing.nbytes(theirs.numel()), torch.uint8)
+                message = queues.pool.empty(packing.nbytes(theirs.numel()), torch.uint8)
                 packing.pack(theirs, message)
-            place = post.arena.empty(message.numel(), message.dtype)
-            arriving[host] = (streams.receive(place, host, tag), place, theirs)
-            leaving.append((streams.send(message, host, tag), message))
-        total = post.add_up(number, full, streams.counterpart(own_host), dtype)
-        post.mark_read(number, patiently=True)
+            place = queues.pool.empty(message.numel(), message.dtype)
+            arriving[host] = (channel.receive(place, host, tag), place, theirs)
+            leaving.append((channel.send(message, host, tag), message))
+        total = queues.sum_interval(number, full, channel.counterpart(own_host), dtype)
+        queues.mark_read(number, patiently=True)
         sums = {own_host: total}
         for host, (work, place, theirs) in arriving.items():
             work.wait()
@@ -397,14 +404,14 @@ class _Reductions:
             if packing is not None:
                 packing.unpack(place, theirs)  # which was packed, and is not needed any more
                 sums[host] = theirs
-        average([sums[host] for host in range(streams.peers.num_hosts)], total, divisor)
+        average([sums[host] for host in range(channel.peers.num_hosts)], total, divisor)
         for work, _ in leaving:
             work.wait()
         return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Summing:
+class _TwoLevelReduceScatter:
     """A reduce-scatter under way."""
 
     total: Future[torch.Tensor]
