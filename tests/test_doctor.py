@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm.torch_dist import CompletedWork, GlooCollectives
-from fullshard.config.hardware import Accelerator, Hardware
+from fullshard.config.hardware import DetectedDevice, Hardware
 from fullshard.core.sizes import MIB
 from fullshard.launch import doctor, doctor_ranks
 from fullshard.launch.doctor import BFLOAT16_TIME, Finding, Trial, judge
@@ -140,7 +140,7 @@ def test_host_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_that_cannot_use_the_devices() -> None:
-    hardware = Hardware(8, 2**34, (Accelerator("NVIDIA H200"),) * 2)
+    hardware = Hardware(8, 2**34, (DetectedDevice("NVIDIA H200"),) * 2)
     report = make_report(hardware, {})
     report["torch"] |= {"CUDA available": "false", "built for": "processors only"}
     [finding] = doctor._torch(hardware, report)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import fullshard
-from fullshard.api.plan_check import Difference, PlanCheck, planned_optimizer
+from fullshard.api.plan_check import Deviation, PlanCheck, planned_optimizer
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.engine import shard_model
 from fullshard.plan.evaluate import evaluate
@@ -115,4 +115,4 @@ def test_optimizers_are_known_by_what_they_keep() -> None:
     for kind, optimizer in kinds.items():
         assert planned_optimizer(optimizer) == kind
     assert planned_optimizer(torch.optim.RMSprop(weights)) is None
-    assert str(Difference("optimizer state", None, 1024)) == "optimizer state: not planned, found 1.00 KiB"
+    assert str(Deviation("optimizer state", None, 1024)) == "optimizer state: not planned, found 1.00 KiB"

@@ -16,7 +16,7 @@ from typing import Any
 import pexpect
 import pytest
 
-from fullshard.config.hardware import Accelerator, Hardware, detect_hardware
+from fullshard.config.hardware import DetectedDevice, Hardware, detect_hardware
 from fullshard.config.load import load_file
 from fullshard.config.questions import BACK, QUESTIONS, Interview, hardware_words
 from fullshard.config.resolve import resolve
@@ -25,8 +25,8 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import GIB
 
 LAPTOP = Hardware(cpu_count=4, memory_nbytes=16 * GIB)
-SERVER = Hardware(64, 512 * GIB, (Accelerator("NVIDIA H200", 140 * GIB, 9.0),) * 8)
-OLD_SERVER = Hardware(64, 512 * GIB, (Accelerator("Tesla V100", 16 * GIB, 7.0),) * 4)
+SERVER = Hardware(64, 512 * GIB, (DetectedDevice("NVIDIA H200", 140 * GIB, 9.0),) * 8)
+OLD_SERVER = Hardware(64, 512 * GIB, (DetectedDevice("Tesla V100", 16 * GIB, 7.0),) * 4)
 
 
 def interview(hardware: Hardware, **answers: Any) -> tuple[Interview, list[str]]:
@@ -186,7 +186,7 @@ def test_accelerators_are_those_that_are_visible(
     found = detect_hardware().accelerators
     assert [device.name for device in found] == names
     if names == ["A", "B"]:
-        assert found == (Accelerator("A", 81559 * 2**20, 9.0), Accelerator("B", None, 7.0))
+        assert found == (DetectedDevice("A", 81559 * 2**20, 9.0), DetectedDevice("B", None, 7.0))
     program.write_text("#!/bin/sh\necho 'driver mismatch'; exit 9\n")
     assert "driver mismatch" in (detect_hardware().failure or "")
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fullshard.cli.launch import help_text
 from fullshard.cli.main import app
-from fullshard.config.hardware import Accelerator, Hardware
+from fullshard.config.hardware import DetectedDevice, Hardware
 from fullshard.config.questions import QUESTIONS, Interview, Question
 from fullshard.config.schema import (
     CheckpointConfig,
@@ -35,8 +35,8 @@ PAGES = Path(__file__).parent / "fixtures" / "settings"
 GIB = 2**30
 HOSTS = {
     "laptop": Hardware(4, 16 * GIB),
-    "server": Hardware(64, 512 * GIB, (Accelerator("NVIDIA H200", 140 * GIB, 9.0),) * 8),
-    "old server": Hardware(64, 512 * GIB, (Accelerator("Tesla V100", 16 * GIB, 7.0),) * 4),
+    "server": Hardware(64, 512 * GIB, (DetectedDevice("NVIDIA H200", 140 * GIB, 9.0),) * 8),
+    "old server": Hardware(64, 512 * GIB, (DetectedDevice("Tesla V100", 16 * GIB, 7.0),) * 4),
 }
 INTERVIEWS: dict[str, dict[str, Any]] = {
     "laptop": {"num_processes": "1", "wrap": "size"},

@@ -35,7 +35,7 @@ AT_STEP = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Deviation:
     """One category, as it was planned and as it is. Bytes, but for the events, which are counted.
 
     Attributes:
@@ -86,7 +86,7 @@ class PlanCheck:
         *,
         at_step: int = AT_STEP,
         is_state_planned: bool = True,
-        when_done: Callable[[list[Difference]], None] | None = None,
+        when_done: Callable[[list[Deviation]], None] | None = None,
     ) -> None:
         units = units_of(model)
         if not units:
@@ -98,7 +98,7 @@ class PlanCheck:
         self.steps = 0
         self._events: list[Event] = []
         self._most_gathered = self._most_gradients = 0
-        self._found: list[Difference] | None = None
+        self._found: list[Deviation] | None = None
         self._schedule.event_sink = self._receive
 
     @property
@@ -106,7 +106,7 @@ class PlanCheck:
         """Whether the step is over."""
         return self._found is not None
 
-    def report(self) -> list[Difference]:
+    def report(self) -> list[Deviation]:
         """Every category, those that are as planned included.
 
         Raises:
@@ -135,7 +135,7 @@ class PlanCheck:
                     self._when_done(self._found)
             self._events.clear()
 
-    def _compare(self) -> list[Difference]:
+    def _compare(self) -> list[Deviation]:
         moved = [event for event in self._events if event.what == "activations"]
         events = [event for event in self._events if event.what != "activations"]
         layout = _layout_of(self.model, self._units, events)
@@ -147,18 +147,18 @@ class PlanCheck:
         return [
             _compare_events(predicted, events),
             *_copies(planned, found),
-            *([Difference("activations copied", None, sum(event.nbytes for event in moved))] if moved else []),
-            Difference("sent to unshard", planned.gather_nbytes, found.gather_nbytes),
-            Difference("sent to reduce", planned.reduce_nbytes, found.reduce_nbytes),
-            Difference("sent between replicas", planned.replicate_nbytes, found.replicate_nbytes),
-            Difference(
+            *([Deviation("activations copied", None, sum(event.nbytes for event in moved))] if moved else []),
+            Deviation("sent to unshard", planned.gather_nbytes, found.gather_nbytes),
+            Deviation("sent to reduce", planned.reduce_nbytes, found.reduce_nbytes),
+            Deviation("sent between replicas", planned.replicate_nbytes, found.replicate_nbytes),
+            Deviation(
                 "main weights",
                 sum(b.main_nbytes for b in layout.buckets),
                 sum(bucket.main.nbytes for bucket in buckets),
             ),
-            Difference("unsharded at once", _most_gathered(predicted, layout), self._most_gathered),
+            Deviation("unsharded at once", _most_gathered(predicted, layout), self._most_gathered),
             self._compare_gradients(predicted, layout),
-            Difference("optimizer state", state, state_nbytes),
+            Deviation("optimizer state", state, state_nbytes),
         ]
 
     def _predict(self, layout: ModelLayout) -> list[Event]:
@@ -168,15 +168,15 @@ class PlanCheck:
         end = 1 + next(i for i, event in enumerate(events) if event.kind is EventKind.OPTIMIZER_STEP)
         return events[end:] + events[:end]
 
-    def _compare_gradients(self, predicted: list[Event], layout: ModelLayout) -> Difference:
+    def _compare_gradients(self, predicted: list[Event], layout: ModelLayout) -> Deviation:
         """What the optimizer finds, or the most at any moment if it steps in backward."""
         planned = sum(b.layout.shard_numel for b in layout.buckets if b.trainable) * 4
         if not self._job.step_in_backward:
             parameters = [p for unit in self._units for bucket in unit.buckets for p in bucket.sharded_parameters]
-            return Difference("gradients", planned, _storage_nbytes(p.grad for p in parameters))
+            return Deviation("gradients", planned, _storage_nbytes(p.grad for p in parameters))
         if self._job.accumulation == 1 or not self._job.sync_each_micro_batch:
             planned = max(event.nbytes for event in predicted if event.kind is EventKind.BUCKET_STEP)
-        return Difference("gradients at once", planned, self._most_gradients)
+        return Deviation("gradients at once", planned, self._most_gradients)
 
     def _optimizer_state(self, trained: list[Bucket]) -> tuple[int | None, int]:
         """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
@@ -223,7 +223,7 @@ class PlanWatch:
         kind = planned_optimizer(optimizer)
         job = self._job.model_copy(update={"optimizer": kind or "none"})
 
-        def say(found: list[Difference]) -> None:
+        def say(found: list[Deviation]) -> None:
             title = f"check_plan: {type(model).__name__} with {type(optimizer).__name__}, step {AT_STEP}"
             wrong = sum(not difference.is_as_planned for difference in found)
             lines = [f"{title}: {f'{wrong} of {len(found)} categories differ' if wrong else 'as planned'}"]
@@ -255,26 +255,26 @@ def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     return "adamw-8bit" if name in ("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit") else None
 
 
-def _copies(planned: Traffic, found: Traffic) -> list[Difference]:
+def _copies(planned: Traffic, found: Traffic) -> list[Deviation]:
     """Between host and device, if anything is."""
     both = [
-        Difference("copied to the device", planned.to_device_nbytes, found.to_device_nbytes),
-        Difference("copied to the host", planned.to_host_nbytes, found.to_host_nbytes),
+        Deviation("copied to the device", planned.to_device_nbytes, found.to_device_nbytes),
+        Deviation("copied to the host", planned.to_host_nbytes, found.to_host_nbytes),
     ]
     return [difference for difference in both if difference.planned or difference.found]
 
 
-def _compare_events(planned: list[Event], found: list[Event]) -> Difference:
+def _compare_events(planned: list[Event], found: list[Event]) -> Deviation:
     """How many come as planned, up to the first that does not."""
     same = next(
         (i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), min(map(len, (planned, found)))
     )
     if same == len(planned) == len(found):
-        return Difference("events", len(planned), same)
+        return Deviation("events", len(planned), same)
     first, other = (
         f"{e[same].kind} of {e[same].unit or 'the root'}" if same < len(e) else "the end" for e in (planned, found)
     )
-    return Difference("events", len(planned), same, f"; after them {first} was planned, and {other} came")
+    return Deviation("events", len(planned), same, f"; after them {first} was planned, and {other} came")
 
 
 def _gathered_nbytes(units: list[Unit]) -> int:

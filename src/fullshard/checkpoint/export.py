@@ -104,7 +104,7 @@ def export_hf(
 
 def is_exported_as_it_is(model: nn.Module) -> bool:
     """Whether `export_hf` writes every parameter and persistent buffer under its own name and in its own shape."""
-    convert = _Converter(model, [*local_parameters(model, rank=0), *local_buffers(model, rank=0)], cast=None)
+    convert = _StoredForm(model, [*local_parameters(model, rank=0), *local_buffers(model, rank=0)], cast=None)
     return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
 
 
@@ -142,7 +142,7 @@ _Plan = list[tuple[str, list[_Member]]]
 """Files in order, each with its members in the order they are stored."""
 
 
-class _Converter:
+class _StoredForm:
     """From whole parameters to the tensors that Transformers stores for them.
 
     Usually that is the parameter itself. But Transformers 5 keeps some models in another form in memory than on disk,
@@ -200,13 +200,13 @@ class _Converter:
         return whole.to(self._cast) if self._cast is not None and whole.is_floating_point() else whole
 
 
-def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, _Converter]:
+def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, _StoredForm]:
     """Which tensor goes into which file, the same on every rank."""
     rest(model)
     if is_adapted(model):
         merged = MergedModel(model)
         sources = merged.sources
-        convert = _Converter(merged.base, sources, cast=cast, merged=merged)
+        convert = _StoredForm(merged.base, sources, cast=cast, merged=merged)
     elif hasattr(model, "peft_config"):
         raise CheckpointError(
             f"{type(model).__name__} carries adapters inside, whose names no plain model has",
@@ -214,7 +214,7 @@ def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) 
         )
     else:
         sources = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
-        convert = _Converter(model, sources, cast=cast)
+        convert = _StoredForm(model, sources, cast=cast)
     pairs = [
         (batch, TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)))
         for batch in convert.batches
@@ -230,7 +230,7 @@ def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) 
     return list(zip(file_names(len(shards)), shards, strict=True)), convert
 
 
-def _write_weights(directory: Path, plan: _Plan, convert: _Converter, ranks: Ranks) -> None:
+def _write_weights(directory: Path, plan: _Plan, convert: _StoredForm, ranks: Ranks) -> None:
     """Gather every tensor and let rank 0 write it.
 
     An error on rank 0 does not stop the gathering, which the other ranks take part in; it is raised after the file.

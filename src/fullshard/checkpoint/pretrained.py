@@ -25,7 +25,7 @@ from torch import nn
 
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
-from fullshard.checkpoint.sources import Match, Source, are_equal, match
+from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match
 from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest, stand_in
 from fullshard.checkpoint.weight_files import model_directory, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError
@@ -119,7 +119,7 @@ def from_pretrained(
     return model
 
 
-def _dtype(dtype: torch.dtype | str | None, config: Any, stored: Mapping[str, Source]) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str | None, config: Any, stored: Mapping[str, TensorSource]) -> torch.dtype:
     if dtype is None or dtype == "auto":
         floating = (source.dtype for source in stored.values() if source.dtype.is_floating_point)
         dtype = getattr(config, "dtype", None) or next(floating, torch.float32)
@@ -150,7 +150,7 @@ def _refuse_quantised(directory: Path, config: Any) -> None:
         )
 
 
-def _untie_what_differs(model: nn.Module, sources: Mapping[str, Source]) -> None:
+def _untie_what_differs(model: nn.Module, sources: Mapping[str, TensorSource]) -> None:
     """The configuration may tie weights that the files hold with different values; they are not one weight then."""
     tied: Any = getattr(model, "all_tied_weights_keys", {})
     for target, origin in list(tied.items()):
@@ -367,7 +367,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     locals_ = [*local_parameters(model, rank=0), *local_buffers(model, rank=0)]
     metas = {name: stand_in(local) for local in locals_ for name in local.names}
     tensors = match(dict(stored_tensors(directory)), loading_rules(model, outline_of(model, metas))).sources
-    found: list[tuple[LocalTensor, Source]] = []
+    found: list[tuple[LocalTensor, TensorSource]] = []
     problems = []
     for local in locals_:
         stored = next((tensors[name] for name in local.names if name in tensors), None)
@@ -389,7 +389,7 @@ def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int,
     return is_table and shape[1:] == stored[1:] and shape[0] > stored[0]
 
 
-def _new_rows(model: nn.Module, name: str, stored: Source, numel: int) -> torch.Tensor:
+def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> torch.Tensor:
     """Values for the rows a resized table has gained, the same on every rank and at every world size."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + stored.numel)
     std = getattr(getattr(model, "config", None), "initializer_range", 0.02)

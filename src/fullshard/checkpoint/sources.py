@@ -17,7 +17,7 @@ _COMPARED_NUMEL = 2**20
 """Elements of two tensors that are held at once to compare them."""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A tensor that can be read by intervals."""
 
     @property
@@ -54,18 +54,18 @@ class Match:
         unused: names of the directory's that no tensor of the model is made of.
     """
 
-    sources: dict[str, Source]
+    sources: dict[str, TensorSource]
     unused: list[str]
 
 
-def match(stored: Mapping[str, Source], rules: Rules) -> Match:
+def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
     """Find the model's tensors among those of a directory.
 
     Raises:
         CheckpointError: tensors of the directory that are not what a rule expects, or two that are one in the model.
     """
     loading = rules.load(stored)
-    found: dict[str, Source] = {name: stored[key] for name, key in loading.as_it_is.items()}
+    found: dict[str, TensorSource] = {name: stored[key] for name, key in loading.as_it_is.items()}
     clashes = [
         f"{loading.as_it_is[name]} and {key} are both {name}"
         for name, key in loading.again
@@ -87,7 +87,7 @@ def match(stored: Mapping[str, Source], rules: Rules) -> Match:
     return Match(found, unused)
 
 
-def are_equal(one: Source, other: Source) -> bool:
+def are_equal(one: TensorSource, other: TensorSource) -> bool:
     """Whether two hold the same values; both are read a few elements at a time."""
     if one == other:
         return True
@@ -106,7 +106,7 @@ def are_equal(one: Source, other: Source) -> bool:
 class _Together:
     """What a group makes, made when the first of it is read and kept until the last of it has been."""
 
-    def __init__(self, group: Group, stored: Mapping[str, Source], outline: Outline) -> None:
+    def __init__(self, group: Group, stored: Mapping[str, TensorSource], outline: Outline) -> None:
         self.group, self._stored, self._outline = group, stored, outline
         self._dtype = outline.tensors[group.first].dtype
         metas = {key: torch.empty(stored[key].shape, dtype=self._dtype, device="meta") for _, key in group.takes}

@@ -121,7 +121,7 @@ def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
 
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
     from fullshard.launch.bootstrap import CHECK_PLAN, STEP_IN_BACKWARD, TRAINER_HOOK
-    from fullshard.launch.local import Hosts, Job, run_job
+    from fullshard.launch.local import Hosts, LaunchJob, run_job
 
     gc.freeze()
     gc.enable()
@@ -141,7 +141,7 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
             variables[CHECK_PLAN] = "1"
         if plan.resolved.config.training.step_in_backward:
             variables[STEP_IN_BACKWARD] = "1"
-        job = Job(
+        job = LaunchJob(
             command=plan.command,
             nproc=plan.per_host,
             hosts=hosts,

@@ -15,7 +15,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 @dataclass(frozen=True, slots=True)
-class Accelerator:
+class DetectedDevice:
     """One device.
 
     Attributes:
@@ -47,7 +47,7 @@ class Hardware:
 
     cpu_count: int
     memory_nbytes: int | None
-    accelerators: tuple[Accelerator, ...] = ()
+    accelerators: tuple[DetectedDevice, ...] = ()
     failure: str | None = None
 
 
@@ -76,7 +76,7 @@ def usable_memory_nbytes() -> int | None:
     return total
 
 
-def _nvidia() -> tuple[tuple[Accelerator, ...], str | None]:
+def _nvidia() -> tuple[tuple[DetectedDevice, ...], str | None]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return (), None
@@ -91,7 +91,7 @@ def _nvidia() -> tuple[tuple[Accelerator, ...], str | None]:
     wanted = None if visible is None else [item.strip() for item in visible.split(",") if item.strip()]
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 4]
     return tuple(
-        Accelerator(name, int(memory) * MIB if memory.isdigit() else None, _number(capability))
+        DetectedDevice(name, int(memory) * MIB if memory.isdigit() else None, _number(capability))
         for index, uuid, name, memory, capability in rows
         if wanted is None or index in wanted or any(uuid.startswith(item) for item in wanted if item.startswith("GPU"))
     ), None

@@ -64,7 +64,7 @@ class Hosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LaunchJob:
     """What one host runs.
 
     Attributes:
@@ -107,10 +107,10 @@ def launch_local(module: str, arguments: Sequence[str], *, nproc: int) -> int:
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
     variables = worker_variables(nproc)
-    return run_job(Job(command=(sys.executable, "-m", module, *arguments), nproc=nproc, variables=variables))
+    return run_job(LaunchJob(command=(sys.executable, "-m", module, *arguments), nproc=nproc, variables=variables))
 
 
-def run_job(job: Job) -> int:
+def run_job(job: LaunchJob) -> int:
     """Run this host's part of a job until all ranks of all hosts end or one fails.
 
     When one fails, or this process gets SIGINT, SIGTERM, SIGHUP or SIGQUIT, the others are ended within a few seconds,
@@ -148,7 +148,7 @@ def say(line: str) -> None:
 class Agent(LocalElasticAgent):
     """torchelastic's agent, made to end everything in time, and to know what happens on the other hosts."""
 
-    def __init__(self, job: Job, logs: RankLogs) -> None:
+    def __init__(self, job: LaunchJob, logs: RankLogs) -> None:
         self._job, self._logs = job, logs
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())

@@ -102,7 +102,7 @@ def read_metadata(directory: Path) -> list[StoredObject]:
     return objects
 
 
-class _Record:
+class _StandIn:
     """Stands in for an object of the metadata: keeps what it was given, does nothing."""
 
     state: Any = None
@@ -140,7 +140,7 @@ class _Unpickler(pickle._Unpickler):
         """The stand-in for a class. Never imports anything."""
         if (module, name) in _RECORDS:
             # made anew for every file: a pickle may write to the classes it is given
-            return self._classes.setdefault((module, name), type(name, (_Record,), {}))
+            return self._classes.setdefault((module, name), type(name, (_StandIn,), {}))
         if (module, name) in self._classes:
             return self._classes[module, name]
         if module == "torch" and name in DTYPES:

@@ -48,7 +48,7 @@ _PROBE_NUMEL = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RankPart:
     """What one rank's file holds of a tensor."""
 
     kind: Kind
@@ -99,7 +99,7 @@ def write_native(
         for rank in range(shard_size):
             for kind in ("model", "optimizer"):
                 parts = [
-                    _Part(kind, name, record, intervals[rank])
+                    _RankPart(kind, name, record, intervals[rank])
                     for (k, name), (record, intervals) in cut.items()
                     if k == kind and intervals[rank].numel
                 ]
@@ -249,7 +249,7 @@ def _cut(contents: Contents, size: int) -> _Cut:
 
 
 def _write_rank_file(
-    path: Path, parts: list[_Part], source: Source, save_id: str, rank: int, progress: Progress
+    path: Path, parts: list[_RankPart], source: Source, save_id: str, rank: int, progress: Progress
 ) -> FileRecord:
     by_name = {part.name: part for part in parts}
     entries = [
