@@ -98,6 +98,16 @@ def test_no_runtime_code_compares_a_strategy_name(path: Path) -> None:
             assert not any(re.search(r"\b(strategy|row)\.(name|code|zero)\b", text) for text in compared), path
 
 
+def test_no_class_name_is_used_twice() -> None:
+    """Whoever searches for a name finds one class. Private ones count, too: they are in tracebacks."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_no_folder_is_a_drawer() -> None:
     drawers = {"utils", "util", "helpers", "helper", "common", "misc"}
     named = [path for path in ROOT.rglob("*") if path.stem in drawers and "__pycache__" not in path.parts]

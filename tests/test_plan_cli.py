@@ -27,7 +27,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.library import MODELS as MODELS_BY_NAME
 from fullshard.plan.library import load_model
-from fullshard.plan.memory import Setting, memory_of
+from fullshard.plan.memory import PlanSetting, memory_of
 from fullshard.plan.report import as_dict, as_run_config
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.time import time_of
@@ -218,7 +218,7 @@ def test_one_micro_batch_stands_for_all(sync: bool) -> None:
     cluster = parse_cluster("8xA100")
     plan = evaluate(shape, job, cluster)
     layout = lay_out(shape, strategy=job.row, world_size=8, dtypes=job.dtypes)
-    setting = Setting(shape, layout, job, framework=cluster.device.framework)
+    setting = PlanSetting(shape, layout, job, framework=cluster.device.framework)
     events = predict_step(layout, job.schedule)
     whole = time_of(events, setting, cluster)
     assert plan.traffic == traffic_of(events, layout)

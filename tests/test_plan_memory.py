@@ -29,7 +29,7 @@ from fullshard.comm.cpu.shared_memory import MappedBuffer
 from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
-from fullshard.plan.memory import Memory, Setting, memory_of
+from fullshard.plan.memory import Memory, PlanSetting, memory_of
 from fullshard.plan.schedule import predict_step
 from tests.distributed import run_ranks
 
@@ -149,7 +149,7 @@ def predict(case: Case) -> Memory:
     job = case.job
     layout = lay_out(shape, strategy=job.row, world_size=case.world_size, shard_size=case.shard_size, dtypes=job.dtypes)
     shares_memory = layout.shard_size > 1 and not case.gloo
-    setting = Setting(
+    setting = PlanSetting(
         shape, layout, job, peers_at_once=case.gloo, on_cpu=True, shares_memory=shares_memory, widens=shares_memory
     )
     return memory_of(predict_step(layout, job.schedule), setting, ranks_per_host=case.world_size)

@@ -87,7 +87,7 @@ ClassNames = Annotated[set[str], BeforeValidator(_as_set)]
 Size = Annotated[int, Field(ge=1)]
 
 
-class _Group(BaseModel):
+class _ConfigGroup(BaseModel):
     """Fields that are checked when they are assigned."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True)
@@ -132,7 +132,7 @@ class _Group(BaseModel):
         return ConfigError(f"{self.path} has no field {name!r}", hint=hint)
 
 
-class ComputeConfig(_Group, path="config.compute"):
+class ComputeConfig(_ConfigGroup, path="config.compute"):
     """Dtypes and kernels."""
 
     fp16: Annotated[bool, _sets(_MODE, lambda on: {_MODE: "fp16"} if on else {})] = False
@@ -146,7 +146,7 @@ class ComputeConfig(_Group, path="config.compute"):
     disable_kernel_patches: Annotated[bool, _no_effect("no kernels are patched in any case")] = False
 
 
-class MemoryConfig(_Group, path="config.memory"):
+class MemoryConfig(_ConfigGroup, path="config.memory"):
     """Gradient checkpointing: activations are recomputed in backward."""
 
     gc: Annotated[bool, _sets("sharding.activation_checkpointing")] = False
@@ -157,7 +157,7 @@ class MemoryConfig(_Group, path="config.memory"):
     gc_cnt: Annotated[int | None, _used("only so many are checkpointed, the first ones")] = Field(default=None, ge=0)
 
 
-class DataLoaderConfig(_Group, path="config.dataloader"):
+class DataLoaderConfig(_ConfigGroup, path="config.dataloader"):
     """Length buckets. Batches are padded to one of a few lengths."""
 
     buckets: Annotated[list[int] | None, BeforeValidator(_as_buckets), _used("batches are padded to these lengths")] = (
@@ -170,7 +170,7 @@ class DataLoaderConfig(_Group, path="config.dataloader"):
     pad_value_dict: Annotated[dict[str, int | float] | None, _used("by key of a batch, what to pad with")] = None
 
 
-class DPConfig(_Group, path="config.dist.dp"):
+class DPConfig(_ConfigGroup, path="config.dist.dp"):
     """Data parallelism without sharding."""
 
     size: Annotated[
@@ -179,13 +179,13 @@ class DPConfig(_Group, path="config.dist.dp"):
     ] = None
 
 
-class TPConfig(_Group, path="config.dist.tp"):
+class TPConfig(_ConfigGroup, path="config.dist.tp"):
     """Tensor parallelism, which is not supported."""
 
     size: Annotated[Size, _refused("tensor parallelism is not there", unset=1)] = 1
 
 
-class PPConfig(_Group, path="config.dist.pp"):
+class PPConfig(_ConfigGroup, path="config.dist.pp"):
     """Pipeline parallelism, which is not supported."""
 
     size: Annotated[Size, _refused("pipeline parallelism is not there", unset=1)] = 1
@@ -195,7 +195,7 @@ class PPConfig(_Group, path="config.dist.pp"):
     broadcast_loss: Annotated[bool, _NO_PIPELINE] = True
 
 
-class FSDPConfig(_Group, path="config.dist.fsdp"):
+class FSDPConfig(_ConfigGroup, path="config.dist.fsdp"):
     """Sharding."""
 
     size: Annotated[Size, _sets("sharding.shard_size", _shard_size)] = 1
@@ -216,13 +216,13 @@ class FSDPConfig(_Group, path="config.dist.fsdp"):
     ] = None
 
 
-class SPConfig(_Group, path="config.dist.sp"):
+class SPConfig(_ConfigGroup, path="config.dist.sp"):
     """Sequence parallelism, which is not supported."""
 
     size: Annotated[Size, _refused("sequence parallelism is not there", unset=1)] = 1
 
 
-class DistConfig(_Group, path="config.dist"):
+class DistConfig(_ConfigGroup, path="config.dist"):
     """How ranks share the work."""
 
     dp: DPConfig = Field(default_factory=DPConfig)
@@ -241,7 +241,7 @@ class DistConfig(_Group, path="config.dist"):
     """Axes, the one whose ranks are furthest apart first."""
 
 
-class Config(_Group):
+class Config(_ConfigGroup):
     """TorchAcc's configuration.
 
         config = Config()
@@ -348,11 +348,11 @@ class Config(_Group):
         return config
 
 
-def _leaves(group: _Group, prefix: str = "") -> Iterator[tuple[str, Any, Key]]:
+def _leaves(group: _ConfigGroup, prefix: str = "") -> Iterator[tuple[str, Any, Key]]:
     """Every field with its value and its row."""
     for name, field in type(group).model_fields.items():
         value = getattr(group, name)
-        if isinstance(value, _Group):
+        if isinstance(value, _ConfigGroup):
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             [row] = [row for row in field.metadata if isinstance(row, Key)]

@@ -17,7 +17,7 @@ from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, lay_out
-from fullshard.plan.memory import Memory, Setting, memory_of
+from fullshard.plan.memory import Memory, PlanSetting, memory_of
 from fullshard.plan.methods import apply_method
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.shapes import ModelShape
@@ -42,7 +42,7 @@ class Plan:
     model: ModelShape
     job: Job
     cluster: Cluster
-    setting: Setting
+    setting: PlanSetting
     memory: Memory
     events: Sequence[Event] = field(repr=False)
     repeats: int
@@ -148,7 +148,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         layout = layout.keeping(kept)
     repeats, step = _repeats(job)
     events = predict_step(layout, step)
-    setting = Setting(
+    setting = PlanSetting(
         trained,
         layout,
         job,

@@ -130,7 +130,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PlanSetting:
     """What the ledger depends on besides the events.
 
     Attributes:
@@ -179,7 +179,7 @@ class Setting:
         return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)
 
 
-def memory_of(events: Sequence[Event], setting: Setting, *, ranks_per_host: int) -> Memory:
+def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: int) -> Memory:
     """Replay one step."""
     ledger = _Ledger(setting)
     phases = {"load": _load_peak(setting, ledger.nbytes)}
@@ -213,12 +213,12 @@ def _in_order(nbytes: dict[str, int]) -> dict[str, int]:
     return {name: nbytes[name] for name in CATEGORIES if nbytes.get(name)}
 
 
-def state_numel(setting: Setting) -> float:
+def state_numel(setting: PlanSetting) -> float:
     """Trained elements a rank owns, on average over the ranks of a shard group (padding has no state)."""
     return sum(bucket.layout.numel for bucket in setting.layout.buckets if bucket.trainable) / setting.layout.shard_size
 
 
-def persistent_of(setting: Setting) -> dict[str, int]:
+def persistent_of(setting: PlanSetting) -> dict[str, int]:
     """Bytes of one rank on the device between steps."""
     buckets, on_host = setting.layout.buckets, setting.on_host
     scales = sum(p.nbytes for p in setting.model.parameters if p.role == "scale") // setting.layout.shard_size
@@ -233,7 +233,7 @@ def persistent_of(setting: Setting) -> dict[str, int]:
     }
 
 
-def _state_nbytes(setting: Setting) -> int:
+def _state_nbytes(setting: PlanSetting) -> int:
     return round(STATE_NBYTES[setting.job.optimizer] * state_numel(setting))
 
 
@@ -248,7 +248,7 @@ class _Gradient:
 
 @dataclass(slots=True)
 class _Ledger:
-    setting: Setting
+    setting: PlanSetting
     now: Counter[str] = field(default_factory=Counter)
     rest: dict[str, int] = field(default_factory=dict)
     launched: list[_Gradient] = field(default_factory=list)
@@ -543,7 +543,7 @@ def _largest_slice(bucket: BucketPlan) -> int:
 # -- around the step ----------------------------------------------------------------------------------------------
 
 
-def _load_peak(setting: Setting, at_rest: dict[str, int]) -> dict[str, int]:
+def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
     """Units are made real one after the other; the root comes last, when all others are sharded already."""
     nbytes = dict(at_rest)  # the optimizer's state comes with its first step, but a resumed run has it
     whole = max(sum(b.layout.full_numel * itemsize(b.dtype) for b in unit.buckets) for unit in setting.layout.units)
@@ -552,13 +552,13 @@ def _load_peak(setting: Setting, at_rest: dict[str, int]) -> dict[str, int]:
     return nbytes
 
 
-def _save_peak(setting: Setting, at_rest: dict[str, int]) -> dict[str, int]:
+def _save_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
     """Shards are written from where they lie; a whole state dict gathers one parameter at a time."""
     largest = max(b.largest_numel * itemsize(b.dtype) for b in setting.layout.buckets)
     return {**at_rest, "gathered units": largest}
 
 
-def _host(setting: Setting, ranks_per_host: int) -> tuple[int, int, int]:
+def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     """Loading here, loading with Transformers, and training, where what is offloaded stays.
 
     Transformers reads the whole model in every process, in its stored dtype. Here a process reads its interval of one
@@ -582,7 +582,7 @@ def _host(setting: Setting, ranks_per_host: int) -> tuple[int, int, int]:
     return (largest + shards) * ranks_per_host, (whole + shards) * ranks_per_host, steady * ranks_per_host
 
 
-def _checkpoint(setting: Setting) -> int:
+def _checkpoint(setting: PlanSetting) -> int:
     """Every parameter in its stored dtype and the optimizer's state, once."""
     stored = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in setting.layout.buckets)
     return stored + round(STATE_NBYTES[setting.job.optimizer] * state_numel(setting) * setting.layout.shard_size)

@@ -36,7 +36,7 @@ from fullshard.plan.activations import layer_activations
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import STATE_NBYTES, Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
-from fullshard.plan.memory import Setting, state_numel
+from fullshard.plan.memory import PlanSetting, state_numel
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 
@@ -114,7 +114,7 @@ class StepTime:
         return self.model_flops / self.total / self.peak_flops
 
 
-def time_of(events: Sequence[Event], setting: Setting, cluster: Cluster, *, repeats: int = 1) -> StepTime:
+def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, repeats: int = 1) -> StepTime:
     """Run the clocks over one step, in which these events come `repeats` times."""
     clock = _Clock(setting, cluster)
     for event in events:
@@ -184,7 +184,7 @@ def _recomputed(job: Job) -> float:
     return {"none": 0.0, "selective": 0.4, "full": 1.0}[job.checkpointing]
 
 
-def _copies(setting: Setting, cluster: Cluster) -> float:
+def _copies(setting: PlanSetting, cluster: Cluster) -> float:
     """Casting the own interval in, gradients into the reduce input, and what offload moves over PCIe."""
     device, layout, job = cluster.device, setting.layout, setting.job
     moved = fresh = 0
@@ -213,7 +213,7 @@ def _fresh(nbytes: int) -> int:
     return nbytes if nbytes > FRESH_NBYTES else 0
 
 
-def _optimizer(setting: Setting, cluster: Cluster) -> float:
+def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:
     """What it reads and writes; on the host's memory with offload."""
     device, optimizer = cluster.device, setting.job.optimizer
     bandwidth = device.memory_bandwidth * device.link_efficiency
@@ -226,7 +226,7 @@ def _optimizer(setting: Setting, cluster: Cluster) -> float:
 
 @dataclass(slots=True)
 class _Clock:
-    setting: Setting
+    setting: PlanSetting
     cluster: Cluster
     now: float = 0.0
     compute: float = 0.0
