@@ -16,6 +16,7 @@ from fullshard.engine import (
     shard_model,
     units_of,
 )
+from fullshard.engine.schedule import schedule_of
 from fullshard.wrap.policies import checkpoint_modules, compile_modules
 
 WIDTH, DEPTH, TOKENS, STEPS = 64, 4, 256, 2
@@ -129,7 +130,7 @@ class Held:
     """Bytes that autograd holds for a model, on either side, at each turn of a page."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.kept = units_of(model)[-1].schedule._activations
+        self.kept = schedule_of(units_of(model)[-1])._activations
         assert self.kept is not None
 
     def nbytes(self) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fullshard.engine import ShardedParameter, gather_interval, no_sync
+from fullshard.engine import ShardedParameter, no_sync
 
 TOLERANCE = 1e-5
 BFLOAT16_TOLERANCE = 2**-4
@@ -84,7 +84,7 @@ def whole(tensor: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor 
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach().clone()
     if isinstance(parameter, ShardedParameter) and tensor.shape == parameter.shape:
-        return gather_interval(tensor.detach(), parameter)
+        return parameter.gather_full(tensor.detach())
     return tensor.detach().clone()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
-from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, gather_interval, shard_model
+from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, shard_model
 from tests.distributed import run_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -64,7 +64,7 @@ def _everything(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.T
         for key in ("exp_avg", "exp_avg_sq"):
             state = optimizer.state[parameter][key]
             if isinstance(parameter, ShardedParameter):
-                state = gather_interval(state, parameter)
+                state = parameter.gather_full(state)
             whole[f"{name}/{key}"] = state
     return {name: tensor.detach().clone().reshape(-1) for name, tensor in whole.items()}
 

@@ -24,7 +24,7 @@ from fullshard.checkpoint import (
     verify_checkpoint,
 )
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import ShardedParameter, gather_interval, shard_model
+from fullshard.engine import ShardedParameter, shard_model
 from tests.distributed import run_ranks
 
 
@@ -78,7 +78,7 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         for key in ("exp_avg", "exp_avg_sq"):
             state = optimizer.state[parameter][key]
             if isinstance(parameter, ShardedParameter):
-                state = gather_interval(state, parameter)
+                state = parameter.gather_full(state)
             whole[f"{name}/{key}"] = state
         if parameter.shape.numel():
             whole[f"{name}/step"] = optimizer.state[parameter]["step"]

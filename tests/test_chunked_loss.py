@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from fullshard.core.errors import ConfigError, WrapError
-from fullshard.engine import MixedPrecisionPolicy, gather_interval, shard_model
+from fullshard.engine import MixedPrecisionPolicy, shard_model
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.wrap.chunked_loss import chunked_cross_entropy, use_chunked_loss
 from fullshard.wrap.policies import unit_modules
@@ -123,7 +123,7 @@ def train(
             losses.append(loss.detach())
         optimizer.step()
     named = sharded_parameters(model).items()
-    return losses, {name: gather_interval(p.grad, p) for name, p in named if p.grad is not None}
+    return losses, {name: p.gather_full(p.grad) for name, p in named if p.grad is not None}
 
 
 def check(family: str, options: dict[str, Any], tolerance: float) -> None:

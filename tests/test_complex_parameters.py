@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.engine import MixedPrecisionPolicy, clip_grad_norm_, no_sync, shard_model
+from fullshard.engine.bucket import bucket_of
 from tests.distributed import run_ranks
 from tests.traps import assert_same_parameters, rank_and_size, sharded_parameters, whole_gradient
 
@@ -95,7 +96,7 @@ def check_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     shard_model(model, unit_modules=[], mp_policy=policy)
     for parameter in sharded_parameters(model).values():
-        bucket = parameter._bucket
+        bucket = bucket_of(parameter)
         is_complex = parameter.is_complex()
         assert bucket.compute_dtype == (torch.complex64 if is_complex else torch.bfloat16)
         assert bucket.reduce_dtype == (torch.complex64 if is_complex else torch.bfloat16)

@@ -18,6 +18,7 @@ from fullshard.engine import (
     units_of,
 )
 from fullshard.engine.offload import SWITCH
+from fullshard.engine.schedule import schedule_of
 
 WIDTH = 1024
 
@@ -113,7 +114,7 @@ def test_activations_leave_the_device_for_page_locked_memory(policy: OffloadPoli
     before = torch.accelerator.memory_allocated()
     loss = model(x).mean()
     after_forward = torch.accelerator.memory_allocated() - before
-    kept = units_of(model)[-1].schedule._activations
+    kept = schedule_of(units_of(model)[-1])._activations
     if policy is None:
         assert kept is None and after_forward >= 22 * nbytes
         return

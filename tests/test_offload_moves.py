@@ -86,7 +86,7 @@ def moves(case: Case, name: str) -> tuple[list[str], dict[str, int]]:
         else f"{event.kind} {event.unit.removeprefix('layers.') or 'root'}"
         for event in events
     ]
-    shards = {b.unit.name or "root": b.layout.shard_numel for unit in units_of(model) for b in unit.buckets}
+    shards = {b.owner.name or "root": b.layout.shard_numel for unit in units_of(model) for b in unit.buckets}
     return said, shards
 
 

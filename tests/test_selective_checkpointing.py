@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fullshard.core.errors import ConfigError, WrapError
-from fullshard.engine import gather_interval, shard_model
+from fullshard.engine import shard_model
 from fullshard.wrap.policies import checkpoint_modules, compile_modules, unit_modules
 from tests.distributed import run_ranks
 from tests.traps import sharded_parameters
@@ -66,7 +66,7 @@ def train(mode: str, options: dict[str, Any], steps: int = 2) -> tuple[list[torc
             executed.counts.clear()
             loss.backward()
         seen.append(loss.detach())
-        seen += [gather_interval(p.grad, p) for p in sharded_parameters(model).values() if p.grad is not None]
+        seen += [p.gather_full(p.grad) for p in sharded_parameters(model).values() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, *(p.full_tensor() for p in sharded_parameters(model).values())], executed.counts

@@ -18,6 +18,7 @@ from fullshard.core.events import Event, EventKind
 from fullshard.engine.fully_shard import unsharded
 from fullshard.engine.module import units_of
 from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.schedule import schedule_of
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -435,7 +436,7 @@ def check_failure(place: str, first: bool) -> None:
         assert parameter.grad is None
     assert_trains_alike(model, reference, run_squared, steps=2, first=2, optimizers=optimizers)
     # An order that is not agreed on would be one that ranks may see differently.
-    assert units_of(model)[0].schedule._is_order_verified
+    assert schedule_of(units_of(model)[0])._is_order_verified
     assert_at_rest(model)
 
 

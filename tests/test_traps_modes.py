@@ -17,6 +17,7 @@ from torch import nn
 
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.engine import MixedPrecisionPolicy, units_of, unsharded
+from fullshard.engine.unit import UnitState
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -262,6 +263,21 @@ def check_nested_unsharded() -> None:
 
 def test_nested_unsharded() -> None:
     run_ranks(check_nested_unsharded, 2)
+
+
+def check_unsharded_of_what_is_kept_whole() -> None:
+    model = build_sharded(Stack, BLOCKS)
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    model(batch(0, 0)).sum().backward()
+    with unsharded(model):
+        assert all(parameter.dim() == len(parameter.shape) for parameter in model.parameters())
+    # whole in memory still, but what the script sees is what the optimizer updates
+    assert len(sharded_parameters(model)) == len(list(model.parameters()))
+    assert {unit.state for unit in units_of(model)} == {UnitState.GATHERED}
+
+
+def test_unsharded_of_what_is_kept_whole() -> None:
+    run_ranks(check_unsharded_of_what_is_kept_whole, 2)
 
 
 def check_unsharded_body_raises() -> None:

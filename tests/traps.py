@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.core.events import Event
-from fullshard.engine import ShardedParameter, gather_interval, shard_model
+from fullshard.engine import ShardedParameter, shard_model
 
 Build = Callable[[], nn.Module]
 Run = Callable[[nn.Module, int, int], torch.Tensor]
@@ -118,7 +118,7 @@ def sharded_step(model: nn.Module, run: Run, step: int) -> torch.Tensor:
 
 def whole_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
     """The unsharded gradient, None if there is none. A collective."""
-    return None if parameter.grad is None else gather_interval(parameter.grad, parameter)
+    return None if parameter.grad is None else parameter.gather_full(parameter.grad)
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, ShardedParameter]:

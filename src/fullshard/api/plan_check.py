@@ -24,6 +24,7 @@ from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import units_of
+from fullshard.engine.schedule import schedule_of
 from fullshard.engine.unit import Unit
 from fullshard.plan.job import STATE_NBYTES, Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
@@ -93,7 +94,7 @@ class PlanCheck:
             raise LifecycleError(f"{type(model).__name__} is not sharded", hint="shard it before checking its plan")
         self.model, self._units, self._optimizer, self._job = model, units, optimizer, job
         self._at_step, self._is_state_planned, self._when_done = at_step, is_state_planned, when_done
-        self._schedule = units[-1].schedule
+        self._schedule = schedule_of(units[-1])
         self._before = self._schedule.event_sink
         self.steps = 0
         self._events: list[Event] = []

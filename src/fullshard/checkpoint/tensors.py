@@ -13,6 +13,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine import ShardedParameter
 from fullshard.engine.module import clean_name, units_of
+from fullshard.engine.schedule import schedule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def rest(model: nn.Module) -> None:
                 f"unit {unit.name!r} is held unsharded", hint="leave the `with unsharded(model)` block first"
             )
         unit.reshard()
-    for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
+    for schedule in dict.fromkeys(map(schedule_of, units_of(model))):
         schedule.settle()
 
 

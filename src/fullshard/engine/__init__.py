@@ -20,7 +20,7 @@ from fullshard.engine.module import FSDPModule, units_of
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharding import Sharding
-from fullshard.engine.slices import Slice, gather_interval
+from fullshard.engine.slices import Slice
 from fullshard.engine.stepping import step_in_backward
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "clip_grad_value_",
     "describe",
     "fully_shard",
-    "gather_interval",
     "init_mesh",
     "keep_head",
     "keep_unsharded",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -18,10 +18,9 @@ from torch.nn.modules.module import (
 )
 
 from fullshard.core.errors import LifecycleError
+from fullshard.engine.bucket import bucket_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of
-
-if TYPE_CHECKING:
-    from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, owner_of
 
 MANAGED = "_is_fsdp_managed_module"
 """Attribute of every module in a sharded model; the name is torch's, whose compiler looks for it."""
@@ -86,7 +85,7 @@ class Additions:
         sharded = sharded_parameter_of(parameter)
         if sharded is None:
             why = "nobody would shard it or reduce its gradient"
-        elif sharded._bucket.unit in self._units:
+        elif owner_of(bucket_of(sharded)) in self._units:
             why = f"it is tied to {'='.join(sharded.names)} now, whose unit does not know of this place"
         else:
             why = "its unit was made after the unit around the model"
@@ -98,5 +97,6 @@ class Additions:
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         """All modules with their paths."""
-        for root in self._units[-1].modules:
-            yield from root.named_modules()
+        for outermost in self._units[-1:]:
+            for root in outermost.modules:
+                yield from root.named_modules()

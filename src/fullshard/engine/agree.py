@@ -5,32 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from fullshard.engine.unit import Unit
-
-
-def describe_structure(units: Sequence[Unit]) -> list[str]:
-    """One line per parameter with all that the layout and the communication depend on."""
-    lines = []
-    for unit in units:
-        for number, bucket in enumerate(unit.buckets):
-            reduce = bucket.gradient.dtype if bucket.gradient is not None else "frozen"
-            where = (
-                f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
-            )
-            if unit.policy.gather_as is not None or unit.policy.reduce_as is not None:
-                where += f", gather as {unit.policy.gather_as}, reduce as {unit.policy.reduce_as}"
-            where += ")"
-            for parameter in bucket.sharded_parameters:
-                shape = tuple(parameter.global_shape)
-                grad = parameter.requires_grad
-                lines.append(f"{where}: {'='.join(parameter.names)} {shape} requires_grad={grad}")
-    return lines
 
 
 def check_agreement(mesh: Mesh, lines: Sequence[str], *, what: str) -> None:

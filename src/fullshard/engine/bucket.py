@@ -16,84 +16,59 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.packing import Packing, packing_for
-from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
-from fullshard.core.layout import BucketLayout
+from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.gradient import Gradient, backward_under_way
 from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
+from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.wrap.partition import Slot
-from fullshard.wrap.quantized import aliases, is_exact
-
-if TYPE_CHECKING:
-    from fullshard.engine.unit import Unit
-
-
-def bucket_key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
-    """What a parameter has in common with all others of its bucket."""
-    parameter, statistics = slot.parameter, slot.statistics_dtype
-    return BucketKey.of(
-        policy.dtypes,
-        dtype_name(parameter.dtype),
-        trainable=parameter.requires_grad,
-        exact=is_exact(parameter),
-        statistics=None if statistics is None else dtype_name(statistics),
-    )
-
-
-def _packing(sent_as: str | None) -> Packing | None:
-    return None if sent_as is None else packing_for(torch_dtype(sent_as))
-
+from fullshard.wrap.quantized import aliases
 
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-class Bucket:
+class BucketOwner(Protocol):
+    """What a bucket asks of its `Unit`."""
+
+    name: str
+    is_pinned: bool
+
+    def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
+        """Tell the sink, if there is one."""
+
+    def watch_gradients(self, bucket: Bucket) -> None:
+        """From now on the bucket collects gradients."""
+
+
+class Bucket(BucketSpec):
     """Storage of one bucket and its way from sharded to unsharded and back.
 
     Args:
-        slots: parameters of one `BucketKey`, on the mesh's device.
-        mesh: the ranks that share it.
-        policy: dtypes per role.
-        storage: where `main` and the compute shard are.
+        slots, mesh, policy, storage: see `BucketSpec`.
+        owner: the unit it belongs to.
+        number: its own in the unit.
         weights: gives the values of parameters that are still on the meta device.
+
+    Attributes:
+        main: shape (S,), stored dtype.
+        full: shape (W * S,), compute dtype.
+        sharded_parameters: in the order of `slots`.
+        gradient: None if the bucket has always been frozen.
+        storage_id: which storage `full` is in, for as long as it lives.
+        trainable_count: parameters that want a gradient.
     """
 
-    slots: Sequence[Slot]
-    plan: BucketPlan
-    """dtypes, places and bytes, as the planner has them, from when it was made: it may have been frozen then"""
-    layout: BucketLayout
     main: torch.Tensor
-    """shape (S,), stored dtype"""
     full: torch.Tensor
-    """shape (W * S,), compute dtype"""
-    sharded_parameters: list[ShardedParameter]
-    gradient: Gradient | None
-    """None if the bucket has always been frozen"""
-    unit: Unit
-    """the unit it belongs to, which sets this"""
-    slices: list[slice]
-    """where in `main` each sharded parameter is"""
-    storage_id: int
-    """which storage `full` is in, for as long as it lives"""
-    trainable_count: int
-    """parameters that want a gradient"""
-    divisor: float
-    """what the sum of gradients over all ranks is divided by"""
-    requires_all_reduce: bool
-    """False leaves the replicate axis out and keeps the result aside until it is True again"""
-    tag: int
-    """its number in the model, the same on every rank; set when the model is put together"""
 
     def __init__(
         self,
@@ -102,37 +77,21 @@ class Bucket:
         mesh: Mesh,
         policy: MixedPrecisionPolicy,
         storage: Storage,
+        owner: BucketOwner,
+        number: int,
         weights: WeightSource | None = None,
     ) -> None:
-        self.slots, self.mesh, self.storage = slots, mesh, storage
-        first = slots[0].parameter
-        self.plan = plan = BucketPlan.of(
-            bucket_key(slots[0], policy),
-            [tuple(slot.parameter.shape) for slot in slots],
-            policy.dtypes,
-            world_size=mesh.shard_size,
-            offload=storage.offload,
-        )
-        self.layout = plan.layout
-        self.dtype, self.compute_dtype, self.reduce_dtype, self._compute_shard_dtype = map(
-            torch_dtype, (plan.dtype, plan.compute_dtype, plan.reduce_dtype, plan.compute_shard_dtype)
-        )
-        self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
-        self.main_is_on_host = plan.main_is_on_host
-        self.is_gathered_from_host = plan.is_gathered_from_host
-        self.state_visits_device = plan.state_visits_device
+        super().__init__(slots, mesh=mesh, policy=policy, storage=storage)
+        self.owner, self._number = owner, number
         self._gathering: Work | None = None
         self._is_lost = False
         self._versions: list[int] | None = None
-        self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         with torch.no_grad(), torch.inference_mode(False):
             self._allocate(weights)
-        self.sharded_parameters = [
-            ShardedParameter(self, i, requires_grad=slot.parameter.requires_grad) for i, slot in enumerate(slots)
-        ]
-        self._trainable = [first.requires_grad] * len(slots)
+        is_trainable = slots[0].parameter.requires_grad
+        self.sharded_parameters = [ShardedParameter(self, i, requires_grad=is_trainable) for i in range(len(slots))]
+        self._trainable = [is_trainable] * len(slots)
         self.trainable_count = sum(self._trainable)
-        self.divisor, self.requires_all_reduce = float(mesh.world_size), True
         places = [
             (module._parameters, attribute, slot.parameter, sharded)
             for slot, sharded in zip(slots, self.sharded_parameters, strict=True)
@@ -140,7 +99,10 @@ class Bucket:
         ]
         self._holders, self._attributes, self._unsharded, self._sharded = zip(*places, strict=True)
         self._bound = self._unsharded
-        self.gradient = Gradient(self, self.reduce_dtype) if first.requires_grad else None
+        self.gradient = self._make_gradient() if is_trainable else None
+
+    def _make_gradient(self) -> Gradient:
+        return Gradient(self, self.sharded_parameters, storage_id=self.storage_id, emit=self.emit)
 
     def _allocate(self, weights: WeightSource | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
@@ -183,8 +145,8 @@ class Bucket:
         if self.plan.compute_shard_is_main:
             return self.main
         if self.is_gathered_from_host:
-            return self._host_empty(self._compute_shard_dtype)
-        return torch.empty(self.layout.shard_numel, dtype=self._compute_shard_dtype, device=self.mesh.device)
+            return self._host_empty(self.compute_shard_dtype)
+        return torch.empty(self.layout.shard_numel, dtype=self.compute_shard_dtype, device=self.mesh.device)
 
     def _host_empty(self, dtype: torch.dtype) -> torch.Tensor:
         assert self.storage.host is not None  # noqa: S101 -- something is on the host
@@ -193,6 +155,11 @@ class Bucket:
     def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         spec = self.layout.specs[index]
         return flat.narrow(0, self.layout.offsets[index], spec.numel).view(spec.shape)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter that wants a gradient has one; a frozen bucket is not."""
+        return self.gradient is not None and len(self.gradient.fired) >= self.trainable_count
 
     @property
     def shares_main(self) -> bool:
@@ -235,8 +202,8 @@ class Bucket:
     def _update_compute_shard(self) -> None:
         """Cast `main`, which has changed, on the host; a compute shard on the device gets a copy of that."""
         cast = self.main
-        if self._compute_shard_dtype != self.dtype:
-            cast = self._compute_shard if self.is_gathered_from_host else self._host_empty(self._compute_shard_dtype)
+        if self.compute_shard_dtype != self.dtype:
+            cast = self._compute_shard if self.is_gathered_from_host else self._host_empty(self.compute_shard_dtype)
             cast.copy_(self.main)
         if cast is not self._compute_shard:
             self._compute_shard.copy_(cast, non_blocking=True)
@@ -248,7 +215,7 @@ class Bucket:
 
     def emit(self, kind: EventKind, nbytes: int, what: str) -> None:
         """Tell the sink of a copy to or from the host."""
-        self.unit.emit(kind, nbytes, what=what, bucket=self.unit.buckets.index(self))
+        self.owner.emit(kind, nbytes, what=what, bucket=self._number)
 
     def wait_unshard(self) -> None:
         """Wait for the all-gather, if one is under way."""
@@ -309,7 +276,7 @@ class Bucket:
             return
         names = ", ".join("=".join(self.sharded_parameters[index].names) for index in changed)
         raise LifecycleError(
-            f"rank {self.mesh.rank}, unit {self.unit.name!r}: {names} changed in place while unsharded (clamp_, "
+            f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place while unsharded (clamp_, "
             "Embedding(max_norm=), ...): other ranks have other copies, and the change would be lost",
             hint="change it between steps, under unsharded(model, writeback=True) and on every rank alike",
         )
@@ -348,8 +315,8 @@ class Bucket:
         self._originals[index].requires_grad_(requires_grad)
         self.trainable_count = sum(self._trainable)
         if requires_grad and self.gradient is None:  # frozen until now
-            self.gradient = Gradient(self, self.reduce_dtype)
-            self.unit.watch_gradients(self)
+            self.gradient = self._make_gradient()
+            self.owner.watch_gradients(self)
 
     def take_requires_grad(self) -> None:
         """The same for what was changed on originals, which modules hold in forward and while they are unsharded."""
@@ -359,3 +326,9 @@ class Bucket:
         for sharded, before, now in zip(self.sharded_parameters, list(self._trainable), current, strict=True):
             if before != now:
                 sharded.requires_grad_(now)
+
+
+def bucket_of(parameter: ShardedParameter) -> Bucket:
+    """The bucket that a sharded parameter is a part of."""
+    assert isinstance(parameter._bucket, Bucket)  # noqa: S101 -- nothing else makes them
+    return parameter._bucket

@@ -24,14 +24,16 @@ from fullshard.core.offload import Offload
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.engine.activations import check_pages
+from fullshard.engine.bucket import bucket_of
 from fullshard.engine.gradient import backward_under_way
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, reducing, unit_of, units_of
 from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy, Storage, offload_of
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharding import Sharding
-from fullshard.engine.unit import Unit, UnitState
+from fullshard.engine.unit import Unit, UnitState, owner_of
 from fullshard.wrap.partition import UnitPlan, check_types, partition
 from fullshard.wrap.quantized import expose_scales, outline
 
@@ -85,8 +87,10 @@ def fully_shard(
     inner = [m for root in modules for m in root.modules() if unit_of(m) is not None]
     [plan] = partition(modules, ignored=ignored_params or (), stop_at=inner)
     check_types([plan], modules)
+    schedule = Schedule(resolved)
     _make_unit(
         plan,
+        schedule=schedule,
         mesh=resolved,
         policy=MixedPrecisionPolicy.of(mp_policy),
         storage=Storage.of(offload_policy, resolved.device),
@@ -96,7 +100,7 @@ def fully_shard(
         init=None,
         sync_module_states=False,
     )
-    assemble(modules, resolved)
+    assemble(modules, schedule)
     return module
 
 
@@ -163,9 +167,11 @@ def shard_model(
     plans = partition([model], unit_modules, ignored=ignored_params or ())
     check_types(plans, [model])
     _check_offload(offload_of(offload_policy), plans)
+    schedule = Schedule(mesh)
     for plan in plans:
         _make_unit(
             plan,
+            schedule=schedule,
             mesh=mesh,
             policy=MixedPrecisionPolicy.of(mp_policy),
             storage=storage,
@@ -176,7 +182,7 @@ def shard_model(
             sync_module_states=sync_module_states,
             weights=weights,
         )
-    schedule = assemble([model], mesh)
+    assemble([model], schedule)
     schedule.forward_prefetch, schedule.backward_prefetch = forward_prefetch, prefetch
     schedule.event_sink = event_sink
     return model
@@ -185,6 +191,7 @@ def shard_model(
 def _make_unit(
     plan: UnitPlan,
     *,
+    schedule: Schedule,
     mesh: Mesh,
     policy: MixedPrecisionPolicy,
     storage: Storage,
@@ -212,6 +219,7 @@ def _make_unit(
         mesh=mesh,
         policy=policy,
         storage=storage,
+        schedule=schedule,
         reshard_after_forward=reshard_after_forward,
         weights=weights,
     )
@@ -342,7 +350,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
     units = units_of(model) if recurse else _owners(model)
     if backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
         raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
-    for schedule in dict.fromkeys(unit.schedule for unit in units):
+    for schedule in dict.fromkeys(map(schedule_of, units)):
         schedule.recover()
     for unit in units:
         if any(bucket.gather_packing is not None for bucket in unit.buckets):
@@ -360,7 +368,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
                 bucket.write_back()
             elif bucket.shares_main and bucket.versions() != version:
                 raise LifecycleError(
-                    f"unit {bucket.unit.name!r}: parameters were changed under unsharded() without writeback, on a "
+                    f"unit {bucket.owner.name!r}: parameters were changed under unsharded() without writeback, on a "
                     "rank that owns them whole: the change has taken effect",
                     hint="use unsharded(model, writeback=True)",
                 )
@@ -370,16 +378,18 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
         for unit, (was_pinned, state) in before.items():
             unit.take_requires_grad()
             unit.is_pinned = was_pinned
-            if state is not UnitState.UNSHARDED:
+            if state is UnitState.GATHERED:
+                unit.rest()
+            elif state is not UnitState.UNSHARDED:
                 unit.reshard()
-        for schedule in dict.fromkeys(unit.schedule for unit in units):
+        for schedule in dict.fromkeys(map(schedule_of, units)):
             schedule.settle()
 
 
 def _owners(module: nn.Module) -> list[Unit]:
     """The units that hold the module's own parameters."""
     held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
-    return list(dict.fromkeys(sharded._bucket.unit for sharded in held if sharded is not None))
+    return list(dict.fromkeys(owner_of(bucket_of(sharded)) for sharded in held if sharded is not None))
 
 
 def describe(model: nn.Module) -> Sharding:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,12 +26,9 @@ from fullshard.core.dtypes import collected
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
-from fullshard.engine.parameter import are_same, plain_gradients
+from fullshard.engine.bucket_spec import BucketSpec
+from fullshard.engine.parameter import ShardedParameter, are_same, plain_gradients
 from fullshard.engine.precision import torch_dtype
-from fullshard.engine.uses import Product, add_rows
-
-if TYPE_CHECKING:
-    from fullshard.engine.bucket import Bucket
 
 
 def backward_under_way() -> int:
@@ -39,27 +36,57 @@ def backward_under_way() -> int:
     return torch._C._current_graph_task_id()
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A gradient that is still to be computed: the product of two matrices."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def value(self) -> torch.Tensor:
+        """In memory of its own."""
+        return self.left.mm(self.right)
+
+    def write(self, piece: torch.Tensor) -> torch.Tensor:
+        """Into `piece`, shape (n,); returns it in its own shape."""
+        return torch.mm(self.left, self.right, out=piece.view(self.left.shape[0], self.right.shape[1]))
+
+
 class Gradient:
     """The gradient side of a trainable bucket.
 
     Whoever calls `launch`, `advance` and `finish` has turned autograd off.
+
+    Args:
+        spec: of the bucket.
+        parameters: sharded ones, in the order of `spec.slots`.
+        storage_id: which storage the unsharded parameters are views of.
+        emit: tells the sink of a copy to the host.
 
     Attributes:
         dtype: in which gradients are summed over backwards and ranks.
         main_dtype: in which they are accumulated over micro-batches: the wider of `dtype` and the stored dtype.
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: for each parameter, whether it has appeared since the last `finish`, maybe under `no_sync`.
-        has_stepped: an optimizer has used it up within this backward (`engine.stepping`).
+        is_used_up: an optimizer has used it up within this backward (`engine.stepping`).
     """
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
-        self.bucket, self.dtype = bucket, dtype
-        self.main_dtype = torch_dtype(bucket.plan.main_gradient_dtype)
+    def __init__(
+        self,
+        spec: BucketSpec,
+        parameters: Sequence[ShardedParameter],
+        *,
+        storage_id: int,
+        emit: Callable[[EventKind, int, str], None],
+    ) -> None:
+        self._spec, self.dtype = spec, spec.reduce_dtype
+        self._parameters, self._storage_id, self._emit = parameters, storage_id, emit
+        self.main_dtype = torch_dtype(spec.plan.main_gradient_dtype)
         self.fired: set[int] = set()
-        self.used = bytearray(len(bucket.slots))
-        self.has_stepped = False
+        self.used = bytearray(len(spec.slots))
+        self.is_used_up = False
         self._full: torch.Tensor | None = None
-        plan, widens = bucket.plan, bucket.mesh.reduce.widens
+        plan, widens = spec.plan, spec.mesh.reduce.widens
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
         self._pieces: Sequence[torch.Tensor] = ()
         self._filled: set[int] = set()
@@ -73,14 +100,14 @@ class Gradient:
         self._rounded: torch.Tensor | None = None
         self._published: list[torch.Tensor | None] = []
         self._versions: list[int] = []
-        layout, own = bucket.layout, bucket.layout.rank_interval(bucket.mesh.shard_rank)
+        layout, own = spec.layout, spec.layout.rank_interval(spec.mesh.shard_rank)
         self._full_cut = _Cut(layout, own=Interval(0, layout.full_numel))
         self._shard_cut = _Cut(layout, own=own)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded gradient in `dtype`, although it may be collected in a narrower one."""
-        return self.bucket.layout.full_numel * self.dtype.itemsize
+        return self._spec.layout.full_numel * self.dtype.itemsize
 
     @property
     def held_nbytes(self) -> int:
@@ -92,13 +119,8 @@ class Gradient:
         """Whether there are unsharded gradients that no reduction has taken yet."""
         return self._full is not None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every parameter that wants a gradient has one."""
-        return len(self.fired) >= self.bucket.trainable_count
-
     def collect(self, index: int, parameter: torch.Tensor) -> bool:
-        """Take parameter `index`'s fresh `.grad` into `full`, and say whether that completes the bucket.
+        """Take parameter `index`'s fresh `.grad` into `full`; False if there is none.
 
         Adds if this parameter has been collected before.
         """
@@ -108,7 +130,7 @@ class Gradient:
         parameter.grad = None
         self._add(index, parameter, grad)
         self.fired.add(index)
-        return len(self.fired) >= self.bucket.trainable_count
+        return True
 
     def takes_uses(self, index: int) -> bool:
         """Whether the sum over a parameter's uses is the same, bit for bit, if they are collected one by one.
@@ -122,13 +144,13 @@ class Gradient:
     def _is_as_made(self) -> bool:
         """Whether gradients are collected in the dtype that autograd makes them in."""
         dtype = self._first_dtype if self._full is None else self._full.dtype
-        return dtype == self.bucket.compute_dtype
+        return dtype == self._spec.compute_dtype
 
     def take(self, index: int, grad: torch.Tensor | Product) -> bool:
         """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
         if not self.takes_uses(index):
             return False
-        self._add(index, self.bucket.slots[index].parameter, grad)
+        self._add(index, self._spec.slots[index].parameter, grad)
         self._begun[index] = backward_under_way()
         return True
 
@@ -137,7 +159,7 @@ class Gradient:
 
         `collect` finds it there then, unless autograd has added another use's to it, in other memory.
         """
-        if not self._is_as_made or self.has_stepped or index in self._filled or index in self._lent:
+        if not self._is_as_made or self.is_used_up or index in self._filled or index in self._lent:
             return None
         if self._full is None:
             self._begin()
@@ -151,15 +173,15 @@ class Gradient:
         self._lent.clear()
 
     def _add(self, index: int, parameter: torch.Tensor, grad: torch.Tensor | Product) -> None:
-        if self.has_stepped:
+        if self.is_used_up:
             raise LifecycleError(
-                f"rank {self.bucket.mesh.rank}, parameter {'='.join(self.bucket.sharded_parameters[index].names)}: "
+                f"rank {self._spec.mesh.rank}, parameter {'='.join(self._parameters[index].names)}: "
                 "another part of its gradient appeared after the optimizer had stepped in backward",
                 hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
             )
-        if parameter.untyped_storage()._cdata != self.bucket.storage_id:
+        if parameter.untyped_storage()._cdata != self._storage_id:
             raise LifecycleError(
-                f"rank {self.bucket.mesh.rank}, parameter {'='.join(self.bucket.sharded_parameters[index].names)}: "
+                f"rank {self._spec.mesh.rank}, parameter {'='.join(self._parameters[index].names)}: "
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
                 hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
             )
@@ -180,7 +202,7 @@ class Gradient:
         if grad.requires_grad:
             grad = grad.detach()  # under create_graph it would bring its graph with it
         if grad.is_sparse:
-            add_rows(piece, grad, is_first=is_first)
+            _add_rows(piece, grad, is_first=is_first)
         elif index in self._lent and grad.data_ptr() == piece.data_ptr():
             pass
         elif is_first:
@@ -197,8 +219,8 @@ class Gradient:
         return self._full
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
-        mesh = self.bucket.mesh
-        return mesh.reduce.staging(self.bucket.layout.full_numel, dtype, mesh.device)
+        mesh = self._spec.mesh
+        return mesh.reduce.staging(self._spec.layout.full_numel, dtype, mesh.device)
 
     def _widen(self) -> None:
         """Cast what was collected to `dtype`, before something is added to it."""
@@ -217,8 +239,8 @@ class Gradient:
                 if index not in self._filled:
                     piece.zero_()
         self._full, self._pieces, self._filled = None, (), set()
-        self._reducing = self.bucket.mesh.reduce.reduce_scatter(
-            full, tag=self.bucket.tag, divisor=self.bucket.divisor, packing=self.bucket.reduce_packing, dtype=self.dtype
+        self._reducing = self._spec.mesh.reduce.reduce_scatter(
+            full, tag=self._spec.tag, divisor=self._spec.divisor, packing=self._spec.reduce_packing, dtype=self.dtype
         )
 
     def advance(self) -> None:
@@ -231,11 +253,11 @@ class Gradient:
         if self._held is not None:
             shard.add_(self._held)
             self._held = None
-        if self.bucket.requires_all_reduce:
-            self._replicating = self.bucket.mesh.replicate.all_reduce(shard, tag=self.bucket.tag)
-            if self.bucket.main_is_on_host and self.bucket.storage.host is not None:
-                self._replicating = self.bucket.storage.host.send(self._replicating)
-                self.bucket.emit(EventKind.TO_HOST, shard.nbytes, "gradient")
+        if self._spec.requires_all_reduce:
+            self._replicating = self._spec.mesh.replicate.all_reduce(shard, tag=self._spec.tag)
+            if self._spec.main_is_on_host and self._spec.storage.host is not None:
+                self._replicating = self._spec.storage.host.send(self._replicating)
+                self._emit(EventKind.TO_HOST, shard.nbytes, "gradient")
         else:
             self._held = shard
 
@@ -261,19 +283,18 @@ class Gradient:
 
     def _accumulate(self, shard: torch.Tensor, used: bytearray) -> None:
         """Add to the main gradient if the published `.grad`s are still ours, else start a new one from theirs."""
-        parameters = self.bucket.sharded_parameters
-        grads = plain_gradients(parameters)
+        grads = plain_gradients(self._parameters)
         if self._main is not None and self._is_untouched(grads):
             self._main.add_(shard)
         else:
-            for part, grad in zip(self.bucket.slices, grads, strict=True):
+            for part, grad in zip(self._spec.slices, grads, strict=True):
                 if grad is not None:
                     shard[part].add_(grad)
             self._main = shard
-            self._published, self._versions = [None] * len(parameters), [0] * len(parameters)
-        self._rounded = self._main.to(self.bucket.dtype)  # itself, unless the dtypes differ
+            self._published, self._versions = [None] * len(grads), [0] * len(grads)
+        self._rounded = self._main.to(self._spec.dtype)  # itself, unless the dtypes differ
         pieces, _ = self._shard_cut.apply(self._rounded)
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(self._parameters):
             grad = grads[index]
             if grad is None and not used[index]:
                 continue
@@ -284,7 +305,7 @@ class Gradient:
     def published(self, first: int, last: int) -> torch.Tensor | None:
         """Shape (S,): what the `.grad`s of parameters `first` to `last` are views of; None if not all of them are."""
         published = self._published[first : last + 1]
-        grads = plain_gradients(self.bucket.sharded_parameters[first : last + 1])
+        grads = plain_gradients(self._parameters[first : last + 1])
         is_whole = all(map(operator.is_not, published, itertools.repeat(None)))
         return self._rounded if is_whole and are_same(grads, published) else None
 
@@ -293,7 +314,7 @@ class Gradient:
 
         Where the dtypes differ the published tensor is a rounded copy, so a change in place counts as touched too.
         """
-        copied = self.main_dtype != self.bucket.dtype
+        copied = self.main_dtype != self._spec.dtype
         for current, grad, version in zip(grads, self._published, self._versions, strict=True):
             if current is not grad or (copied and grad is not None and grad._version != version):
                 return False
@@ -301,7 +322,7 @@ class Gradient:
 
     def release_if_cleared(self) -> None:
         """Give the memory of the main gradient back once the user has set every `.grad` to None."""
-        if self._main is not None and all(grad is None for grad in plain_gradients(self.bucket.sharded_parameters)):
+        if self._main is not None and all(grad is None for grad in plain_gradients(self._parameters)):
             self._main = self._rounded = None
             self._published, self._versions = [], []
 
@@ -315,6 +336,26 @@ class Gradient:
         self._filled, self._lent, self.fired = set(), set(), set()
         self._begun = {}
         self.forget_used()
+
+
+def _add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
+    """Add the rows that a sparse gradient has to the collected one.
+
+    Args:
+        piece: shape (n,), what was collected.
+        grad: n elements in their parameter's shape.
+        is_first: `piece` has nothing yet.
+    """
+    if is_first:
+        piece.zero_()
+    if grad.sparse_dim() == 1 and grad.dense_dim() == 1:
+        # Rows that were looked up several times are added up first, by the kernel and in the order of a dense gradient;
+        # `coalesce` has an order of its own.
+        rows, place = torch.unique(grad._indices()[0], return_inverse=True)
+        sums = torch.ops.aten.embedding_dense_backward(grad._values(), place, rows.numel(), -1, False)
+        piece.view(grad.shape).index_add_(0, rows, sums.to(piece.dtype))
+    else:
+        piece.add_(grad.to_dense().reshape(-1))
 
 
 class _Cut:

@@ -33,7 +33,7 @@ from torch.optim import optimizer as torch_optimizer
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.core.events import EventKind
-from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.module import units_of
 from fullshard.engine.optimizer import finish_step, use_segments
 from fullshard.engine.optimizer_state import bring_state, send_state
@@ -44,8 +44,9 @@ from fullshard.engine.parameter import (
     sharded_parameter_of,
     sharded_parameters,
 )
+from fullshard.engine.schedule import schedule_of
 from fullshard.engine.slices import Slice
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, owner_of
 
 NEEDS_WHOLE_TENSORS = frozenset(
     {"Adafactor", "Adalomo", "CAME", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "LBFGS"}
@@ -342,7 +343,7 @@ def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
         return known.buckets
     check_optimizer(optimizer)
     sharded = sharded_parameters(optimizer)
-    buckets = list(dict.fromkeys(parameter._bucket for parameter in sharded))
+    buckets = list(dict.fromkeys(map(bucket_of, sharded)))
     _held[optimizer] = _Held(parameters if len(sharded) == len(parameters) else [], buckets)
     return buckets
 
@@ -359,7 +360,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
     use_segments(optimizer)
     for bucket in buckets:
         bucket.touch()
-    schedules = dict.fromkeys(bucket.unit.schedule for bucket in buckets)
+    schedules = dict.fromkeys(schedule_of(owner_of(bucket)) for bucket in buckets)
     for schedule in schedules:
         schedule.before_optimizer_step()
         pinned = next((unit for unit in schedule.units if unit.is_pinned), None)

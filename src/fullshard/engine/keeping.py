@@ -23,7 +23,7 @@ from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.module import unit_of, units_of
-from fullshard.engine.schedule import Schedule
+from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.unit import Unit
 
 STEPS_BEFORE_MEASURING = 2
@@ -76,7 +76,7 @@ def keep_unsharded(
     units = units_of(model)
     if not units:
         raise LifecycleError(f"{type(model).__name__} is not sharded", hint="shard it first")
-    schedule = units[-1].schedule
+    schedule = schedule_of(units[-1])
     if budget_nbytes is not None or not any(map(_cost, units[:-1])):
         say(str(_keep(schedule, budget_nbytes, "the budget that was given")))
         return

@@ -12,12 +12,11 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import nn
 
-from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.additions import MANAGED
 from fullshard.engine.callers import refuse_writers
 from fullshard.engine.parameter import ShardedParameter, sharded_parameter_of
-from fullshard.engine.schedule import Schedule
+from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.slices import Slice
 from fullshard.engine.unit import Unit
 
@@ -44,7 +43,7 @@ class FSDPModule:
         refuse_writers(caller, type(self).__name__)  # what get_state_dict and its kin begin with
         if caller.f_globals.get("__name__") == _DDP:
             raise _replicated(self, "DistributedDataParallel")
-        _unit(self).schedule.recover()
+        schedule_of(_unit(self)).recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
     @contextlib.contextmanager
@@ -79,7 +78,7 @@ class FSDPModule:
 
         For the whole model. No effect without an optimizer that steps in backward.
         """
-        _unit(self).schedule.is_last_backward = is_last_backward
+        schedule_of(_unit(self)).is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""
@@ -255,10 +254,11 @@ def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        outermost = unit.schedule.units[-1]
+        schedule = schedule_of(unit)
+        outermost = schedule.units[-1]
         if not outermost.is_at_rest:
             return method(*args, **kwargs)
-        outermost.schedule.recover()
+        schedule.recover()
         outermost.unshard()
         outermost.is_pinned = True
         try:
@@ -266,7 +266,7 @@ def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
         finally:  # after a failure without waiting for others, who may be elsewhere
             outermost.is_pinned = False
             outermost.reshard()
-        outermost.schedule.settle()
+        schedule.settle()
         return made
 
     return generate
@@ -292,23 +292,15 @@ def _resizes_nothing(module: nn.Module) -> Callable[..., Any]:
     return resize_token_embeddings
 
 
-def assemble(modules: list[nn.Module], mesh: Mesh) -> Schedule:
-    """Give the units in and below `modules` one schedule and their names, `modules` being the outermost unit."""
+def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
+    """Give the units in and below `modules` that schedule and their names, `modules` being the outermost unit."""
     units = list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
-    earlier = {unit.schedule for unit in units if hasattr(unit, "schedule")}
-    for inner_schedule in earlier:
-        for handle in inner_schedule.part_handles:
-            handle.remove()  # its outermost unit was not the outermost after all
-    schedule = Schedule(units, mesh)
-    for inner_schedule in earlier:
-        schedule.steppers |= inner_schedule.steppers
-        schedule.loads += inner_schedule.loads
+    schedule.assemble(units)
     paths: dict[int, list[str]] = {}
     for module in modules:
         for path, inner in module.named_modules(remove_duplicate=False):
             paths.setdefault(id(inner), []).append(clean_name(path))
     for unit in units:
-        unit.schedule = schedule
         unit.name = ", ".join(paths[id(module)][0] for module in unit.modules)
         unit.reshard_after_forward = (
             unit.modules[0] is not modules[0]
@@ -319,9 +311,6 @@ def assemble(modules: list[nn.Module], mesh: Mesh) -> Schedule:
             for slot, parameter in zip(bucket.slots, bucket.sharded_parameters, strict=True):
                 names = [join(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]
                 parameter.names = tuple(dict.fromkeys(names))
-    for tag, bucket in enumerate(bucket for unit in units for bucket in unit.buckets):
-        bucket.tag = tag
-    return schedule
 
 
 def clean_name(path: str) -> str:
@@ -401,9 +390,10 @@ def _before_load_state_dict(
 ) -> None:
     """Cut whole tensors down to this rank's slice."""
     unit = _unit(module)
-    unit.schedule.loads += 1
+    schedule = schedule_of(unit)
+    schedule.loads += 1
     unit.reshard()
-    unit.schedule.settle()
+    schedule.settle()
     if local_metadata.get("assign_to_params_buffers"):
         raise LifecycleError(
             f"unit {unit.name!r}: load_state_dict(assign=True) would replace sharded parameters",

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.parameter import ShardedParameter, are_same
 
 SWITCH = "FULLSHARD_OPTIMIZER"
@@ -170,7 +171,7 @@ class _Segment:
 
     def __init__(self, parameters: list[ShardedParameter], state: State) -> None:
         self.parameters = parameters
-        bucket = parameters[0]._bucket
+        bucket = bucket_of(parameters[0])
         assert bucket.gradient is not None  # noqa: S101 -- its parameters have gradients
         self._gradient = bucket.gradient
         slices = [bucket.slices[p._index] for p in parameters]
@@ -244,10 +245,10 @@ def _values_of(entries: Iterable[dict[str, Any]]) -> list[Any]:
 def _cut(parameters: Sequence[torch.Tensor], state: State) -> list[_Segment | torch.Tensor]:
     """Segments, and the parameters that are in none."""
     items: list[_Segment | torch.Tensor] = []
-    by_bucket: dict[Any, list[ShardedParameter]] = {}
+    by_bucket: dict[Bucket, list[ShardedParameter]] = {}
     for parameter in parameters:
         if isinstance(parameter, ShardedParameter) and parameter.grad is not None:
-            by_bucket.setdefault(parameter._bucket, []).append(parameter)
+            by_bucket.setdefault(bucket_of(parameter), []).append(parameter)
         else:
             items.append(parameter)
     for held in by_bucket.values():

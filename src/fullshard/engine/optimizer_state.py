@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from fullshard.core.events import EventKind
-from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.offload import Host
 from fullshard.engine.optimizer import segment_states
 from fullshard.engine.parameter import sharded_parameters
@@ -31,8 +31,8 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
     visiting = {bucket for bucket in buckets if bucket.state_visits_device}
     if not visiting:
         return
-    moving = [parameter for parameter in sharded_parameters(optimizer) if parameter._bucket in visiting]
-    owners = {id(parameter): parameter._bucket for parameter in moving}
+    moving = [parameter for parameter in sharded_parameters(optimizer) if bucket_of(parameter) in visiting]
+    owners = {id(parameter): bucket_of(parameter) for parameter in moving}
     memory: dict[int, tuple[Bucket, list[torch.Tensor]]] = {}
     states = [(p, value) for p in moving for value in optimizer.state.get(p, {}).values()]
     for parameter, value in (*states, *segment_states(optimizer)):

@@ -5,31 +5,26 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
+from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
-from fullshard.core.layout import Interval
+from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.callers import asker, knows_slices
 from fullshard.engine.slices import (
     NotWhole,
     Slice,
     compute_with,
-    gather_interval,
-    method_of_slice,
     not_there,
     warn_of_local_result,
 )
-
-if TYPE_CHECKING:
-    from fullshard.comm.mesh import Mesh
-    from fullshard.engine.bucket import Bucket
-
 
 _grad_descriptor: Any = torch.Tensor.grad
 _plain_grad, _set_plain_grad = _grad_descriptor.__get__, _grad_descriptor.__set__
@@ -38,6 +33,29 @@ _REFERENCE = "_fullshard_sharded_parameter"
 _SLICE = "_fullshard_slice"
 _METHODS = "contiguous cpu detach numpy reshape to tolist view"
 """Of a sharded parameter, for code that does not know slices, these are a `Slice`'s: views forget what they are of."""
+
+
+class ParameterOwner(Protocol):
+    """What a sharded parameter asks of its `Bucket`."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that share it."""
+
+    @property
+    def layout(self) -> BucketLayout:
+        """Where each parameter is in it."""
+
+    @property
+    def main(self) -> torch.Tensor:
+        """This rank's interval of it, shape (S,)."""
+
+    @property
+    def slices(self) -> list[slice]:
+        """Where in `main` each parameter is."""
+
+    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
+        """Parameter `index` was frozen or unfrozen."""
 
 
 class ShardedParameter(NotWhole, nn.Parameter):
@@ -53,23 +71,23 @@ class ShardedParameter(NotWhole, nn.Parameter):
         names: qualified names in the model, several if the parameter is tied.
         global_shape: shape of the whole parameter.
         interval: elements of the flattened parameter that this rank owns.
-        has_stepped: the optimizer has used up the gradient within backward (`engine.stepping`), and the script has not
+        is_used_up: the optimizer has used up the gradient within backward (`engine.stepping`), and the script has not
             come to `optimizer.step()` yet.
         taken_for_whole: a function that autograd may come back through, and whose gradient of a slice is not that of
             the whole's.
     """
 
-    has_stepped = False
+    is_used_up = False
     taken_for_whole = ""
     __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state asks for it
 
     names: tuple[str, ...]
     global_shape: torch.Size
     interval: Interval
-    _bucket: Bucket
+    _bucket: ParameterOwner
     _index: int
 
-    def __new__(cls, bucket: Bucket, index: int, *, requires_grad: bool) -> ShardedParameter:
+    def __new__(cls, bucket: ParameterOwner, index: int, *, requires_grad: bool) -> ShardedParameter:
         """Cut parameter `index` of `bucket` down to this rank's slice of `main`."""
         data = bucket.main[bucket.slices[index]].detach()
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
@@ -133,7 +151,7 @@ class ShardedParameter(NotWhole, nn.Parameter):
             LifecycleError: the optimizer has stepped with it within backward. Whoever clips, unscales or logs gradients
                 then must learn that there are none.
         """
-        if self.has_stepped:
+        if self.is_used_up:
             raise LifecycleError(
                 f"sharded parameter {self.names}: the optimizer has stepped in backward and used its gradient up",
                 hint="leave step_in_backward out to clip, unscale or read gradients; call zero_grad() after step()",
@@ -200,7 +218,21 @@ class ShardedParameter(NotWhole, nn.Parameter):
 
         A collective: every rank of the shard group calls it for the same parameters in the same order.
         """
-        return gather_interval(torch.Tensor.detach(self), self)
+        return self.gather_full(torch.Tensor.detach(self))
+
+    def gather_full(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole of something that is laid out as this parameter, its state for example; `local` is this rank's.
+
+        Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
+        """
+        layout, mesh = self._bucket.layout, self.mesh
+        full = torch.empty(self.global_shape.numel(), dtype=local.dtype, device=mesh.device)
+        full[self.interval.start : self.interval.stop] = local
+        for owner in range(mesh.shard_size):
+            interval = layout.interval(self._index, owner)
+            if interval.numel and mesh.shard_group is not None:
+                dist.broadcast(full[interval.start : interval.stop], group=mesh.shard_group, group_src=owner)
+        return full.view(self.global_shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -275,7 +307,7 @@ def _used_in_a_loss(parameter: torch.Tensor) -> None:
             hint="compute it in the forward of its unit or inside `with fullshard.unsharded(model)`; a sum over "
             "elements is right slice by slice; under torch.no_grad() nothing comes back to it",
         )
-    warn_of_local_result(parameter, "a loss made", of=parameter)
+    warn_of_local_result(parameter, "a loss made", requires_grad=parameter.requires_grad)
 
 
 def _nothing() -> None:
@@ -289,8 +321,21 @@ def _no_hook(parameter: ShardedParameter, method: str) -> LifecycleError:
     )
 
 
+def _method_of_slice(name: str) -> Callable[..., Any]:
+    """Method `name` of a sharded parameter: a tensor's for who knows slices, a `Slice`'s for everybody else."""
+    plain = getattr(torch.Tensor, name)
+
+    def method(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
+        if knows_slices(asker(sys._getframe(1))):
+            return plain(self, *args, **kwargs)
+        return getattr(Slice.of(self, self), name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = name, plain.__doc__
+    return method
+
+
 for _name in _METHODS.split():
-    setattr(ShardedParameter, _name, method_of_slice(_name))
+    setattr(ShardedParameter, _name, _method_of_slice(_name))
 
 # torch turns its foreach and fused optimizers on only for types in these lists (DTensor is added the same way).
 for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm.cpu.heap import heap
 from fullshard.comm.mesh import Mesh
@@ -22,23 +23,33 @@ from fullshard.core.events import EventKind, EventSink
 from fullshard.core.schedule import BackwardPrefetch, Reductions, gathered_ahead
 from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.additions import Additions
-from fullshard.engine.agree import check_agreement, describe_structure
+from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient, backward_under_way
-from fullshard.engine.unit import Call, Unit, UnitState
+from fullshard.engine.unit import Call, Unit, UnitState, owner_of
 
-if TYPE_CHECKING:
-    from fullshard.engine.stepping import Stepper
+
+class StepsInBackward(Protocol):
+    """Steps an optimizer within backward (`engine.stepping`)."""
+
+    def begin(self, schedule: Schedule, *, is_last: bool) -> bool:
+        """A backward begins; whether to step in it."""
+
+    def step(self, bucket: Bucket) -> bool:
+        """Update what the optimizer holds of a bucket whose gradients are published; whether it did."""
+
+    def first_among(self, parameters: set[int]) -> str | None:
+        """The name of the first sharded parameter it holds that is among those with these ids."""
 
 
 class Schedule:
     """Shared by the units of one model.
 
     Args:
-        units: inner units before the units around them.
         mesh: the ranks that share the model.
 
     Attributes:
+        units: inner units before the units around them; none until it is assembled.
         steps: optimizer steps so far.
         after_step: called with their number before the first forward after one.
         steppers: step their optimizers in backward.
@@ -46,20 +57,21 @@ class Schedule:
         loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
     """
 
-    def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
-        self.units, self.mesh = list(units), mesh
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.units: list[Unit] = []
         self.event_sink: EventSink | None = None
-        self.part_handles = [h for unit in units for h in unit.watch_parts(is_outermost=unit is self.units[-1])]
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
         self.steps = self.loads = 0
         self.after_step: Callable[[int], None] | None = None
-        self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
+        self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
-        self._additions = Additions(self.units)
-        self._activations = Activations.of(self.units)
+        self._part_handles: list[RemovableHandle] = []
+        self._additions = Additions(())
+        self._activations: Activations | None = None
         self._heap = heap() if mesh.device.type == "cpu" else None
-        self._has_stepped = False
+        self._stepped_since_forward = False
         self._depth = 0
         self._order: list[Unit] = []
         self._reduce_order: dict[Unit, int] = {}
@@ -72,7 +84,23 @@ class Schedule:
         self._queued: set[Unit] = set()
         self._reductions: Reductions[Bucket] = Reductions()
         self._finished: set[Bucket] = set()
-        self._stepping: list[Stepper] = []
+        self._stepping: list[StepsInBackward] = []
+
+    def assemble(self, units: Sequence[Unit]) -> None:
+        """Take over the units of a model, from other schedules too, each of a part of it."""
+        for earlier in {schedule_of(unit) for unit in units} - {self}:
+            for handle in earlier._part_handles:
+                handle.remove()  # its outermost unit was not the outermost after all
+            self.steppers |= earlier.steppers
+            self.loads += earlier.loads
+        self.units = list(units)
+        for unit in units:
+            unit.schedule = self
+            self._part_handles += unit.watch_parts(is_outermost=unit is units[-1])
+        for tag, bucket in enumerate(bucket for unit in units for bucket in unit.buckets):
+            bucket.tag = tag
+        self._additions = Additions(self.units)
+        self._activations = Activations.of(self.units)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -102,15 +130,15 @@ class Schedule:
             self.reset()  # the last backward ended in an exception
         self._additions.check()
         self._thread = threading.get_ident()
-        if self._has_stepped and torch.is_grad_enabled():
-            self.steps, self._has_stepped = self.steps + 1, False
+        if self._stepped_since_forward and torch.is_grad_enabled():
+            self.steps, self._stepped_since_forward = self.steps + 1, False
             if self.after_step is not None:
                 self.after_step(self.steps)
         if not self._is_verified:
             if self._activations is not None:
                 check_pages(len(self.units))
             loads = f"weights loaded into {self.loads} units"
-            check_agreement(self.mesh, [*describe_structure(self.units[::-1]), loads], what="the sharded model")
+            check_agreement(self.mesh, [*_describe_structure(self.units[::-1]), loads], what="the sharded model")
             self._is_verified = True
         for unit in self.units:
             unit.take_requires_grad()
@@ -194,7 +222,7 @@ class Schedule:
         if unit not in self._queued:
             self._enqueue(unit)
 
-    def _steppers_at_work(self) -> list[Stepper]:
+    def _steppers_at_work(self) -> list[StepsInBackward]:
         stepping = [stepper for stepper in self.steppers if stepper.begin(self, is_last=self.is_last_backward)]
         pinned = next((unit for unit in self.units if unit.is_pinned), None)
         if stepping and pinned is not None:
@@ -215,7 +243,7 @@ class Schedule:
                 other.issue_unshard()
         elif self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(call.previous)
-        if self._activations is not None and call.page is not None:
+        if self._activations is not None and isinstance(call.page, Page):
             self._activations.want(call.page)
 
     @property
@@ -241,7 +269,7 @@ class Schedule:
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
-        gradient, unit = _gradient(bucket), bucket.unit
+        gradient, unit = _gradient(bucket), owner_of(bucket)
         if not unit.reduce_gradients:
             return
         unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
@@ -262,12 +290,12 @@ class Schedule:
             return
         for bucket in list(self._reductions.waiting):
             is_over = self._reductions.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)
-            if is_over and _gradient(bucket).is_complete and bucket.unit.is_left:
+            if is_over and bucket.is_complete and owner_of(bucket).is_left:
                 self._finish(bucket, _gradient(bucket).used)
 
     def _finish(self, bucket: Bucket, used: bytearray) -> None:
         """Publish a bucket's gradient, and step it if this is the time."""
-        unit = bucket.unit
+        unit = owner_of(bucket)
         del self._reductions.waiting[bucket]
         with unit.waiting("reduce"):
             if not _gradient(bucket).finish(used):
@@ -279,12 +307,12 @@ class Schedule:
         with unit.waiting("step in backward"):
             bucket.buffer.settle()
         nbytes = _gradient(bucket).held_nbytes
-        has_stepped = [stepper.step(bucket) for stepper in self._stepping]
-        if any(has_stepped):
+        stepped = [stepper.step(bucket) for stepper in self._stepping]
+        if any(stepped):
             unit.emit(EventKind.BUCKET_STEP, nbytes)
 
     def _advance(self, bucket: Bucket) -> None:
-        with bucket.unit.waiting("reduce"):
+        with owner_of(bucket).waiting("reduce"):
             _gradient(bucket).advance()
 
     @torch.no_grad()
@@ -390,7 +418,7 @@ class Schedule:
         """Main weights are about to change: nothing gathered from the old ones may be left."""
         if self._depth:
             self._abandon_forward()
-        self._has_stepped = True  # once for several optimizers
+        self._stepped_since_forward = True  # once for several optimizers
         for unit in self.units:
             unit.reshard()
         self.settle()
@@ -410,6 +438,31 @@ class Schedule:
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             with self.units[-1].waiting("after the last reshard"):
                 mesh.gather.settle()
+
+
+def _describe_structure(units: Sequence[Unit]) -> list[str]:
+    """One line per parameter with all that the layout and the communication depend on."""
+    lines = []
+    for unit in units:
+        for number, bucket in enumerate(unit.buckets):
+            reduce = bucket.gradient.dtype if bucket.gradient is not None else "frozen"
+            where = (
+                f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
+            )
+            if unit.policy.gather_as is not None or unit.policy.reduce_as is not None:
+                where += f", gather as {unit.policy.gather_as}, reduce as {unit.policy.reduce_as}"
+            where += ")"
+            for parameter in bucket.sharded_parameters:
+                shape = tuple(parameter.global_shape)
+                grad = parameter.requires_grad
+                lines.append(f"{where}: {'='.join(parameter.names)} {shape} requires_grad={grad}")
+    return lines
+
+
+def schedule_of(unit: Unit) -> Schedule:
+    """The schedule that a unit is part of."""
+    assert isinstance(unit.schedule, Schedule)  # noqa: S101 -- nothing else is handed to one
+    return unit.schedule
 
 
 def _gradient(bucket: Bucket) -> Gradient:

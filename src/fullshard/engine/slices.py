@@ -15,18 +15,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 
+from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
-from fullshard.engine.callers import WAY_OUT, asker, knows_slices, refuse_writers
-
-if TYPE_CHECKING:
-    from fullshard.comm.mesh import Mesh
-    from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.callers import WAY_OUT, knows_slices, refuse_writers
 
 LOCAL_RESULTS = frozenset(
     {"all", "amax", "amin", "any", "argmax", "argmin", "aminmax", "count_nonzero", "logsumexp", "max", "mean", "median"}
@@ -38,6 +34,39 @@ LOCAL_RESULTS = frozenset(
 """Functions of torch and methods of tensors whose result, of a slice, is not that of the whole tensor."""
 
 _has_warned = False
+
+
+class SlicedParameter(Protocol):
+    """What a slice asks of the parameter that it is of, a `ShardedParameter`."""
+
+    taken_for_whole: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Qualified names in the model."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that share it."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of this rank's slice."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Of the whole."""
+
+    @property
+    def interval(self) -> Interval:
+        """The elements that this rank owns."""
+
+    def gather_full(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole of something that is laid out as it."""
 
 
 class NotWhole:
@@ -79,10 +108,10 @@ class Slice(NotWhole, torch.Tensor):
         parameter: whose slice it is.
     """
 
-    parameter: ShardedParameter
+    parameter: SlicedParameter
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, parameter: ShardedParameter) -> Slice:
+    def of(cls, tensor: torch.Tensor, parameter: SlicedParameter) -> Slice:
         """The same memory, and the same place in autograd's graph."""
         with torch._C._DisableTorchDispatch():  # of a sharded parameter itself
             self = tensor.as_subclass(cls)
@@ -116,7 +145,7 @@ class Slice(NotWhole, torch.Tensor):
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
         """The whole, a new tensor of shape `global_shape`. A collective, as `ShardedParameter.full_tensor`."""
-        return gather_interval(self.plain(), self.parameter)
+        return self.parameter.gather_full(self.plain())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slice:
         copied = memo[id(self)] = Slice.of(self.plain().detach().clone(), self.parameter)
@@ -156,7 +185,7 @@ def _compute_with_slice(func: Callable[..., Any], held: Slice, args: Sequence[An
         if others:
             raise not_there(held.parameter, name)
     if name in LOCAL_RESULTS or type(result) in (torch.Tensor, tuple, list):
-        warn_of_local_result(held.parameter, name, of=held)
+        warn_of_local_result(held.parameter, name, requires_grad=held.requires_grad)
     return result
 
 
@@ -168,12 +197,18 @@ def _slices(values: Sequence[Any]) -> Iterator[Slice]:
             yield from _slices(value)
 
 
-def warn_of_local_result(parameter: ShardedParameter, function: str, of: torch.Tensor) -> None:
-    """Say once that something was computed `of` this rank's slice alone. Nothing to say where that is the whole."""
+def warn_of_local_result(parameter: SlicedParameter, function: str, *, requires_grad: bool) -> None:
+    """Say once that something was computed of this rank's slice alone. Nothing to say where that is the whole.
+
+    Args:
+        parameter: whose slice it was.
+        function: what was computed.
+        requires_grad: whether autograd comes back through it.
+    """
     global _has_warned
     if parameter.mesh.shard_size == 1:
         return
-    if function != "sum" and of.requires_grad and torch.is_grad_enabled():
+    if function != "sum" and requires_grad and torch.is_grad_enabled():
         parameter.taken_for_whole = function
     if _has_warned:
         return
@@ -191,36 +226,8 @@ def warn_of_local_result(parameter: ShardedParameter, function: str, of: torch.T
     )
 
 
-def gather_interval(local: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:
-    """The whole tensor of which `local` is this rank's interval, laid out as `parameter` (itself, or its state).
-
-    Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
-    """
-    layout, index, mesh = parameter._bucket.layout, parameter._index, parameter.mesh
-    full = torch.empty(parameter.global_shape.numel(), dtype=local.dtype, device=mesh.device)
-    full[parameter.interval.start : parameter.interval.stop] = local
-    for owner in range(mesh.shard_size):
-        interval = layout.interval(index, owner)
-        if interval.numel and mesh.shard_group is not None:
-            dist.broadcast(full[interval.start : interval.stop], group=mesh.shard_group, group_src=owner)
-    return full.view(parameter.global_shape)
-
-
-def method_of_slice(name: str) -> Callable[..., Any]:
-    """Method `name` of a sharded parameter: a tensor's for who knows slices, a `Slice`'s for everybody else."""
-    plain = getattr(torch.Tensor, name)
-
-    def method(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        if knows_slices(asker(sys._getframe(1))):
-            return plain(self, *args, **kwargs)
-        return getattr(Slice.of(self, self), name)(*args, **kwargs)
-
-    method.__name__, method.__doc__ = name, plain.__doc__
-    return method
-
-
 def compute_with(
-    func: torch._ops.OpOverload, parameter: ShardedParameter, args: Sequence[Any], kwargs: dict[str, Any]
+    func: torch._ops.OpOverload, parameter: SlicedParameter, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """What a kernel of torch makes of a sharded parameter, for code that does not know slices.
 
@@ -230,7 +237,7 @@ def compute_with(
     name = func.overloadpacket.__name__
     function = name.removeprefix("linalg_")
     if function in LOCAL_RESULTS:
-        warn_of_local_result(parameter, function, of=parameter)
+        warn_of_local_result(parameter, function, requires_grad=parameter.requires_grad)
         return func(*args, **kwargs)
     if name.startswith("_foreach_"):
         for together in zip(*(arg for arg in args if isinstance(arg, (list, tuple))), strict=False):
@@ -264,7 +271,7 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, NotWhole) and value.numel() != 1
 
 
-def _are_in_a_loss(parameter: ShardedParameter, others: Sequence[torch.Tensor]) -> bool:
+def _are_in_a_loss(parameter: SlicedParameter, others: Sequence[torch.Tensor]) -> bool:
     """Whether autograd would see the slice beside something of the whole's shape; on one rank that may be its own."""
     is_shape = parameter.mesh.shard_size > 1 and torch.is_grad_enabled()
     return is_shape and any(other.shape == parameter.global_shape for other in others)
@@ -276,13 +283,13 @@ _ELSEWHERE = (
 )
 
 
-def _where(parameter: ShardedParameter) -> str:
+def _where(parameter: SlicedParameter) -> str:
     return (
         f"sharded parameter {'='.join(parameter.names)} {tuple(parameter.global_shape)}, of which rank "
         f"{parameter.mesh.rank} has elements {parameter.interval.start} to {parameter.interval.stop}, in one dimension"
     )
 
 
-def not_there(parameter: ShardedParameter, name: str) -> LifecycleError:
+def not_there(parameter: SlicedParameter, name: str) -> LifecycleError:
     """What the function `name` wants is not there on any one rank."""
     return LifecycleError(f"`{name}` of {_where(parameter)}", hint=_ELSEWHERE)

@@ -24,11 +24,12 @@ import torch
 from torch import optim
 
 from fullshard.core.errors import LifecycleError, OptimizerError
-from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.interop import check_optimizer
 from fullshard.engine.optimizer import ELEMENT_WISE, dissolve_segments, finish_step, use_segments
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameters
-from fullshard.engine.schedule import Schedule
+from fullshard.engine.schedule import Schedule, schedule_of
+from fullshard.engine.unit import owner_of
 
 STEPS_IN_PARTS = (*ELEMENT_WISE, optim.Adagrad, optim.ASGD, optim.Rprop)
 """Optimizers that keep what a step changes per parameter, so that parts of them may step one after the other. Others
@@ -73,14 +74,14 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(f"{name} with differentiable=True cannot step in backward, which differentiates nothing")
-    half = next((p for p in sharded if p._bucket.compute_dtype is torch.float16 and p.requires_grad), None)
+    half = next((p for p in sharded if bucket_of(p).compute_dtype is torch.float16 and p.requires_grad), None)
     if half is not None:
         raise OptimizerError(
             f"{name} cannot step in backward: {half.name} computes in float16, whose gradients are scaled, and only "
             "all of them together tell whether the step is to be left out",
             hint="use bf16, which needs no loss scale",
         )
-    moved = next((p for p in sharded if p._bucket.main_is_on_host or p._bucket.state_visits_device), None)
+    moved = next((p for p in sharded if bucket_of(p).main_is_on_host or bucket_of(p).state_visits_device), None)
     if moved is not None:
         raise OptimizerError(
             f"{name} cannot step in backward: the main weights or the optimizer state of {moved.name} are on the host",
@@ -88,7 +89,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
         )
     hooks = optimizer._optimizer_step_pre_hooks.values()
     stepper = next((hook for hook in hooks if isinstance(hook, Stepper)), None)
-    schedules = dict.fromkeys(p._bucket.unit.schedule for p in sharded)
+    schedules = dict.fromkeys(schedule_of(owner_of(bucket_of(p))) for p in sharded)
     held = {id(p) for p in sharded}
     for other in (other for schedule in schedules for other in schedule.steppers if other is not stepper):
         if (shared := other.first_among(held)) is not None:
@@ -195,9 +196,10 @@ class Stepper:
                     self._add(optimizer, number, parameter)
 
     def _add(self, optimizer: optim.Optimizer, number: int, parameter: ShardedParameter) -> None:
-        part = self._parts.get(parameter._bucket)
+        bucket = bucket_of(parameter)
+        part = self._parts.get(bucket)
         if part is None:
-            part = self._parts[parameter._bucket] = _Part(_part_of(optimizer))
+            part = self._parts[bucket] = _Part(_part_of(optimizer))
         if number not in part.numbers:
             part.numbers.append(number)
             part.optimizer.param_groups.append({"params": []})
@@ -221,12 +223,12 @@ class Stepper:
         step: Any = type(optimizer).step
         step.__wrapped__(part.optimizer)  # without the hooks, which are for `optimizer.step()`
         finish_step(part.optimizer)
-        self._stepped[bucket.unit.schedule] = None
+        self._stepped[schedule_of(owner_of(bucket))] = None
         for parameter in parameters:
-            parameter.grad, parameter.has_stepped = None, True
+            parameter.grad, parameter.is_used_up = None, True
         gradient = bucket.gradient
         assert gradient is not None  # noqa: S101 -- its parameters have gradients
-        gradient.has_stepped = True
+        gradient.is_used_up = True
         gradient.release_if_cleared()
         return True
 
@@ -245,10 +247,10 @@ class Stepper:
             )
         for part in self._parts.values():
             for parameter in part.parameters:
-                parameter.has_stepped = False
+                parameter.is_used_up = False
         for bucket in self._parts:
             if bucket.gradient is not None:
-                bucket.gradient.has_stepped = False
+                bucket.gradient.is_used_up = False
         has_stepped = bool(self._stepped)
         self._stepped.clear()
         if any(parameter.grad is not None for part in self._parts.values() for parameter in part.parameters):

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,39 +23,39 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm.mesh import Mesh
-from fullshard.core.bucket import BucketKey
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
-from fullshard.core.events import Event, EventKind
-from fullshard.engine.bucket import Bucket, bucket_key
-from fullshard.engine.gradient import backward_under_way
+from fullshard.core.events import Event, EventKind, EventSink
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket_spec import by_bucket
+from fullshard.engine.gradient import Product, backward_under_way
 from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
-from fullshard.engine.uses import Product, watch_uses
-from fullshard.wrap.partition import Slot, UnitPlan
-
-if TYPE_CHECKING:
-    from fullshard.engine.activations import Page
-    from fullshard.engine.schedule import Schedule
+from fullshard.engine.uses import watch_uses
+from fullshard.wrap.partition import UnitPlan
 
 
 class UnitState(Enum):
-    """Where a unit's parameters are."""
+    """Where a unit's parameters are. Nothing else says whether they are whole."""
 
     SHARDED = auto()
-    """at rest: the modules hold sharded parameters"""
+    """no memory for the whole"""
     GATHERING = auto()
-    """the all-gather is under way: the modules still hold sharded parameters"""
+    """the all-gather is under way"""
+    GATHERED = auto()
+    """whole, but the modules hold sharded parameters, as before and after"""
     UNSHARDED = auto()
-    """the modules hold the original, whole parameters"""
+    """whole, and the modules hold the original parameters"""
 
 
 _TRANSITIONS = (  # not a set: an enum's hash is computed in Python
     (UnitState.SHARDED, UnitState.GATHERING),
-    (UnitState.GATHERING, UnitState.UNSHARDED),
+    (UnitState.GATHERING, UnitState.GATHERED),
     (UnitState.GATHERING, UnitState.SHARDED),
-    (UnitState.UNSHARDED, UnitState.SHARDED),
+    (UnitState.GATHERED, UnitState.UNSHARDED),
+    (UnitState.UNSHARDED, UnitState.GATHERED),
+    (UnitState.GATHERED, UnitState.SHARDED),
 )
 
 
@@ -64,7 +64,7 @@ class Call:
 
     Attributes:
         previous: the unit whose forward began just before; backward will want it next.
-        page: the activations that backward needs when it reaches the outputs, if any are on the host.
+        page: the activations that backward needs when it reaches the outputs, if any are on the host (the schedule's).
         is_active: backward has reached the outputs and not yet all inputs.
         inputs_left: inputs whose gradient is not there yet; None if no input wants one.
     """
@@ -75,7 +75,51 @@ class Call:
         self.previous = previous
         self.is_active = self.is_done = False
         self.inputs_left: int | None = None
-        self.page: Page | None = None
+        self.page: object = None
+
+
+class UnitSchedule(Protocol):
+    """What a unit asks of the order of work in its model, the `Schedule`: it tells what has begun and ended."""
+
+    event_sink: EventSink | None
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward is under way."""
+
+    @property
+    def page(self) -> object:
+        """Where what the forward under way saves belongs, if that may leave for the host."""
+
+    def begin_forward(self, unit: Unit) -> None:
+        """The unit is about to run forward (not as a recompute)."""
+
+    def note_call(self, unit: Unit) -> Unit | None:
+        """A forward that backward may come back to has begun; returns the unit of the one before."""
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """The unit's own parameters are there."""
+
+    def end_forward(self, unit: Unit, *, failed: bool) -> None:
+        """It has run forward, or failed to."""
+
+    def leave_forward(self) -> bool:
+        """Its forward is over, whatever becomes of its memory; whether it was the outermost one."""
+
+    def begin_backward(self, unit: Unit) -> None:
+        """Backward has reached the unit."""
+
+    def prefetch_backward(self, unit: Unit, call: Call) -> None:
+        """Its parameters are there, and its gradients about to be computed."""
+
+    def prefetch_after_backward(self, previous: Unit | None) -> None:
+        """They were, and `previous` comes next."""
+
+    def reduce_when_due(self, bucket: Bucket) -> None:
+        """All gradients of the bucket that will come are there."""
+
+    def step_when_final(self) -> None:
+        """Something may have become final."""
 
 
 class Unit:
@@ -86,15 +130,11 @@ class Unit:
         mesh: the ranks that share it.
         policy: dtypes per role.
         storage: where its shards are.
+        schedule: the order of work in the model it is part of.
         reshard_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
             outermost unit.
         weights: gives the values of parameters that are still on the meta device.
     """
-
-    schedule: Schedule
-    """the order of work in the model it is part of; set when the model is put together"""
-    full_nbytes: int
-    """bytes of the unsharded unit"""
 
     def __init__(
         self,
@@ -103,9 +143,11 @@ class Unit:
         mesh: Mesh,
         policy: MixedPrecisionPolicy,
         storage: Storage,
+        schedule: UnitSchedule,
         reshard_after_forward: bool | None,
         weights: WeightSource | None = None,
     ) -> None:
+        self.schedule = schedule
         self.modules, self.mesh, self.policy, self.storage = plan.modules, mesh, policy, storage
         self.requested_reshard_after_forward = reshard_after_forward
         self.reshard_after_forward = reshard_after_forward is not False
@@ -113,18 +155,16 @@ class Unit:
         self.reduce_gradients = True
         self.name = ""
         self.state = UnitState.SHARDED
-        self._is_bound = False
         self.is_pinned = False
         self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.buckets = [
-            Bucket(slots, mesh=mesh, policy=policy, storage=storage, weights=weights)
-            for slots in _by_bucket(plan.slots, policy)
+            Bucket(slots, mesh=mesh, policy=policy, storage=storage, owner=self, number=number, weights=weights)
+            for number, slots in enumerate(by_bucket(plan.slots, policy))
         ]
         self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
         for bucket in self.buckets:
-            bucket.unit = self
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
@@ -134,7 +174,8 @@ class Unit:
         self._part: nn.Module | None = None
         self._running = 0
         self._is_in_method = False
-        self._bind(unsharded=False)
+        for bucket in self.buckets:
+            bucket.bind(unsharded=False)
         self._register_hooks()
 
     # -- lifecycle ----------------------------------------------------------------------------------------------
@@ -165,23 +206,21 @@ class Unit:
         Raises:
             CommunicationError: the all-gather failed, for example because another rank runs another unit.
         """
-        if self.state is UnitState.UNSHARDED:
-            if not self._is_bound:
-                self._bind(unsharded=True)
-            return
         self.issue_unshard(exactly=exactly)
-        with self.waiting("unshard"):
-            for bucket in self.buckets:
-                bucket.wait_unshard()
-        self._move(UnitState.UNSHARDED)
-        self._bind(unsharded=True)
-        self.emit(EventKind.UNSHARD_READY, self.full_nbytes)
+        if self.state is UnitState.GATHERING:
+            with self.waiting("unshard"):
+                for bucket in self.buckets:
+                    bucket.wait_unshard()
+            self._move(UnitState.GATHERED)
+            self.emit(EventKind.UNSHARD_READY, self.full_nbytes)
+        if self.state is UnitState.GATHERED:
+            self._bind(unsharded=True)
 
     def reshard(self) -> None:
         """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already."""
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
-        if self._is_bound:
+        if self.state is UnitState.UNSHARDED:
             self._bind(unsharded=False)  # first, because it may refuse
         for bucket in self.buckets:
             bucket.reshard()
@@ -194,17 +233,17 @@ class Unit:
         Outside forward and backward `module.parameters()` always yields sharded parameters, or clipping and
         `zero_grad()` would act on the original ones, which never hold a gradient.
         """
-        if self._is_bound and not self.is_pinned:
+        if self.state is UnitState.UNSHARDED and not self.is_pinned:
             self._bind(unsharded=False)
 
     def _bind(self, *, unsharded: bool) -> None:
         for bucket in self.buckets:
             bucket.check_binding()  # all of them before any is changed
-            if self._is_bound:
+            if not unsharded:
                 bucket.check_unchanged()
         for bucket in self.buckets:
             bucket.bind(unsharded=unsharded)
-        self._is_bound = unsharded
+        self._move(UnitState.UNSHARDED if unsharded else UnitState.GATHERED)
 
     def abandon_forward(self) -> None:
         """Back to rest after a forward that ended without its hooks. Gradients collected before it stay."""
@@ -247,12 +286,12 @@ class Unit:
     @property
     def is_at_rest(self) -> bool:
         """Whether its modules hold sharded parameters, which nothing can be computed with."""
-        return not self._is_bound
+        return self.state is not UnitState.UNSHARDED
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the model is in a forward or backward, where all ranks are; not while it is still put together."""
-        return hasattr(self, "schedule") and (self.schedule.is_in_forward or backward_under_way() != -1)
+        """Whether the model is in a forward or backward, where all ranks are."""
+        return self.schedule.is_in_forward or backward_under_way() != -1
 
     def take_requires_grad(self) -> None:
         """See `Bucket.take_requires_grad`."""
@@ -287,13 +326,13 @@ class Unit:
                 # A hook can only be put on what requires grad at that moment.
                 requires_grad = slot.parameter.requires_grad
                 slot.parameter.requires_grad_(True)
-                slot.parameter.register_post_accumulate_grad_hook(_uncompiled(_gradient_hook(bucket, index)))
+                slot.parameter.register_post_accumulate_grad_hook(_uncompiled(_gradient_hook(self, bucket, index)))
                 slot.parameter.requires_grad_(requires_grad)
-        watch_uses(bucket, _take_use, _uncompiled)
+        watch_uses(bucket, _take_use(self), _uncompiled)
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module of the unit as if it were its forward. Within the unit's forward it just runs."""
-        if self._running and self._is_bound:
+        if self._running and not self.is_at_rest:
             return method(*args, **kwargs)
         try:
             args, kwargs = self._pre_forward(module, args, kwargs)
@@ -371,7 +410,7 @@ class Unit:
         return handles
 
     def _pre_part(self, module: nn.Module, args: Any) -> None:
-        if self._is_bound:
+        if not self.is_at_rest:
             return
         self.take_requires_grad()
         self.unshard()
@@ -476,7 +515,7 @@ class Unit:
 
         With an input that wants a gradient, a parameter may still be read on the way to it; likewise a frozen one.
         """
-        if any(b.gradient is None or not b.gradient.is_complete for b in self.buckets):
+        if not all(bucket.is_complete for bucket in self.buckets):
             return
         calls = self._live_calls()
         if all(call.inputs_left is None for call in calls):
@@ -499,23 +538,22 @@ class Unit:
         self.rest()
 
 
-def _gradient_hook(bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
     """Post-accumulate hook of one original parameter.
 
     It holds nothing strongly: autograd keeps it where Python's garbage collector does not look, so that a model would
     never be freed.
     """
-    reference = weakref.ref(bucket)
+    owner, held = weakref.ref(unit), weakref.ref(bucket)
 
     def hook(parameter: torch.Tensor) -> None:
-        bucket = reference()
-        if bucket is None or (gradient := bucket.gradient) is None:
+        unit, bucket = owner(), held()
+        if unit is None or bucket is None or (gradient := bucket.gradient) is None:
             return
-        unit = bucket.unit
         try:
             if not gradient.fired:
                 unit.schedule.begin_backward(unit)
-            if gradient.collect(index, parameter):
+            if gradient.collect(index, parameter) and bucket.is_complete:
                 unit.gradients_complete(bucket)
         except BaseException as error:
             _locate(error, unit, "gradient")
@@ -524,15 +562,28 @@ def _gradient_hook(bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]
     return hook
 
 
-def _take_use(bucket: Bucket, index: int, gradient: torch.Tensor | Product) -> bool:
-    """One use of a tied parameter has its gradient; others follow."""
-    try:
-        bucket.unit.schedule.begin_backward(bucket.unit)
-        assert bucket.gradient is not None  # noqa: S101 -- only trainable buckets have the hook
-        return bucket.gradient.take(index, gradient)
-    except BaseException as error:
-        _locate(error, bucket.unit, "gradient")
-        raise
+def _take_use(unit: Unit) -> Callable[[Bucket, int, torch.Tensor | Product], bool]:
+    """Takes what one use of a tied parameter gives; others follow. It holds nothing strongly, either."""
+    owner = weakref.ref(unit)
+
+    def take(bucket: Bucket, index: int, gradient: torch.Tensor | Product) -> bool:
+        unit = owner()
+        if unit is None or bucket.gradient is None:
+            return False
+        try:
+            unit.schedule.begin_backward(unit)
+            return bucket.gradient.take(index, gradient)
+        except BaseException as error:
+            _locate(error, unit, "gradient")
+            raise
+
+    return take
+
+
+def owner_of(bucket: Bucket) -> Unit:
+    """The unit that a bucket belongs to."""
+    assert isinstance(bucket.owner, Unit)  # noqa: S101 -- nothing else makes buckets
+    return bucket.owner
 
 
 class _OutputHook:
@@ -596,14 +647,6 @@ def _locate(error: BaseException, unit: Unit, phase: str) -> None:
     """Add rank, unit and phase to an error that does not say them."""
     if not isinstance(error, FullshardError):
         error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")
-
-
-def _by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
-    """Slots grouped by bucket, in the order in which their first parameters come."""
-    groups: dict[BucketKey, list[Slot]] = {}
-    for slot in slots:
-        groups.setdefault(bucket_key(slot, policy), []).append(slot)
-    return list(groups.values())
 
 
 def _uncompiled(function: Any) -> Any:

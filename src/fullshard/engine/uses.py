@@ -23,7 +23,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +31,8 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
-if TYPE_CHECKING:
-    from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.gradient import Product
 
 SWITCH = "FULLSHARD_GRADIENTS"
 """Environment variable; `whole` leaves everything to autograd."""
@@ -45,24 +45,8 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 """Nodes with which a layer makes matrices of its input, and of the product what it returns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A gradient that is still to be computed: the product of two matrices."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-
-    def value(self) -> torch.Tensor:
-        """In memory of its own."""
-        return self.left.mm(self.right)
-
-    def write(self, piece: torch.Tensor) -> torch.Tensor:
-        """Into `piece`, shape (n,); returns it in its own shape."""
-        return torch.mm(self.left, self.right, out=piece.view(self.left.shape[0], self.right.shape[1]))
-
-
-Take = Callable[["Bucket", int, "torch.Tensor | Product"], bool]
-Multiply = Callable[[Product], "torch.Tensor | None"]
+Take = Callable[[Bucket, int, torch.Tensor | Product], bool]
+Multiply = Callable[[Product], torch.Tensor | None]
 Wrap = Callable[[Any], Any]
 
 
@@ -99,26 +83,6 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
             module.register_forward_hook(lookup.end, always_call=True)
 
 
-def add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
-    """Add the rows that a sparse gradient has to the collected one.
-
-    Args:
-        piece: shape (n,), what was collected.
-        grad: n elements in their parameter's shape.
-        is_first: `piece` has nothing yet.
-    """
-    if is_first:
-        piece.zero_()
-    if grad.sparse_dim() == 1 and grad.dense_dim() == 1:
-        # Rows that were looked up several times are added up first, by the kernel and in the order of a dense gradient;
-        # `coalesce` has an order of its own.
-        rows, place = torch.unique(grad._indices()[0], return_inverse=True)
-        sums = torch.ops.aten.embedding_dense_backward(grad._values(), place, rows.numel(), -1, False)
-        piece.view(grad.shape).index_add_(0, rows, sums.to(piece.dtype))
-    else:
-        piece.add_(grad.to_dense().reshape(-1))
-
-
 def _is_large_matrix(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 2 and parameter.numel() * parameter.itemsize >= _LARGE_NBYTES
 
@@ -127,7 +91,7 @@ def _is_looked_at(bucket: Bucket, index: int) -> bool:
     """Whether somebody else may look at the whole gradient before it is collected."""
     parameter = bucket.slots[index].parameter
     after = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
-    return bucket.unit.is_pinned or bool(parameter._backward_hooks) or len(after) > 1  # one is the engine's
+    return bucket.owner.is_pinned or bool(parameter._backward_hooks) or len(after) > 1  # one is the engine's
 
 
 # -- embeddings -----------------------------------------------------------------------------------------------------

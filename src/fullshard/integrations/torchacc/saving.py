@@ -32,7 +32,6 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
 from fullshard.engine import ShardedParameter
 from fullshard.engine.interop import optimizer_of
-from fullshard.engine.slices import gather_interval
 from fullshard.integrations.torchacc.process import joined
 from fullshard.launch.environment import run_on_main
 
@@ -122,7 +121,7 @@ def whole_optimizer_state(state_dict: Mapping[str, Any], *, keep: bool = True, c
         for name, value in states.get(key, {}).items():
             if isinstance(value, torch.Tensor):
                 is_slice = isinstance(parameter, ShardedParameter) and value.shape == parameter.shape
-                value = gather_interval(value, parameter) if is_slice else value.detach()
+                value = parameter.gather_full(value) if is_slice else value.detach()
                 value = value.cpu() if cpu and keep else value
             if keep:
                 whole.setdefault(key, {})[name] = value

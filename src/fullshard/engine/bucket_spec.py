@@ -1,0 +1,77 @@
+"""What a bucket is, apart from its memory: which parameters, shared by which ranks, in which dtypes, laid out how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fullshard.comm.mesh import Mesh
+from fullshard.comm.packing import Packing, packing_for
+from fullshard.core.bucket import BucketKey, BucketPlan
+from fullshard.engine.offload import Storage
+from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
+from fullshard.wrap.partition import Slot
+from fullshard.wrap.quantized import is_exact
+
+
+def by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
+    """Slots grouped by bucket, in the order in which their first parameters come."""
+    groups: dict[BucketKey, list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault(_key(slot, policy), []).append(slot)
+    return list(groups.values())
+
+
+def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
+    """What a parameter has in common with all others of its bucket."""
+    parameter, statistics = slot.parameter, slot.statistics_dtype
+    return BucketKey.of(
+        policy.dtypes,
+        dtype_name(parameter.dtype),
+        trainable=parameter.requires_grad,
+        exact=is_exact(parameter),
+        statistics=None if statistics is None else dtype_name(statistics),
+    )
+
+
+class BucketSpec:
+    """Parameters that share dtypes and trainability, and what follows from that.
+
+    Args:
+        slots: parameters of one `BucketKey`, on the mesh's device.
+        mesh: the ranks that share it.
+        policy: dtypes per role.
+        storage: where `main` and the compute shard are.
+
+    Attributes:
+        plan: dtypes, places and bytes, as the planner has them, from when it was made: it may have been frozen then.
+        slices: where in this rank's interval each parameter is.
+        tag: its number in the model, the same on every rank; set when the model is put together.
+        divisor: what the sum of gradients over all ranks is divided by.
+        requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
+    """
+
+    tag: int
+
+    def __init__(self, slots: Sequence[Slot], *, mesh: Mesh, policy: MixedPrecisionPolicy, storage: Storage) -> None:
+        self.slots, self.mesh, self.storage = slots, mesh, storage
+        self.plan = plan = BucketPlan.of(
+            _key(slots[0], policy),
+            [tuple(slot.parameter.shape) for slot in slots],
+            policy.dtypes,
+            world_size=mesh.shard_size,
+            offload=storage.offload,
+        )
+        self.layout = plan.layout
+        self.dtype, self.compute_dtype, self.reduce_dtype, self.compute_shard_dtype = map(
+            torch_dtype, (plan.dtype, plan.compute_dtype, plan.reduce_dtype, plan.compute_shard_dtype)
+        )
+        self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
+        self.main_is_on_host = plan.main_is_on_host
+        self.is_gathered_from_host = plan.is_gathered_from_host
+        self.state_visits_device = plan.state_visits_device
+        self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
+        self.divisor, self.requires_all_reduce = float(mesh.world_size), True
+
+
+def _packing(sent_as: str | None) -> Packing | None:
+    return None if sent_as is None else packing_for(torch_dtype(sent_as))
