@@ -1,9 +1,8 @@
-"""The interval layout, over shapes, world sizes, item sizes and atoms that nobody would write down."""
+"""The interval layout, over shapes, world sizes and item sizes that nobody would write down."""
 
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from fullshard.core.layout import ALIGNMENT_NBYTES, BucketLayout, Interval, Para
 # Scalars, empty ones, primes, powers of two; small enough to spell out every element.
 DIMS = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 31, 32, 64])
 SHAPES = st.lists(DIMS, max_size=2).map(tuple)
-ATOMS = st.sampled_from([1, 1, 1, 2, 3, 7, 8, 64, 256])
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16, 32])
 WORLD_SIZES = st.one_of(st.integers(1, 9), st.sampled_from([16, 31, 64, 100, 257]))
 
@@ -24,8 +22,7 @@ WORLD_SIZES = st.one_of(st.integers(1, 9), st.sampled_from([16, 31, 64, 100, 257
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[BucketLayout, int]:
     """A layout and its item size."""
-    shapes = draw(st.lists(st.tuples(SHAPES, ATOMS), max_size=6))
-    specs = [ParameterSpec(f"p{i}", shape, atom) for i, (shape, atom) in enumerate(shapes)]
+    specs = [ParameterSpec(f"p{i}", shape) for i, shape in enumerate(draw(st.lists(SHAPES, max_size=6)))]
     itemsize = draw(ITEMSIZES)
     return BucketLayout.build(specs, itemsize=itemsize, world_size=draw(WORLD_SIZES)), itemsize
 
@@ -44,7 +41,6 @@ def test_parameters_are_aligned_and_do_not_overlap(case: tuple[BucketLayout, int
     owner = np.zeros(layout.full_numel, dtype=np.int64)
     for index, (spec, offset) in enumerate(zip(layout.specs, layout.offsets, strict=True)):
         assert offset * itemsize % ALIGNMENT_NBYTES == 0
-        assert offset % spec.atom == 0
         assert offset + spec.numel <= layout.full_numel
         assert not owner[offset : offset + spec.numel].any()
         owner[offset : offset + spec.numel] = index + 1
@@ -72,17 +68,6 @@ def test_every_element_has_one_owner_in_rank_order(case: tuple[BucketLayout, int
         elements = [i for interval in intervals for i in range(interval.start, interval.stop)]
         assert elements == list(range(spec.numel))
         assert all(0 <= interval.start <= interval.stop <= spec.numel for interval in intervals)
-
-
-@given(layouts())
-def test_no_atom_is_cut(case: tuple[BucketLayout, int]) -> None:
-    layout, _ = case
-    for index, spec in enumerate(layout.specs):
-        for rank in range(layout.world_size):
-            interval = layout.interval(index, rank)
-            if interval.numel:
-                assert interval.start % spec.atom == 0
-                assert interval.stop % spec.atom == 0 or interval.stop == spec.numel
 
 
 @given(layouts())
@@ -124,13 +109,10 @@ def test_names_are_found(case: tuple[BucketLayout, int]) -> None:
 
 
 @given(layouts())
-def test_shards_are_no_larger_than_alignment_and_atoms_ask_for(case: tuple[BucketLayout, int]) -> None:
+def test_shards_are_no_larger_than_alignment_asks_for(case: tuple[BucketLayout, int]) -> None:
     layout, _ = case
     end = max((o + s.numel for s, o in zip(layout.specs, layout.offsets, strict=True)), default=0)
-    coarsest = math.lcm(layout.alignment, *(spec.atom for spec in layout.specs))
-    assert layout.shard_numel < -(-end // layout.world_size) + coarsest
-    if all(spec.atom == 1 for spec in layout.specs):
-        assert layout.shard_numel < -(-end // layout.world_size) + layout.alignment
+    assert layout.shard_numel < -(-end // layout.world_size) + layout.alignment
 
 
 @settings(max_examples=50)
@@ -175,13 +157,6 @@ def test_most_slices_are_empty_at_large_world_sizes() -> None:
     assert sum(sizes) == 10 * 64 * 64
 
 
-def test_an_atom_that_no_boundary_crosses_costs_nothing() -> None:
-    specs = [ParameterSpec("matrix", (1000, 8)), ParameterSpec("whole", (96,), atom=96)]
-    layout = BucketLayout.build(specs, itemsize=4, world_size=2)
-    assert layout.offsets[1] % 96 == 0
-    assert layout.shard_numel == 4080, "8160 elements halve without cutting `whole`, so nothing is rounded up"
-
-
 @pytest.mark.parametrize(("itemsize", "world_size"), [(3, 1), (0, 1), (24, 2), (4, 0), (4, -1)])
 def test_impossible_sizes_are_refused(itemsize: int, world_size: int) -> None:
     with pytest.raises(LayoutError, match=f"items of {itemsize} bytes over {world_size} ranks"):
@@ -189,25 +164,20 @@ def test_impossible_sizes_are_refused(itemsize: int, world_size: int) -> None:
 
 
 def test_bad_parameters_are_refused_by_name() -> None:
-    with pytest.raises(LayoutError, match="'p': atom must be at least 1, got 0"):
-        BucketLayout.build([ParameterSpec("p", (4,), atom=0)], itemsize=4, world_size=1)
     with pytest.raises(LayoutError, match="'p' is listed twice"):
         BucketLayout.build([ParameterSpec("p", (4,)), ParameterSpec("p", (4,))], itemsize=4, world_size=1)
 
 
 @pytest.mark.parametrize(
-    ("offsets", "shard_numel", "atom", "message"),
+    ("offsets", "shard_numel", "message"),
     [
-        ((0, 4), 16, 1, "'b' overlaps"),
-        ((0, 10), 16, 1, "'b' overlaps its neighbour or is not aligned"),
-        ((0, 8), 4, 1, "16 elements do not fit 2 aligned intervals of 4"),
-        ((0, 8), 10, 1, "16 elements do not fit 2 aligned intervals of 10"),
-        ((0, 8), 12, 8, r"'b' \(atom 8\) is cut at its element 4"),
+        ((0, 4), 16, "'b' overlaps"),
+        ((0, 10), 16, "'b' overlaps its neighbour or is not aligned"),
+        ((0, 8), 4, "16 elements do not fit 2 aligned intervals of 4"),
+        ((0, 8), 10, "16 elements do not fit 2 aligned intervals of 10"),
     ],
 )
-def test_the_checker_does_not_trust_the_builder(
-    offsets: tuple[int, int], shard_numel: int, atom: int, message: str
-) -> None:
-    specs = (ParameterSpec("a", (8,)), ParameterSpec("b", (8,), atom))
+def test_the_checker_does_not_trust_the_builder(offsets: tuple[int, int], shard_numel: int, message: str) -> None:
+    specs = (ParameterSpec("a", (8,)), ParameterSpec("b", (8,)))
     with pytest.raises(LayoutError, match=message):
         BucketLayout(specs, offsets, shard_numel, world_size=2, alignment=4)

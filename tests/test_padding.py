@@ -12,7 +12,6 @@ from fullshard.core.sizes import round_up
 LIMIT = 0.004
 POWERS_OF_TWO = [2**k for k in range(11)]
 ODD_WORLD_SIZES = [3, 5, 6, 7, 12, 24, 48, 96, 100, 1000]
-BLOCK_OF_8BIT_OPTIMIZERS = 256
 
 Shapes = list[tuple[int, ...]]
 
@@ -72,8 +71,8 @@ BLOCKS: dict[str, Shapes] = {
 }
 
 
-def build(name: str, world_size: int, *, atom: int, itemsize: int) -> BucketLayout:
-    specs = [ParameterSpec(str(i), shape, atom) for i, shape in enumerate(BLOCKS[name])]
+def build(name: str, world_size: int, *, itemsize: int) -> BucketLayout:
+    specs = [ParameterSpec(str(i), shape) for i, shape in enumerate(BLOCKS[name])]
     return BucketLayout.build(specs, itemsize=itemsize, world_size=world_size)
 
 
@@ -81,21 +80,8 @@ def build(name: str, world_size: int, *, atom: int, itemsize: int) -> BucketLayo
 @pytest.mark.parametrize("name", BLOCKS)
 def test_padding_is_small_at_every_world_size(name: str, itemsize: int) -> None:
     for world_size in POWERS_OF_TWO + ODD_WORLD_SIZES:
-        layout = build(name, world_size, atom=1, itemsize=itemsize)
+        layout = build(name, world_size, itemsize=itemsize)
         assert layout.padding <= LIMIT, f"{name} over {world_size} ranks: {layout.padding:.3%}"
-
-
-@pytest.mark.parametrize("itemsize", [2, 4], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_padding_with_blocks_of_256(name: str, itemsize: int) -> None:
-    """Equal intervals of whole blocks cost up to one block per rank; the layout must not cost more than that."""
-    for world_size in POWERS_OF_TWO + ODD_WORLD_SIZES:
-        layout = build(name, world_size, atom=BLOCK_OF_8BIT_OPTIMIZERS, itemsize=itemsize)
-        if (name, world_size) == ("Qwen2.5-0.5B", 1000):
-            # 14,912.4 elements per rank are 58.25 blocks: no layout of equal intervals pads less than 1.27 %.
-            assert layout.shard_numel == 59 * BLOCK_OF_8BIT_OPTIMIZERS
-        else:
-            assert layout.padding <= LIMIT, f"{name} over {world_size} ranks: {layout.padding:.3%}"
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -103,7 +89,7 @@ def test_no_layout_of_equal_aligned_intervals_is_smaller(name: str) -> None:
     """At most the few elements that align each parameter's start are above the least possible."""
     numel = sum(math.prod(shape) for shape in BLOCKS[name])
     for world_size in POWERS_OF_TWO + ODD_WORLD_SIZES:
-        layout = build(name, world_size, atom=1, itemsize=2)
+        layout = build(name, world_size, itemsize=2)
         alignment = ALIGNMENT_NBYTES // 2
         least = round_up(-(-numel // world_size), alignment)
         between = len(BLOCKS[name]) * alignment

@@ -14,6 +14,7 @@ from fullshard.comm.base import Collectives, Work, own_interval
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import CompletedWork
+from fullshard.core.sizes import all_reduce_nbytes
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class SimulatedCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Count, and take this rank's own values for the sum."""
-        return self._done(tensor, 2 * tensor.nbytes * (self.size - 1) // self.size)
+        return self._done(tensor, all_reduce_nbytes(tensor.nbytes, self.size))
 
     def _done(self, result: torch.Tensor, nbytes: int) -> Work:
         self.sent_nbytes += nbytes

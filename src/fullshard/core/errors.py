@@ -3,7 +3,7 @@
     FullshardError
     ├── ConfigError         (ValueError)    a setting, a flag or an argument is wrong
     ├── WrapError           (ValueError)    a wrap policy names something the model does not have
-    ├── LayoutError         (ValueError)    shapes, dtypes or atoms that cannot be laid out
+    ├── LayoutError         (ValueError)    shapes or dtypes that cannot be laid out
     ├── LifecycleError      (RuntimeError)  an illegal move of a unit, or a call at the wrong moment
     ├── OptimizerError      (ValueError)    an optimizer that cannot work on sharded parameters
     ├── CommunicationError  (RuntimeError)  ranks disagree, or a collective failed
@@ -44,7 +44,7 @@ class WrapError(FullshardError, ValueError):
 
 
 class LayoutError(FullshardError, ValueError):
-    """Shapes, dtypes or atoms that cannot be laid out over the ranks."""
+    """Shapes or dtypes that cannot be laid out over the ranks."""
 
 
 class LifecycleError(FullshardError, RuntimeError):

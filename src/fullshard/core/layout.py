@@ -7,9 +7,7 @@ padded so that it falls into `world_size` equal intervals, rank r owning element
     intervals    |     rank 0      |     rank 1      |     rank 2         |
 
 So `all_gather(full, shard)` is the unshard, every parameter is a view of `full`, and no copy is needed on either side.
-A parameter may be cut anywhere that its *atom* allows: atom 1 (the default) suits element-wise optimizers, 256 suits
-block-wise 8-bit optimizer state, and so on. At large world sizes most of a rank's slices are empty; that is the normal
-case.
+A parameter may be cut anywhere. At large world sizes most of a rank's slices are empty; that is the normal case.
 
 The constructor packs; `__post_init__` checks the invariants with independent code.
 """
@@ -56,12 +54,10 @@ class ParameterSpec:
     Attributes:
         name: fully qualified name in the model.
         shape: global shape; `()` is a scalar.
-        atom: elements that must stay on one rank.
     """
 
     name: str
     shape: tuple[int, ...]
-    atom: int = 1
 
     @property
     def numel(self) -> int:
@@ -98,19 +94,16 @@ class BucketLayout:
             world_size: ranks in the shard group.
 
         Raises:
-            LayoutError: an item size that 16 bytes do not hold a whole number of, or an invalid atom or world size.
+            LayoutError: an item size that 16 bytes do not hold a whole number of, or an invalid world size.
         """
         if world_size < 1 or itemsize < 1 or (ALIGNMENT_NBYTES % itemsize and itemsize % ALIGNMENT_NBYTES):
             raise LayoutError(f"cannot lay out items of {itemsize} bytes over {world_size} ranks")
         alignment = max(1, ALIGNMENT_NBYTES // itemsize)
         offsets, end = [], 0
         for spec in specs:
-            if spec.atom < 1:
-                raise LayoutError(f"parameter {spec.name!r}: atom must be at least 1, got {spec.atom}")
-            offset = round_up(end, math.lcm(alignment, spec.atom))
-            offsets.append(offset)
-            end = offset + spec.numel
-        shard_numel = _shard_numel(specs, offsets, end, alignment=alignment, world_size=world_size)
+            offsets.append(round_up(end, alignment))
+            end = offsets[-1] + spec.numel
+        shard_numel = round_up(-(-end // world_size), alignment)
         return cls(tuple(specs), tuple(offsets), shard_numel, world_size, alignment)
 
     def __post_init__(self) -> None:
@@ -123,9 +116,6 @@ class BucketLayout:
             end = offset + spec.numel
         if end > self.full_numel or self.shard_numel % self.alignment:
             raise LayoutError(f"{end} elements do not fit {self.world_size} aligned intervals of {self.shard_numel}")
-        for spec, offset in zip(self.specs, self.offsets, strict=True):
-            if cut := _first_bad_cut(spec, offset, self.shard_numel):
-                raise LayoutError(f"parameter {spec.name!r} (atom {spec.atom}) is cut at its element {cut}")
 
     @property
     def full_numel(self) -> int:
@@ -163,37 +153,3 @@ class BucketLayout:
     def index(self, name: str) -> int:
         """Position of the parameter called `name`. Raises `KeyError` if the bucket has none."""
         return self._index[name]
-
-
-def _shard_numel(
-    specs: Sequence[ParameterSpec], offsets: Sequence[int], end: int, *, alignment: int, world_size: int
-) -> int:
-    """The smallest S found that cuts every parameter only between atoms.
-
-    S is a multiple of the alignment and of each atom that is actually cut; an atom that no boundary crosses costs
-    nothing. Raising S moves the boundaries, so repeat until no cut is wrong (each round adds at least one atom).
-    """
-    multiple = alignment
-    while True:
-        shard_numel = round_up(-(-end // world_size), multiple)
-        wrong = [s.atom for s, o in zip(specs, offsets, strict=True) if _first_bad_cut(s, o, shard_numel)]
-        if not wrong:
-            return shard_numel
-        multiple = math.lcm(multiple, *wrong)
-
-
-def _first_bad_cut(spec: ParameterSpec, offset: int, shard_numel: int) -> int:
-    """The first element of the parameter at which a rank boundary splits an atom; 0 if there is none.
-
-    Boundaries lie at multiples of S. Their positions inside the parameter advance by S, so their remainders modulo
-    the atom repeat after at most `atom` boundaries.
-    """
-    if shard_numel == 0 or spec.atom == 1:
-        return 0
-    first = round_up(offset + 1, shard_numel) - offset
-    for count, cut in enumerate(range(first, spec.numel, shard_numel)):
-        if count == spec.atom:
-            break
-        if cut % spec.atom:
-            return cut
-    return 0

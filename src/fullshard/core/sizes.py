@@ -5,7 +5,8 @@ from __future__ import annotations
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 LONG_NBYTES = 2**25
-"""Of a tensor that glibc maps anew each time, which costs more than it saves."""
+"""Of a tensor that glibc maps anew each time, its pages cleared by the kernel, which costs more than it saves: 32 MiB
+(DEFAULT_MMAP_THRESHOLD_MAX in malloc.c)."""
 
 
 def format_nbytes(nbytes: int) -> str:
@@ -35,6 +36,11 @@ def packed_nbytes(numel: int, itemsize: int) -> int:
     """
     scales = 4 * -(-numel // PACKED_BLOCK_NUMEL) if itemsize == 1 else 0
     return round_up(itemsize * numel, 16) + round_up(scales, 16)
+
+
+def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
+    """What one of `ranks` ranks sends to sum a buffer of `nbytes`: a reduce-scatter, and an all-gather of the sum."""
+    return 2 * nbytes * (ranks - 1) // ranks
 
 
 def round_up(value: int, multiple: int) -> int:

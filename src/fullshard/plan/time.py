@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 
 from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
+from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import layer_activations
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import STATE_NBYTES, Job
@@ -68,9 +69,6 @@ OPTIMIZER_OPS = {"adamw": 11, "sgd": 1, "sgd-momentum": 3}
 
 LAYER_OPS = (73, 138)
 """ATen operations of a layer's forward and of its backward, counted in a Llama layer (`tests/test_plan_time.py`)."""
-
-FRESH_NBYTES = 32 * 2**20
-"""glibc gives larger blocks back to the system when they are freed (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +208,7 @@ def _copies(setting: PlanSetting, cluster: Cluster) -> float:
 
 
 def _fresh(nbytes: int) -> int:
-    return nbytes if nbytes > FRESH_NBYTES else 0
+    return nbytes if nbytes > LONG_NBYTES else 0
 
 
 def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:

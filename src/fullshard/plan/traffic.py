@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fullshard.core.events import Event, EventKind
+from fullshard.core.sizes import all_reduce_nbytes
 from fullshard.plan.layout import ModelLayout, UnitLayout
 
 
@@ -83,11 +84,6 @@ def reduce_message_nbytes(event: Event, unit: UnitLayout, shard_size: int) -> in
     buckets = (bucket for bucket in unit.buckets if bucket.trainable and bucket.reduce_nbytes == event.nbytes)
     bucket = next(buckets, None)
     return event.nbytes // shard_size if bucket is None else bucket.reduce_message_nbytes
-
-
-def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
-    """What one of `ranks` ranks sends to sum a buffer of `nbytes`."""
-    return 2 * nbytes * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,86 @@
+"""What has to be spelled out twice, because a type or a file of another kind says it, is the same in both places.
+
+Which rules there are and who owns each: docs/decisions/0014-one-rule-one-owner.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import optim
+
+from fullshard.comm import packing
+from fullshard.config import fsdp, schema
+from fullshard.core.dtypes import COMPUTE
+from fullshard.core.requirements import OLDEST_TORCH
+from fullshard.core.schedule import SPENT, BackwardPrefetch, Reductions, count_kept, gathered_ahead
+from fullshard.engine.interop import NEEDS_WHOLE_TENSORS
+from fullshard.engine.optimizer import ELEMENT_WISE
+from fullshard.engine.precision import dtype_name
+from fullshard.engine.stepping import STEPS_IN_PARTS
+from fullshard.plan import job
+
+PROJECT = Path(__file__).parents[1]
+
+
+def test_names_that_types_spell_out() -> None:
+    prefetch = tuple(map(str, BackwardPrefetch))
+    assert get_args(schema.BackwardPrefetch) == fsdp._PREFETCH == prefetch
+    assert get_args(job.Job.model_fields["backward_prefetch"].annotation) == prefetch
+    assert set(get_args(schema.PrecisionMode)) == set(get_args(job.Precision)) == set(COMPUTE)
+    sent_as = {dtype_name(dtype) for dtype in packing._PACKINGS}
+    assert set(get_args(schema.Packing)) == set(get_args(job.Packing)) == sent_as
+
+
+def test_the_oldest_torch_is_that_of_the_package() -> None:
+    [found] = re.findall(r'"torch>=([\d.]+)"', (PROJECT / "pyproject.toml").read_text())
+    assert tuple(map(int, found.split("."))) == OLDEST_TORCH
+
+
+def test_no_optimizer_is_refused_and_taken() -> None:
+    assert not NEEDS_WHOLE_TENSORS & {cls.__name__ for cls in (*ELEMENT_WISE, *STEPS_IN_PARTS)}
+    known = {name for name in vars(optim) if isinstance(getattr(optim, name), type) and name != "Optimizer"}
+    assert known <= NEEDS_WHOLE_TENSORS | {cls.__name__ for cls in STEPS_IN_PARTS}, "a new one of torch's"
+    assert issubclass(torch.optim.Adam, optim.Optimizer)
+
+
+def test_what_is_kept_of_free_memory() -> None:
+    assert SPENT == 0.9
+    assert [count_kept([3, 3, 3], budget) for budget in (0, 2, 3, 8, 9, 100)] == [0, 0, 1, 2, 3, 3]
+    assert count_kept([0, 5, 0], 4) == 1, "one that does not fit ends it: those before it in forward are kept longer"
+
+
+def test_what_is_gathered_ahead() -> None:
+    order = ["root", "a", "b"]
+    assert [gathered_ahead(order, begun, unit) for begun, unit in enumerate(order, 1)] == ["a", "b", None]
+    assert gathered_ahead(order, 2, "b") is None, "another unit than last time: nobody knows what follows"
+    assert gathered_ahead([], 1, "root") is None
+
+
+def test_reductions_wait_for_their_turn() -> None:
+    reductions: Reductions[str] = Reductions()
+    reductions.expect(["c", "b"])
+    reductions.expect(["a"])
+    assert list(reductions.complete("b")) == []
+    assert list(reductions.complete("c")) == ["c", "b"]
+    assert list(reductions.complete("late")) == []
+    assert list(reductions.rest()) == ["a"]
+    assert list(reductions.complete("a")) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "over"), [((1, 1), ["a", "b", "c"]), ((2, 1), ["a", "b"]), ((1, 2), ["a"]), ((2, 2), ["a"])]
+)
+def test_when_a_reduction_is_over(sizes: tuple[int, int], over: list[str]) -> None:
+    """Along the shard axis when the next one is launched, along the replicate axis one later; alone at once."""
+    reductions: Reductions[str] = Reductions()
+    assert [reductions.launch(name) for name in "abc"] == [None, "a", "b"]
+    assert [name for name in reductions.waiting if reductions.is_over(name, *sizes)] == over
+    reductions.launch("a")  # once more in the same backward
+    assert not reductions.is_over("a", 2, 1)
+    reductions.clear()
+    assert (reductions.launched, reductions.waiting) == ([], {})
