@@ -47,7 +47,7 @@ from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
-from fullshard.config.schema import ShardingConfig
+from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.paths import local_name
 from fullshard.engine import (
@@ -79,9 +79,9 @@ class Accelerator(Loaders, Reporting):
         gradient_accumulation_steps: micro-batches per optimizer step; 1 leaves them to the launcher's configuration.
         cpu: compute on the CPU although there is an accelerator.
         dataloader_config: `DataLoaderConfiguration`; replaces `split_batches`.
-        fsdp_plugin: `FullyShardedDataParallelPlugin`, fullshard's or Accelerate's; a `ShardingConfig`; or a dict for
-            one. What it leaves out is taken from the launcher: `fullshard launch`, or `accelerate launch` with its
-            variables. Without one: FULL_SHARD with units found automatically.
+        fsdp_plugin: `FullyShardedDataParallelPlugin`, fullshard's or Accelerate's; a `ShardingConfig`, or a dict for
+            one; or a `RunConfig`, which has every setting. What it leaves out is taken from the launcher: `fullshard
+            launch`, or `accelerate launch` with its variables. Without one: FULL_SHARD with units found automatically.
         log_with: trackers, by name (`all`: every one that is installed) or as objects; Accelerate's own.
         rng_types: generators made equal over the ranks at the start of every epoch: `torch`, `cuda`; samplers
             (`generator`) always are.
@@ -111,7 +111,7 @@ class Accelerator(Loaders, Reporting):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: Any = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | ShardingConfig | Mapping[str, Any] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | ShardingConfig | RunConfig | Mapping[str, Any] | None = None,
         rng_types: list[str] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,

@@ -21,7 +21,7 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
     """The configuration of this run.
 
     Args:
-        plugin: a plugin, a `ShardingConfig`, a dict for one, or None.
+        plugin: a plugin, a `ShardingConfig`, a dict for one, a whole `RunConfig`, or None.
         arguments: of the Accelerator, by the names that Accelerate's launcher has for them; None: not given.
         parallelism_config: fullshard's or Accelerate's `ParallelismConfig`, or None; has the last word on the strategy.
 
@@ -42,7 +42,10 @@ def launched() -> Reading:
     config = handed_over()
     if config is None:
         return load_environment()
-    origin = Origin(Precedence.ENVIRONMENT, "fullshard launch")
+    return _whole(config, Origin(Precedence.ENVIRONMENT, "fullshard launch"))
+
+
+def _whole(config: RunConfig, origin: Origin) -> Reading:
     return Reading(settings=[Setting(path, config.value(path), origin, path.split(".")[1]) for path in SETTINGS])
 
 
@@ -58,6 +61,8 @@ def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:
 def _reading(plugin: Any) -> Reading:
     if isinstance(plugin, FullyShardedDataParallelPlugin):
         return plugin.reading()
+    if isinstance(plugin, RunConfig):
+        return _whole(plugin, Origin.argument("fsdp_plugin"))
     if plugin is None or isinstance(plugin, ShardingConfig | Mapping):
         config = ShardingConfig.of(plugin)
         origin = Origin.argument("fsdp_plugin")

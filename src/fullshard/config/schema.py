@@ -187,8 +187,8 @@ class ShardingConfig(Settings):
             )
         if self.activation_checkpointing_mode != "full" and not self.activation_checkpointing:
             raise CombinationError(
-                f"activation_checkpointing_mode = {self.activation_checkpointing_mode!r} is set, but "
-                "activation_checkpointing is not",
+                f"activation_checkpointing_mode = {self.activation_checkpointing_mode!r} recomputes nothing: "
+                "activation_checkpointing is not set",
                 "activation_checkpointing_mode",
                 hint="set activation_checkpointing: true, or leave activation_checkpointing_mode out",
             )

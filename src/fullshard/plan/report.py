@@ -173,35 +173,11 @@ def as_run_config(plan: Plan) -> RunConfig:
     Raises:
         ConfigError: the plan needs something this engine does not have, such as selective checkpointing with compile.
     """
-    from fullshard.config.schema import LaunchConfig, PrecisionConfig, RunConfig, ShardingConfig, TrainingConfig
+    from fullshard.config.schema import LaunchConfig, RunConfig
 
-    job = plan.job
-    return RunConfig(
-        launch=LaunchConfig(
-            num_processes=plan.cluster.count,
-            num_machines=plan.cluster.hosts,
-            device="cpu" if plan.cluster.device.name == "CPU" else "auto",
-        ),
-        sharding=ShardingConfig(
-            strategy=job.strategy,
-            shard_size=job.shard_size,
-            reshard_after_forward="auto" if job.reshard_after_forward == "auto" else None,
-            wrap_embeddings=job.wrap_embeddings,
-            unsharded_memory_gib=job.unsharded_memory_gib,
-            activation_checkpointing=job.checkpointing != "none",
-            activation_checkpointing_mode="selective" if job.checkpointing == "selective" else "full",
-            activation_checkpointing_reentrant=job.reentrant,
-            cpu_offload=job.offload,
-            offload_compute_shards=job.offload_compute_shards,
-            offload_main_weights=job.offload_main_weights,
-            offload_optimizer_state=job.offload_optimizer_state,
-            offload_activations=job.offload_activations,
-            compile=job.compile,
-            forward_prefetch=job.forward_prefetch,
-            backward_prefetch=job.backward_prefetch,
-        ),
-        precision=PrecisionConfig(
-            mode=job.precision, reduce_dtype=job.reduce_dtype, gather_as=job.gather_as, reduce_as=job.reduce_as
-        ),
-        training=TrainingConfig(gradient_accumulation_steps=job.accumulation, step_in_backward=job.step_in_backward),
+    launch = LaunchConfig(
+        num_processes=plan.cluster.count,
+        num_machines=plan.cluster.hosts,
+        device="cpu" if plan.cluster.device.name == "CPU" else "auto",
     )
+    return RunConfig(**{**dict(plan.job.run_config()), "launch": launch})

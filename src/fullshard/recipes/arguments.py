@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 
+from fullshard.config import values
+from fullshard.config.schema import CheckpointingMode, Device
+from fullshard.config.view import View, kept_or_auto, of_run
 from fullshard.core.errors import ConfigError
-from fullshard.core.offload import Offload
 from fullshard.core.paths import local_name
-from fullshard.core.strategy import parse_strategy
 
 
-class TrainArguments(BaseModel):
-    """Settings of `fullshard train`.
+def _wrap(written: str | None) -> Mapping[str, Any]:
+    if written is None or written.strip().lower() == "auto":
+        return {}
+    if written.strip().lower() == "none":
+        return {"sharding.wrap": "none"}
+    return {"sharding.wrap_classes": values.names(written) or (written,)}
 
-    Build it with `TrainArguments.parse`, which turns what pydantic finds into a `ConfigError`.
-    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class TrainArguments(View):
+    """Settings of `fullshard train`."""
+
+    subject: ClassVar[str] = "a training run"
 
     model: str | None = Field(
         None,
@@ -53,61 +59,47 @@ class TrainArguments(BaseModel):
     warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up. Default: a tenth of the steps")
     weight_decay: float = Field(0.1, ge=0, description="Decay of matrices; vectors are never decayed")
     max_grad_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0 does not clip")
-    step_in_backward: bool = Field(
-        False,
-        description="Update every bucket within backward, so that all gradients never exist at once; "
-        "goes with --max-grad-norm 0, and logs no gradient norm",
-    )
+    step_in_backward: bool = of_run("training.step_in_backward")
     held_out: float = Field(
         0.02, ge=0, lt=1, description="Part of the data, at its end, that is kept for the evaluation; 0 for none"
     )
     eval_sequences: int = Field(256, ge=1, description="Sequences of the kept part that are evaluated, at most")
 
-    strategy: str = Field("FULL_SHARD", description="FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, ...")
-    shard_size: int | None = Field(None, ge=1, description="Ranks per shard group, for the hybrid strategies")
-    reshard_after_forward: Literal["strategy", "auto"] = Field(
+    strategy: str = of_run("sharding.strategy")
+    shard_size: int | None = of_run("sharding.shard_size")
+    reshard_after_forward: Literal["strategy", "auto"] = of_run(
+        "sharding.reshard_after_forward",
         "strategy",
-        description="strategy: free unsharded parameters after forward as the strategy has it; auto: keep those of as "
-        "many units as memory allows",
+        "strategy: free unsharded parameters after forward as the strategy has it; auto: keep those of as many units "
+        "as memory allows",
+        read=kept_or_auto,
     )
-    unsharded_memory_gib: float | None = Field(
-        None, ge=0, description="GiB per rank that auto may use. Default: what is free after two steps"
-    )
-    wrap: str | None = Field(
+    unsharded_memory_gib: float | None = of_run("sharding.unsharded_memory_gib")
+    wrap: str | None = of_run(
+        "sharding.wrap_classes",
         None,
-        description="Class names, comma-separated, of the modules that are sharded units. Default: found by itself",
+        "Class names, comma-separated, of the modules that are sharded units. Default: found by itself",
+        read=_wrap,
     )
-    wrap_embeddings: bool = Field(False, description="The input embedding and the head are units of their own")
-    cpu_offload: bool = Field(
-        False, description="Compute shards, main weights and optimizer state in host memory: the next three at once"
+    wrap_embeddings: bool = of_run("sharding.wrap_embeddings")
+    cpu_offload: bool = of_run("sharding.cpu_offload")
+    offload_compute_shards: bool | None = of_run("sharding.offload_compute_shards")
+    offload_main_weights: bool | None = of_run("sharding.offload_main_weights")
+    offload_optimizer_state: bool | None = of_run("sharding.offload_optimizer_state")
+    offload_activations: bool = of_run("sharding.offload_activations")
+    precision: Literal["fp32", "bf16", "fp16"] = of_run(
+        "precision.mode", "fp32", "What forward and backward compute in; main weights and reductions stay fp32"
     )
-    offload_compute_shards: bool | None = Field(
-        None, description="What units are gathered from in host memory, before each gather copied to the device"
-    )
-    offload_main_weights: bool | None = Field(
-        None, description="Main weights in host memory, with gradients and optimizer state, and updated there"
-    )
-    offload_optimizer_state: bool | None = Field(
-        None, description="The optimizer's state in host memory; alone, it visits the device for each step"
-    )
-    offload_activations: bool = Field(
-        False, description="What autograd saves in host memory until backward; checkpointed, the units' inputs"
-    )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="What forward and backward compute in; main weights and reductions stay fp32"
-    )
-    activation_checkpointing: bool = Field(False, description="Recompute each unit's activations in backward")
-    activation_checkpointing_mode: Literal["full", "selective"] = Field(
-        "full", description="Recompute all of it, or (selective) all but attention and every second matrix product"
-    )
+    activation_checkpointing: bool = of_run("sharding.activation_checkpointing")
+    activation_checkpointing_mode: CheckpointingMode = of_run("sharding.activation_checkpointing_mode")
     loss_chunk: int | None = Field(
         None,
         ge=1,
         description="Compute the loss so many tokens at a time, so that all tokens' logits never exist at once; "
         "costs the head's product once more",
     )
-    compile: bool = Field(False, description="Compile each unit with torch.compile")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="What to compute on; auto prefers CUDA")
+    compile: bool = of_run("sharding.compile")
+    device: Device = of_run("launch.device")
 
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of initial weights, data order and dropout")
     vocab_size: int = Field(
@@ -115,12 +107,8 @@ class TrainArguments(BaseModel):
     )
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only after the last step")
     keep_checkpoints: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed")
-    async_save: bool = Field(
-        False, description="Go on training while a checkpoint is written, from a copy of the state"
-    )
-    check_plan: bool = Field(
-        False, description="Compare the third step of this run with what `fullshard plan` says, by category"
-    )
+    async_save: bool = of_run("checkpoint.async_save")
+    check_plan: bool = of_run("training.check_plan")
     log_every: int = Field(10, ge=1, description="Steps between two lines")
     tensorboard: bool = Field(False, description="Write TensorBoard events too")
     plot: bool = Field(True, description="Draw the loss curve")
@@ -136,10 +124,12 @@ class TrainArguments(BaseModel):
         Raises:
             ConfigError: a name is unknown or a value is wrong; every problem is listed with its option.
         """
-        try:
-            return cls.model_validate(dict(values))
-        except ValidationError as error:
-            raise ConfigError("; ".join(_problem(item) for item in error.errors())) from None
+        return cls.of(values)
+
+    @classmethod
+    def spelled(cls, name: str) -> str:
+        """The option of a field."""
+        return "--" + name.replace("_", "-")
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -158,36 +148,14 @@ class TrainArguments(BaseModel):
     def _on_this_host(cls, value: Any) -> Any:
         return local_name(value) if isinstance(value, str | os.PathLike) else value
 
-    @field_validator("strategy")
-    @classmethod
-    def _known_strategy(cls, value: str) -> str:
-        return parse_strategy(value).name
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def check(self) -> None:
+        """Raise `ConfigError` if the fields do not go together."""
         if self.warmup_steps is not None and self.warmup_steps > self.steps:
             raise ConfigError(f"--warmup-steps {self.warmup_steps} is more than --steps {self.steps}")
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ConfigError(f"--micro-batch-size {self.micro_batch_size} is more than --batch-size {self.batch_size}")
-        if self.activation_checkpointing_mode != "full" and not self.activation_checkpointing:
-            raise ConfigError(
-                "--activation-checkpointing-mode without --activation-checkpointing recomputes nothing",
-                hint="add --activation-checkpointing",
-            )
         if self.activation_checkpointing_mode == "selective" and self.compile:
             raise ConfigError("--activation-checkpointing-mode selective looks at operations that --compile hides")
-        if self.unsharded_memory_gib is not None and self.reshard_after_forward != "auto":
-            raise ConfigError("--unsharded-memory-gib is a budget for --reshard-after-forward auto, which is not set")
-        if self.reshard_after_forward == "auto" and not parse_strategy(self.strategy).reshard_after_forward:
-            raise ConfigError(
-                f"--reshard-after-forward auto decides which units are kept, and {self.strategy} keeps all",
-                hint="use FULL_SHARD or HYBRID_SHARD",
-            )
-        if self.offload.has_shards and not parse_strategy(self.strategy).shards:
-            raise ConfigError(
-                f"{self.offload} on the host, and {self.strategy} shards nothing that could be there",
-                hint="use FULL_SHARD or SHARD_GRAD_OP",
-            )
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
             raise ConfigError(
                 "--loss-chunk with --compile and --wrap none: the head would be within the compiled graph"
@@ -198,25 +166,9 @@ class TrainArguments(BaseModel):
                 f"{self.max_grad_norm:g} clips it",
                 hint="add --max-grad-norm 0",
             )
-        if self.step_in_backward and self.precision == "fp16":
-            raise ConfigError(
-                "--step-in-backward uses gradients up before it is known whether one overflows in fp16",
-                hint="use --precision bf16",
-            )
         if self.resume not in ("auto", "never") and self.overwrite:
             raise ConfigError("--overwrite removes the checkpoints that --resume wants to continue from")
-        return self
-
-    @property
-    def offload(self) -> Offload:
-        """What lives in host memory."""
-        return Offload.of(
-            self.cpu_offload,
-            self.offload_compute_shards,
-            self.offload_main_weights,
-            self.offload_optimizer_state,
-            self.offload_activations,
-        )
+        super().check()
 
     @property
     def warmup(self) -> int:
@@ -227,10 +179,3 @@ class TrainArguments(BaseModel):
     def checkpoint_dir(self) -> Path:
         """Where the checkpoints are."""
         return self.output_dir / "checkpoints"
-
-
-def _problem(item: Any) -> str:
-    option = "--" + "-".join(str(part) for part in item["loc"]).replace("_", "-") if item["loc"] else ""
-    if raised := item.get("ctx", {}).get("error"):  # one of our own, which says what it got
-        return f"{option}: {raised}" if option else str(raised)
-    return f"{option}: {item['msg']} (got {item['input']!r})"

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from fullshard.engine import clip_grad_norm_
+from fullshard.api.accelerator import Accelerator
+from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.launch import RankEnvironment
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.packing import IGNORED, GlobalOrder, PackedSequences, micro_batches
@@ -40,29 +41,25 @@ class Trainer:
     """Model, optimizer and data of one rank, and how a step uses them.
 
     Args:
+        accelerator: has prepared the next two.
         model: sharded.
         optimizer: holds the sharded parameters.
-        scaler: scales the loss in fp16, and does nothing otherwise.
         sequences: the data, all of it; this class reads the rank's part.
-        environment: the place of this rank.
-        device: where this rank computes.
         arguments: of the run.
     """
 
     def __init__(
         self,
+        accelerator: Accelerator,
         *,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
+        optimizer: AcceleratedOptimizer,
         sequences: PackedSequences,
-        environment: RankEnvironment,
-        device: torch.device,
         arguments: TrainArguments,
     ) -> None:
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self._sequences, self._environment = sequences, environment
-        self._device, self._arguments = device, arguments
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.environment, self.device = accelerator.process.environment, accelerator.device
+        self._sequences, self._arguments = sequences, arguments
         self._order = GlobalOrder(len(sequences), batch_size=arguments.batch_size, seed=arguments.seed)
 
     def step(self, step: int) -> StepResult:
@@ -74,20 +71,19 @@ class Trainer:
         batch = self._read(self._sequences, self._order.indices(step))
         waited = time.perf_counter() - begin
         # The engine averages gradients over ranks; the mean wanted is over the tokens of all of them together.
-        weight = self._environment.world_size / (arguments.batch_size * arguments.seq_len)
+        weight = self.environment.world_size / (arguments.batch_size * arguments.seq_len)
         loss_sum = 0.0
         for number, micro_batch in enumerate(batch, start=1):
             loss = self._loss_sum(micro_batch)
-            self.model.set_is_last_backward(number == len(batch))  # type: ignore[operator]
-            self.scaler.scale(loss * weight).backward()
+            self.accelerator.sync_gradients = number == len(batch)
+            self.accelerator.backward(loss * weight)
             loss_sum += float(loss.detach())
         grad_norm = None
         if not arguments.step_in_backward:
-            self.scaler.unscale_(self.optimizer)
-            grad_norm = float(clip_grad_norm_(self.model.parameters(), arguments.max_grad_norm or math.inf))
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+            limit = arguments.max_grad_norm or math.inf
+            grad_norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return StepResult(loss_sum, grad_norm, waited)
 
     @torch.no_grad()
@@ -111,11 +107,11 @@ class Trainer:
         batch = micro_batches(
             sequences,
             indices,
-            rank=self._environment.rank,
-            world_size=self._environment.world_size,
+            rank=self.environment.rank,
+            world_size=self.environment.world_size,
             micro_batch_size=self._arguments.micro_batch_size,
         )
-        return [(inputs.to(self._device), labels.to(self._device)) for inputs, labels in batch]
+        return [(inputs.to(self.device), labels.to(self.device)) for inputs, labels in batch]
 
     def _loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""

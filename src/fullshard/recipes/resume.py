@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError
 from fullshard.recipes.arguments import TrainArguments
@@ -50,9 +52,7 @@ def save(
     path = arguments.checkpoint_dir / f"step-{step:06d}"
     (save_checkpoint if saver is None else saver.save)(
         path,
-        model=trainer.model,
-        optimizer=trainer.optimizer,
-        scaler=trainer.scaler,
+        **_state(trainer),
         extra={"step": step, "data_crc32c": checksum, "arguments": arguments.model_dump(mode="json")},
         total_limit=arguments.keep_checkpoints,
         # Only an incomplete one can be there: `find_checkpoint` has refused to begin before a complete one.
@@ -68,12 +68,18 @@ def load(path: Path, trainer: Trainer, arguments: TrainArguments, *, checksum: i
         CheckpointError: it is damaged or does not fit the model.
         ConfigError: it belongs to a run on other data, or with other settings that the order of the data depends on.
     """
-    extra = load_checkpoint(path, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler)
+    extra = load_checkpoint(path, **_state(trainer))
     step = int(extra["step"])
     _check_same_run(path, extra, arguments, checksum=checksum)
     if step > arguments.steps:
         raise ConfigError(f"the checkpoint {path} is {step} steps in, more than --steps {arguments.steps}")
     return step
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    # A checkpoint has a scaler whatever the precision is, so that a run may go on in another one.
+    scaler = trainer.accelerator.scaler or torch.amp.GradScaler(trainer.device.type, enabled=False)
+    return {"model": trainer.model, "optimizer": trainer.optimizer.optimizer, "scaler": scaler}
 
 
 def _check_same_run(path: Path, extra: dict[str, Any], arguments: TrainArguments, *, checksum: int) -> None:

@@ -8,37 +8,23 @@ is what each process of a launched run executes; the file is written by the laun
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs
 from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.core.errors import FullshardError
-from fullshard.core.sizes import GIB
-from fullshard.engine import (
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    describe,
-    keep_head,
-    keep_unsharded,
-    shard_model,
-    step_in_backward,
-)
-from fullshard.launch import (
-    RankEnvironment,
-    init_process_group_from_environment,
-    rank_device,
-    read_rank_environment,
-    run_on_main,
-)
+from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.launch.worker import run_worker
 from fullshard.observe import (
     ConsoleSink,
@@ -60,9 +46,7 @@ from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
 from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.resume import find_checkpoint, load, save
 from fullshard.wrap.chunked_loss import use_chunked_loss
-from fullshard.wrap.policies import checkpoint_modules, compile_modules, embedding_modules, unit_modules
 
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ADAM_BETAS = (0.9, 0.95)
 
 
@@ -72,31 +56,24 @@ def train(arguments: TrainArguments) -> None:
     Raises:
         FullshardError: what is wrong with the settings, the data, a checkpoint or the run.
     """
-    environment = read_rank_environment()
-    device = rank_device(environment, arguments.device)
     joined_before = dist.is_initialized()
-    init_process_group_from_environment(device, timeout_seconds=arguments.timeout)
-    checkpoint = run_on_main(environment, lambda: _prepare_output(arguments))
-    data = prepare_data(arguments, environment)
-    with _console(arguments, environment) as console:
+    with _console(read_rank_environment()) as console:
+        accelerator = RunAccelerator(arguments, console)
+        environment = accelerator.process.environment
+        # Ranks per shard group are told here, and not taken from the host.
+        sharding = arguments.run_config().sharding
+        sharding.resolved_strategy().mesh_shape(environment.world_size, sharding.shard_size)
+        checkpoint = run_on_main(environment, lambda: _prepare_output(arguments))
+        data = prepare_data(arguments, environment)
         console.say(f"data: {data.description}")
-        trainer, description = _make_trainer(arguments, data, environment, device)
-        console.say(description)
-        if arguments.reshard_after_forward == "auto":
-            budget = arguments.unsharded_memory_gib
-            keep_unsharded(
-                trainer.model,
-                budget_nbytes=None if budget is None else round(budget * GIB),
-                ranks_on_host=environment.local_world_size,
-                say=console.say,
-            )
+        trainer = _make_trainer(arguments, data, accelerator, console)
         first_step = 0
         if checkpoint is not None:
             first_step = load(checkpoint, trainer, arguments, checksum=data.checksum)
         console.say(_resume_line(arguments, checkpoint, first_step))
-        with _checked_plan(trainer, arguments, environment, console):
-            _train_steps(trainer, arguments, data, environment, device, first_step=first_step, console=console)
-        _finish(trainer, arguments, data, environment, device, console=console)
+        with _checked_plan(trainer, arguments, console):
+            _train_steps(trainer, arguments, data, first_step=first_step, console=console)
+        _finish(trainer, arguments, data, console=console)
     if dist.is_initialized() and not joined_before:
         dist.destroy_process_group()
 
@@ -144,12 +121,37 @@ class Console:
 
 
 @contextlib.contextmanager
-def _console(arguments: TrainArguments, environment: RankEnvironment) -> Iterator[Console]:
+def _console(environment: RankEnvironment) -> Iterator[Console]:
     console = Console(environment)
     try:
         yield console
     finally:
         console.close()
+
+
+class RunAccelerator(Accelerator):
+    """The Accelerator of a run, which says what it has to say where the run says the rest.
+
+    Args:
+        arguments: of the run.
+        console: of this rank.
+    """
+
+    def __init__(self, arguments: TrainArguments, console: Console) -> None:
+        self._console = console
+        timeout = timedelta(seconds=arguments.timeout)
+        super().__init__(
+            # What micro-batches there are only the run knows: it watches the plan itself.
+            fsdp_plugin=arguments.run_config(check_plan=False),
+            # The loop takes its loss in float32, so the dtypes of the precision are enough.
+            kwargs_handlers=[
+                AutocastKwargs(enabled=False),
+                InitProcessGroupKwargs(timeout),
+            ],
+        )
+
+    def _say(self, message: str) -> None:
+        self._console.say(message)
 
 
 def metrics_path(arguments: TrainArguments) -> Path:
@@ -177,81 +179,44 @@ def _resume_line(arguments: TrainArguments, checkpoint: Path | None, first_step:
     return f"resume: no complete checkpoint in {arguments.checkpoint_dir}, starting at step 1"
 
 
-def _make_trainer(
-    arguments: TrainArguments, data: TrainingData, environment: RankEnvironment, device: torch.device
-) -> tuple[Trainer, str]:
-    """The sharded model with its optimizer, and lines about them."""
+def _make_trainer(arguments: TrainArguments, data: TrainingData, accelerator: Accelerator, console: Console) -> Trainer:
+    """The sharded model with its optimizer."""
     model, origin = build_model(
         arguments.model, tokenizer=data.tokenizer, seq_len=arguments.seq_len, seed=arguments.seed
     )
     model.train()
-    units = unit_modules(model, arguments.wrap)
-    apart = embedding_modules(model) if arguments.wrap_embeddings else ()
-    if arguments.activation_checkpointing:
-        checkpoint_modules(model, units, selective=arguments.activation_checkpointing_mode == "selective")
-    if arguments.compile:
-        compile_modules(units)
+    console.say(f"model: {type(model).__name__}, {origin}")
     if arguments.loss_chunk is not None:
         use_chunked_loss(model, tokens=arguments.loss_chunk)
-    shard_model(
-        model,
-        unit_modules=[*units, *apart],
-        strategy=arguments.strategy,
-        shard_size=arguments.shard_size,
-        mp_policy=MixedPrecisionPolicy(param_dtype=_DTYPES[arguments.precision], reduce_dtype=torch.float32),
-        offload_policy=OffloadPolicy(**dataclasses.asdict(arguments.offload)),
-        device=device,
-    )
-    if apart:
-        keep_head(apart[1])
+    model = accelerator.prepare(model)
     # From here on only dropout draws random numbers, and ranks must not draw the same ones.
-    torch.manual_seed(arguments.seed + environment.rank)
+    torch.manual_seed(arguments.seed + accelerator.process_index)
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, arguments.weight_decay), lr=learning_rate(0, arguments), betas=_ADAM_BETAS
     )
-    if arguments.step_in_backward:
-        step_in_backward(optimizer)
-    trainer = Trainer(
+    return Trainer(
+        accelerator,
         model=model,
-        optimizer=optimizer,
-        scaler=torch.amp.GradScaler(device.type, enabled=arguments.precision == "fp16"),
+        optimizer=accelerator.prepare(optimizer),
         sequences=data.train,
-        environment=environment,
-        device=device,
         arguments=arguments,
     )
-    return trainer, f"model: {type(model).__name__}, {origin}\n{describe(model)}"
 
 
 @contextlib.contextmanager
-def _checked_plan(
-    trainer: Trainer, arguments: TrainArguments, environment: RankEnvironment, console: Console
-) -> Iterator[None]:
+def _checked_plan(trainer: Trainer, arguments: TrainArguments, console: Console) -> Iterator[None]:
     """Compare the third step inside with its plan, if that is wanted."""
     if not arguments.check_plan:
         yield
         return
-    rows = math.ceil(arguments.batch_size / environment.world_size)
-    job = Job.of(
-        {
-            "strategy": arguments.strategy,
-            "shard_size": arguments.shard_size,
-            "precision": arguments.precision,
-            "checkpointing": arguments.activation_checkpointing_mode if arguments.activation_checkpointing else "none",
-            "compile": arguments.compile,
-            "offload": arguments.cpu_offload,
-            "offload_compute_shards": arguments.offload_compute_shards,
-            "offload_main_weights": arguments.offload_main_weights,
-            "offload_optimizer_state": arguments.offload_optimizer_state,
-            "offload_activations": arguments.offload_activations,
-            "loss": "eager" if arguments.loss_chunk is None else "fused",
-            "accumulation": math.ceil(rows / min(arguments.micro_batch_size or rows, rows)),
-            "seq_len": arguments.seq_len,
-            "step_in_backward": arguments.step_in_backward,
-        }
-    )
-    watch = PlanWatch(job, console.say)
-    watch.watch([trainer.model], [trainer.optimizer])
+    rows = math.ceil(arguments.batch_size / trainer.environment.world_size)
+    further: dict[str, Any] = {
+        "loss": "eager" if arguments.loss_chunk is None else "fused",
+        "accumulation": math.ceil(rows / min(arguments.micro_batch_size or rows, rows)),
+        "seq_len": arguments.seq_len,
+    }
+    watch = PlanWatch(Job.from_run(arguments.run_config(), **further), console.say)
+    watch.watch([trainer.model], [trainer.optimizer.optimizer])
     yield
     watch.close()
 
@@ -266,14 +231,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, o
 
 
 def _train_steps(
-    trainer: Trainer,
-    arguments: TrainArguments,
-    data: TrainingData,
-    environment: RankEnvironment,
-    device: torch.device,
-    *,
-    first_step: int,
-    console: Console,
+    trainer: Trainer, arguments: TrainArguments, data: TrainingData, *, first_step: int, console: Console
 ) -> None:
     """Steps `first_step` + 1 to the last, with a checkpoint wherever one is due.
 
@@ -283,16 +241,16 @@ def _train_steps(
     console.start(arguments, first_step=first_step)
     tokens = arguments.batch_size * arguments.seq_len
     rate = RateMeter()
-    reset_memory_peak(device)
+    reset_memory_peak(trainer.device)
     with AsyncSaver() as saver:
         if arguments.async_save:
-            saver.reserve([(trainer.model, trainer.optimizer)])
+            saver.reserve([(trainer.model, trainer.optimizer.optimizer)])
         for step in range(first_step + 1, arguments.steps + 1):
             if (written := saver.check()) is not None:
                 console.say(f"checkpoint: {written}")
             begin = time.perf_counter()
             result = trainer.step(step - 1)
-            loss_sum, data_wait, memory = sum_over_ranks(result, memory_nbytes(device), environment)
+            loss_sum, data_wait, memory = sum_over_ranks(result, memory_nbytes(trainer.device), trainer.environment)
             metrics = StepMetrics(
                 step=step,
                 loss=loss_sum / tokens,
@@ -340,17 +298,9 @@ def _check_finite(metrics: StepMetrics, arguments: TrainArguments) -> None:
     )
 
 
-def _finish(
-    trainer: Trainer,
-    arguments: TrainArguments,
-    data: TrainingData,
-    environment: RankEnvironment,
-    device: torch.device,
-    *,
-    console: Console,
-) -> None:
+def _finish(trainer: Trainer, arguments: TrainArguments, data: TrainingData, *, console: Console) -> None:
     """Evaluate, and write what the run leaves; say where each thing is."""
-    output = arguments.output_dir
+    output, environment = arguments.output_dir, trainer.environment
     console.say(run_on_main(environment, lambda: final_loss(metrics_path(arguments))))
     held_out = None
     if len(data.held_out):
@@ -359,7 +309,11 @@ def _finish(
     console.say(f"unigram entropy: {data.unigram_entropy:.4f} nats/token (what token frequencies alone would reach)")
     if arguments.sample_tokens:
         text = sample_text(
-            trainer.model, data.tokenizer, prompt=arguments.prompt, tokens=arguments.sample_tokens, device=device
+            trainer.model,
+            data.tokenizer,
+            prompt=arguments.prompt,
+            tokens=arguments.sample_tokens,
+            device=trainer.device,
         )
         run_on_main(environment, lambda: write_text(output / "sample.txt", text + "\n"))
         console.say(f"sample: {output / 'sample.txt'}")

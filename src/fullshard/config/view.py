@@ -1,0 +1,119 @@
+"""Commands that have settings of their own and some of a run's. The second kind is made from the schema.
+
+    class Job(View):
+        seq_len: int = Field(2048, ge=1, description="Tokens per sequence")
+        shard_size: int | None = of_run("sharding.shard_size")
+
+Bounds, default and description are the schema's; the schema also says what goes together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fullshard.config.dialect import Key, Read, Reading, Setting
+from fullshard.config.origin import Origin
+from fullshard.config.resolve import resolve
+from fullshard.config.schema import SETTINGS, RunConfig
+from fullshard.config.settings import suggestion
+from fullshard.core.errors import ConfigError
+from fullshard.core.strategy import parse_strategy
+
+
+def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = None) -> Any:
+    """A field that is a setting of a run.
+
+    Args:
+        path: the setting, `group.name`.
+        default: where the schema's is not right.
+        help: the same for its description.
+        read: turns the field's value into settings by path, where it is not the setting's own.
+    """
+    setting = SETTINGS[path]
+    bounds = {
+        name: getattr(rule, name) for rule in setting.metadata for name in ("gt", "ge", "le") if hasattr(rule, name)
+    }
+    words = " ".join((setting.description or "").replace("`", "").split()).replace("None:", "Default:").rstrip(".")
+    field = Field(default=setting.default if default is ... else default, description=help or words, **bounds)
+    field.metadata.append(Key("", target=path, read=read))
+    return field
+
+
+def kept_or_auto(choice: str) -> Mapping[str, Any]:
+    """Reader of a choice between `strategy` and `auto`, which is `reshard_after_forward` without its truth values."""
+    return {"sharding.reshard_after_forward": "auto" if choice == "auto" else None}
+
+
+class View(BaseModel):
+    """Settings of a command, frozen. Build it with `of`, whose errors are `ConfigError`s."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    subject: ClassVar[str]
+    """What is set, for messages."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """From values by field.
+
+        Raises:
+            ConfigError: an unknown name, with the one it resembles; or wrong values, all of them.
+        """
+        for name in values:
+            if name not in cls.model_fields:
+                raise ConfigError(f"unknown setting {name!r} of {cls.subject}", hint=suggestion(name, cls.model_fields))
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ConfigError("; ".join(map(cls._problem, error.errors()))) from None
+
+    @classmethod
+    def _problem(cls, item: Any) -> str:
+        name = ".".join(cls.spelled(str(part)) for part in item["loc"])
+        if raised := item.get("ctx", {}).get("error"):  # one of our own, which says what it got
+            return f"{name}: {raised}" if name else str(raised)
+        return f"{name}: {item['msg']} (got {item['input']!r})"
+
+    @classmethod
+    def spelled(cls, name: str) -> str:
+        """A field as people write it."""
+        return name
+
+    @classmethod
+    def of_the_run(cls) -> dict[str, Key]:
+        """The fields that are settings of a run, and what each sets."""
+        return {name: row for name, field in cls.model_fields.items() for row in field.metadata if isinstance(row, Key)}
+
+    def run_config(self, **changed: Any) -> RunConfig:
+        """The settings of the run.
+
+        Args:
+            changed: fields that have another value.
+
+        Raises:
+            ConfigError: they do not go together; the message begins with the fields to blame.
+        """
+        settings = []
+        for name, row in self.of_the_run().items():
+            value = changed.get(name, getattr(self, name))
+            found = {row.target: value} if row.read is None else row.read(value)
+            assert isinstance(found, Mapping)  # noqa: S101 - the rows of views have no other readers
+            origin = Origin.argument(self.spelled(name))
+            settings += [Setting(path, one, origin, name) for path, one in found.items()]
+        return resolve([Reading(settings=settings)]).config
+
+    @field_validator("strategy", mode="before", check_fields=False)
+    @classmethod
+    def _known_strategy(cls, value: Any) -> str:
+        return parse_strategy(value).name
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Raise `ConfigError` if the fields do not go together."""
+        self.run_config()
