@@ -6,14 +6,14 @@ No terminal here: `Interview` keeps the answers and knows the next question, `cl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fullshard.config import values
 from fullshard.config.hardware import Hardware
-from fullshard.config.schema import RunConfig
-from fullshard.config.settings import SettingsError, plain_message
+from fullshard.config.schema import SETTINGS, RunConfig
+from fullshard.config.settings import About, SettingsError, plain_message
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 from fullshard.core.sizes import GIB
@@ -164,23 +164,62 @@ def hardware_words(hardware: Hardware) -> str:
     return f"{counts or 'no accelerator'}; {cpu}{memory}"
 
 
-def _sets(path: str) -> Callable[[Any, Answers], Settings]:
-    return lambda value, _: {path: value}
+def _ask(
+    path: str, *, name: str = "", offer: Callable[[Answers], Sequence[Any]] | None = None, **particular: Any
+) -> Question:
+    """The question about a setting, in the schema's words.
+
+    Args:
+        path: the setting.
+        name: of the answer, where the setting's own says too little.
+        offer: which of its values to offer, the recommended one first; all by default.
+        particular: what of the `Question` does not follow from the setting.
+    """
+    setting = SETTINGS[path]
+    about = About.of(setting)
+    usual = "" if setting.default in (None, ()) else str(setting.default)
+
+    def choices(answers: Answers) -> Sequence[Choice]:
+        return [Choice(value, about.answers[value]) for value in (offer(answers) if offer else about.answers)]
+
+    question = Question(
+        name or path.split(".")[1],
+        about.ask,
+        choices if about.answers else None,
+        lambda _: usual,
+        _reader(path),
+        settings=lambda value, _: {path: value},
+    )
+    return replace(question, **particular)
 
 
-def _yes_no(yes: str, no: str, *, recommend: bool = False) -> Callable[[Answers], Sequence[Choice]]:
-    both = [Choice(True, yes), Choice(False, no)]
-    return lambda _: both if recommend else both[::-1]
+def _reader(path: str) -> Callable[[str, Answers], Any]:
+    """Reads a text or a whole number within the bounds of a setting."""
+    setting = SETTINGS[path]
+    least = next((bound.ge for bound in setting.metadata if hasattr(bound, "ge")), None)
+
+    def read(text: str, _: Answers) -> Any:
+        if least is None:
+            return text.strip() or None
+        number = values.integer(text)
+        if number < least:
+            raise ValueError(f"expected {least} or more, got {number}")
+        return number
+
+    return read
 
 
 def _devices(answers: Answers) -> Sequence[Choice]:
     found = answers.hardware.accelerators
-    cuda = Choice(
-        "cuda", "NVIDIA GPUs" + (f": {len(found)} on this host" if found else ", on other machines than this")
-    )
-    cpu = Choice("cpu", f"processors: {answers.hardware.cpu_count} on this host")
-    auto = Choice("auto", "whatever the machine has when the job starts")
-    return [cuda, cpu, auto] if found else [cpu, cuda, auto]
+    where = {
+        "cuda": f": {len(found)} on this host" if found else ", on other machines than this",
+        "cpu": f": {answers.hardware.cpu_count} on this host",
+    }
+    titles = About.of(SETTINGS["launch.device"]).answers
+    return [
+        Choice(device, titles[device] + where.get(device, ""))
+        for device in (("cuda", "cpu", "auto") if found else ("cpu", "cuda", "auto"))
+    ]
 
 
 def _recommended_processes(answers: Answers) -> int | None:
@@ -194,23 +233,9 @@ def _recommended_processes(answers: Answers) -> int | None:
 def _read_processes(text: str, answers: Answers) -> int | None:
     if text.strip().lower() in ("", "auto"):
         return None
-    number = _positive(text)
+    number: int = _reader("launch.num_processes")(text, answers)
     if number % answers.num_machines:
         raise ValueError(f"it is the total over {answers.num_machines} hosts, and {number} is not a multiple of that")
-    return number
-
-
-def _positive(text: str, _: Answers | None = None) -> int:
-    number = values.integer(text)
-    if number < 1:
-        raise ValueError(f"expected 1 or more, got {number}")
-    return number
-
-
-def _read_restarts(text: str, _: Answers) -> int:
-    number = values.integer(text)
-    if number < 0:
-        raise ValueError(f"expected 0 or more, got {number}")
     return number
 
 
@@ -237,7 +262,7 @@ def _read_classes(text: str, _: Answers) -> tuple[str, ...]:
 
 
 def _read_shard_size(text: str, answers: Answers) -> int:
-    size = _positive(text)
+    size: int = _reader("sharding.shard_size")(text, answers)
     total = answers.num_processes
     if total is not None and total % size:
         fitting = ", ".join(str(number) for number in range(1, total + 1) if total % number == 0)
@@ -245,28 +270,17 @@ def _read_shard_size(text: str, answers: Answers) -> int:
     return size
 
 
-def _precisions(answers: Answers) -> Sequence[Choice]:
-    bf16 = Choice("bf16", "bf16: computes in bfloat16, keeps float32 weights and optimizer state")
-    fp16 = Choice("fp16", "fp16: computes in float16 with a scaled loss; for GPUs without bfloat16")
-    fp32 = Choice("fp32", "fp32: everything in float32")
-    kept = Choice("no", "as the model has them: no dtype is changed")
+def _precisions(answers: Answers) -> Sequence[str]:
     if answers["device"] == "cpu":
-        return [fp32, bf16, kept]
+        return "fp32", "bf16", "no"
     slow = any(not device.computes_bfloat16 for device in answers.hardware.accelerators)
-    return [fp16, fp32, kept, bf16] if slow else [bf16, fp16, fp32, kept]
+    return ("fp16", "fp32", "no", "bf16") if slow else ("bf16", "fp16", "fp32", "no")
 
 
-def _strategies(answers: Answers) -> Sequence[Choice]:
-    found = [
-        Choice("FULL_SHARD", "FULL_SHARD (ZeRO-3): shards weights, gradients and optimizer state; least memory"),
-        Choice("SHARD_GRAD_OP", "SHARD_GRAD_OP (ZeRO-2): keeps weights whole from forward to backward; less traffic"),
-    ]
-    if answers.num_processes is None or answers.num_processes >= 4:
-        found += [
-            Choice("HYBRID_SHARD", "HYBRID_SHARD: FULL_SHARD in groups, copies across them; for slow links of hosts"),
-            Choice("HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2: the same with SHARD_GRAD_OP in each group"),
-        ]
-    return [*found, Choice("NO_SHARD", "NO_SHARD (DDP): every rank holds all; for models that fit many times over")]
+def _strategies(answers: Answers) -> Sequence[str]:
+    is_large = answers.num_processes is None or answers.num_processes >= 4
+    hybrid = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if is_large else ()
+    return "FULL_SHARD", "SHARD_GRAD_OP", *hybrid, "NO_SHARD"
 
 
 def _is_hybrid(answers: Answers) -> bool:
@@ -280,15 +294,8 @@ def _recommended_shard_size(answers: Answers) -> str:
     return str(per_host if answers.num_machines > 1 else max(1, per_host // 2))
 
 
-def _wraps(answers: Answers) -> Sequence[Choice]:
-    found = [
-        Choice("auto", "automatic: the model's own list of layers, and all repeated blocks"),
-        Choice("class", "the modules of classes that I name"),
-        Choice("size", "by number of parameters"),
-    ]
-    if not answers["activation_checkpointing"]:
-        found.append(Choice("none", "the whole model as one unit: saves no memory while it runs"))
-    return found
+def _wraps(answers: Answers) -> Sequence[str]:
+    return ("auto", "class", "size") if answers["activation_checkpointing"] else ("auto", "class", "size", "none")
 
 
 def _read_path(text: str, _: Answers) -> Path:
@@ -314,159 +321,52 @@ def _several_hosts(answers: Answers) -> bool:
     return answers.num_machines > 1
 
 
-_STATE_DICTS = [
-    Choice("SHARDED_STATE_DICT", "one part per rank: fast, and loads at any number of ranks"),
-    Choice("LOCAL_STATE_DICT", "the same; get_state_dict returns what a rank holds"),
-    Choice("FULL_STATE_DICT", "whole weights besides: gathered on rank 0, slower, needs memory there"),
-]
-_PREFETCHES = [
-    Choice("BACKWARD_PRE", "before this unit's gradients are computed: fastest"),
-    Choice("BACKWARD_POST", "after: one unit less in memory"),
-    Choice("NO_PREFETCH", "never: least memory"),
-]
-
 QUESTIONS: tuple[Question, ...] = (
-    Question("device", "What will the job run on?", _devices, settings=_sets("launch.device")),
-    Question(
-        "num_machines",
-        "How many hosts?",
-        default=lambda _: "1",
-        read=_positive,
-        settings=_sets("launch.num_machines"),
-    ),
-    Question(
-        "num_processes",
-        "How many processes over all hosts? (one per device; auto: count when the job starts)",
+    _ask("launch.device", choices=_devices),
+    _ask("launch.num_machines"),
+    _ask(
+        "launch.num_processes",
         default=lambda answers: str(_recommended_processes(answers) or "auto"),
         read=_read_processes,
-        settings=_sets("launch.num_processes"),
     ),
-    Question(
-        "main_process_ip",
-        "Address of the first host? (empty: given with --main_process_ip, or by Slurm)",
-        read=_read_address,
-        when=_several_hosts,
-        settings=_sets("launch.main_process_ip"),
-    ),
-    Question(
-        "main_process_port",
-        "Port there that the other hosts can reach?",
-        default=lambda _: "29500",
-        read=_read_port,
-        when=_several_hosts,
-        settings=_sets("launch.main_process_port"),
-    ),
-    Question("precision", "Which precision?", _precisions, settings=_sets("precision.mode")),
-    Question(
-        "strategy",
-        "How shall the model be divided?",
-        _strategies,
+    _ask("launch.main_process_ip", read=_read_address, when=_several_hosts),
+    _ask("launch.main_process_port", default=lambda _: "29500", read=_read_port, when=_several_hosts),
+    _ask("precision.mode", name="precision", offer=_precisions),
+    _ask(
+        "sharding.strategy",
+        offer=_strategies,
         when=lambda answers: answers.num_processes != 1,
         settings=lambda value, answers: (
             {} if _is_hybrid(answers) and "shard_size" not in answers.given else {"sharding.strategy": value}
         ),
     ),
-    Question(
-        "shard_size",
-        "Ranks per shard group? (usually the devices of one host)",
-        default=_recommended_shard_size,
-        read=_read_shard_size,
-        when=_is_hybrid,
-        settings=_sets("sharding.shard_size"),
-    ),
-    Question(
-        "activation_checkpointing",
-        "Recompute activations in backward? (activation checkpointing)",
-        _yes_no(
-            "yes: much less memory for long inputs, about a third more computation",
-            "no: fastest, if the activations fit",
-        ),
-        settings=_sets("sharding.activation_checkpointing"),
-    ),
-    Question(
-        "wrap",
-        "Which modules are the units that are gathered one at a time?",
-        _wraps,
+    _ask("sharding.shard_size", default=_recommended_shard_size, read=_read_shard_size, when=_is_hybrid),
+    _ask("sharding.activation_checkpointing"),
+    _ask(
+        "sharding.wrap",
+        offer=_wraps,
         settings=lambda value, answers: (
             {}
             if value in ("class", "size") and not {"wrap_classes", "wrap_min_numel"} & answers.given.keys()
             else {"sharding.wrap": value}
         ),
     ),
-    Question(
-        "wrap_classes",
-        "Their class names? (for example LlamaDecoderLayer; commas between several)",
-        read=_read_classes,
-        when=lambda answers: answers["wrap"] == "class",
-        settings=_sets("sharding.wrap_classes"),
-    ),
-    Question(
-        "wrap_min_numel",
-        "Parameters a unit has at least? (for example 1e8)",
-        default=lambda _: "1e8",
-        read=_positive,
-        when=lambda answers: answers["wrap"] == "size",
-        settings=_sets("sharding.wrap_min_numel"),
-    ),
+    _ask("sharding.wrap_classes", read=_read_classes, when=lambda answers: answers["wrap"] == "class"),
+    _ask("sharding.wrap_min_numel", default=lambda _: "1e8", when=lambda answers: answers["wrap"] == "size"),
     # Not asked: cpu_offload, which is slow on accelerators and saves nothing on processors.
+    _ask("checkpoint.state_dict_type", when=_shards),
+    _ask("training.gradient_accumulation_steps"),
     Question(
-        "state_dict_type",
-        "What shall a saved model be?",
-        lambda _: _STATE_DICTS,
-        when=_shards,
-        settings=_sets("checkpoint.state_dict_type"),
+        "advanced",
+        "See the advanced questions?",
+        lambda _: [Choice(False, "no: the defaults are right for most"), Choice(True, "yes")],
     ),
-    Question(
-        "gradient_accumulation_steps",
-        "Micro-batches per optimizer step? (gradient accumulation)",
-        default=lambda _: "1",
-        read=_positive,
-        settings=_sets("training.gradient_accumulation_steps"),
-    ),
-    Question("advanced", "See the advanced questions?", _yes_no("yes", "no: the defaults are right for most")),
-    Question(
-        "backward_prefetch",
-        "When is the next unit gathered in backward?",
-        lambda _: _PREFETCHES,
-        when=lambda answers: _advanced(answers) and _shards(answers),
-        settings=_sets("sharding.backward_prefetch"),
-    ),
-    Question(
-        "compile",
-        "Compile every unit with torch.compile?",
-        _yes_no("yes: faster steps, slower start", "no"),
-        when=_advanced,
-        settings=_sets("sharding.compile"),
-    ),
-    Question(
-        "cpu_ram_efficient_loading",
-        "Shall from_pretrained read weights on one rank of each host only?",
-        _yes_no("yes: a large model is in host memory once", "no"),
-        when=_advanced,
-        settings=_sets("sharding.cpu_ram_efficient_loading"),
-    ),
-    Question(
-        "max_restarts",
-        "How often are all processes started again after one failed?",
-        default=lambda _: "0",
-        read=_read_restarts,
-        when=_advanced,
-        settings=_sets("launch.max_restarts"),
-    ),
-    Question(
-        "log_dir",
-        "Folder for a log file per rank? (empty: none)",
-        read=lambda text, _: text.strip() or None,
-        when=_advanced,
-        settings=_sets("launch.log_dir"),
-    ),
-    Question(
-        "debug",
-        "Check collectives against one another while running?",
-        _yes_no("yes: finds ranks that disagree, slow", "no"),
-        when=_advanced,
-        settings=_sets("launch.debug"),
-    ),
+    _ask("sharding.backward_prefetch", when=lambda answers: _advanced(answers) and _shards(answers)),
+    _ask("sharding.compile", when=_advanced),
+    _ask("sharding.cpu_ram_efficient_loading", when=_advanced),
+    _ask("launch.max_restarts", when=_advanced),
+    _ask("launch.log_dir", when=_advanced),
+    _ask("launch.debug", when=_advanced),
     Question(
         "form",
         "In whose words shall the file be?",

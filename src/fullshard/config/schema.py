@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, cast
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from fullshard.config.settings import CombinationError, Settings, plain_message
+from fullshard.config.settings import CombinationError, Settings, plain_message, setting
 from fullshard.core.dtypes import COMPUTE, saves
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
@@ -37,16 +37,30 @@ CheckpointFormat = Literal["native", "dcp"]
 CheckpointingMode = Literal["full", "selective"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
+# Why Accelerate's file cannot say a setting, where it is not that Accelerate has none.
+ONE_SWITCH = "Accelerate has one switch for everything, fsdp_offload_params"
+IN_THE_POLICY = "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script"
+
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
 class ShardingConfig(Settings):
     """How a model is divided over the ranks."""
 
-    strategy: str = "FULL_SHARD"
+    strategy: str = setting(
+        "FULL_SHARD",
+        ask="How shall the model be divided?",
+        answers={
+            "FULL_SHARD": "FULL_SHARD (ZeRO-3): shards weights, gradients and optimizer state; least memory",
+            "SHARD_GRAD_OP": "SHARD_GRAD_OP (ZeRO-2): keeps weights whole from forward to backward; less traffic",
+            "HYBRID_SHARD": "HYBRID_SHARD: FULL_SHARD in groups, copies across them; for slow links of hosts",
+            "HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2: the same with SHARD_GRAD_OP in each group",
+            "NO_SHARD": "NO_SHARD (DDP): every rank holds all; for models that fit many times over",
+        },
+    )
     """A row of the strategy table, by name in any case or by its number 1 to 5."""
 
-    shard_size: int | None = Field(default=None, ge=1)
+    shard_size: int | None = setting(None, ge=1, ask="Ranks per shard group? (usually the devices of one host)")
     """Ranks per shard group. Needed by the hybrid strategies, fixed by the others."""
 
     reshard_after_forward: bool | Literal["auto"] | None = None
@@ -58,50 +72,80 @@ class ShardingConfig(Settings):
     """GiB (2**30 bytes) per rank that units kept by `reshard_after_forward: auto` may take. None: what is found free
     after two steps."""
 
-    wrap: WrapKind = "auto"
+    wrap: WrapKind = setting(
+        "auto",
+        ask="Which modules are the units that are gathered one at a time?",
+        answers={
+            "auto": "automatic: the model's own list of layers, and all repeated blocks",
+            "class": "the modules of classes that I name",
+            "size": "by number of parameters",
+            "none": "the whole model as one unit: saves no memory while it runs",
+        },
+    )
     """Which modules are units: `class`, `size`, `none` (the root alone), or `auto`: by class or by size if a setting
     below says so, else the model's own list of layers, and all repeated blocks."""
 
-    wrap_classes: tuple[str, ...] = ()
+    wrap_classes: tuple[str, ...] = setting(
+        (), ask="Their class names? (for example LlamaDecoderLayer; commas between several)"
+    )
     """Class names of the units. A text with commas is split."""
 
-    wrap_min_numel: int | None = Field(default=None, ge=1)
+    wrap_min_numel: int | None = setting(None, ge=1, ask="Parameters a unit has at least? (for example 1e8)")
     """Parameters a unit has at least."""
 
-    wrap_embeddings: bool = False
+    wrap_embeddings: bool = setting(
+        False, accelerate="Accelerate has no such setting: they would belong to the outermost unit"
+    )
     """Whether the input embedding and the head are units of their own. The head then stays unsharded until backward."""
 
     ignored_modules: str | None = None
     """A regular expression; modules whose whole qualified name matches it keep their parameters unsharded."""
 
-    backward_prefetch: BackwardPrefetch = "BACKWARD_PRE"
+    backward_prefetch: BackwardPrefetch = setting(
+        "BACKWARD_PRE",
+        ask="When is the next unit gathered in backward?",
+        answers={
+            "BACKWARD_PRE": "before this unit's gradients are computed: fastest",
+            "BACKWARD_POST": "after: one unit less in memory",
+            "NO_PREFETCH": "never: least memory",
+        },
+    )
     """When the next unit's all-gather is issued in backward: before this unit computes gradients, after, or never."""
 
     forward_prefetch: bool = True
     """Whether the next unit's all-gather is issued while this unit runs forward."""
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = setting(
+        False,
+        ask="Recompute activations in backward? (activation checkpointing)",
+        answers={
+            False: "no: fastest, if the activations fit",
+            True: "yes: much less memory for long inputs, about a third more computation",
+        },
+    )
     """Whether the activations of every unit are recomputed in backward instead of kept."""
 
     activation_checkpointing_reentrant: bool = False
     """Use PyTorch's older, reentrant implementation of it."""
 
-    activation_checkpointing_mode: CheckpointingMode = "full"
+    activation_checkpointing_mode: CheckpointingMode = setting(
+        "full", accelerate="Accelerate has no such setting: it would recompute whole units"
+    )
     """What of a unit is recomputed: all of it, or (`selective`) all but attention's output and every second matrix
     product."""
 
     cpu_offload: bool = False
     """Whether sharded parameters, gradients and optimizer state live in host memory: the next three at once."""
 
-    offload_compute_shards: bool | None = None
+    offload_compute_shards: bool | None = setting(None, accelerate=ONE_SWITCH)
     """Whether what units are gathered from lives in host memory: frozen parameters, and with `offload_main_weights`
     trainable ones too. None: as `cpu_offload` says."""
 
-    offload_main_weights: bool | None = None
+    offload_main_weights: bool | None = setting(None, accelerate=ONE_SWITCH)
     """Whether main weights live in host memory, with their gradients, and are updated there. None: as `cpu_offload`
     says."""
 
-    offload_optimizer_state: bool | None = None
+    offload_optimizer_state: bool | None = setting(None, accelerate=ONE_SWITCH)
     """Whether the optimizer's state lives in host memory. Alone, it visits the device for each step. None: where the
     main weights are."""
 
@@ -112,10 +156,18 @@ class ShardingConfig(Settings):
     sync_module_states: bool = True
     """Whether rank 0's parameters and buffers are broadcast at the start. Without it all ranks must start equal."""
 
-    cpu_ram_efficient_loading: bool = False
+    cpu_ram_efficient_loading: bool = setting(
+        False,
+        ask="Shall from_pretrained read weights on one rank of each host only?",
+        answers={False: "no", True: "yes: a large model is in host memory once"},
+    )
     """Whether `from_pretrained` reads weights on each host's first rank only. Needs `sync_module_states`."""
 
-    compile: bool = False
+    compile: bool = setting(
+        False,
+        ask="Compile every unit with torch.compile?",
+        answers={False: "no", True: "yes: faster steps, slower start"},
+    )
     """Whether the forward of every unit is compiled, each on its own."""
 
     compile_backend: str = "inductor"
@@ -328,13 +380,22 @@ class PrecisionConfig(Settings):
     | `fp16` | float32 | float16, scaled loss | float32 |
     """
 
-    mode: PrecisionMode = "no"
+    mode: PrecisionMode = setting(
+        "no",
+        ask="Which precision?",
+        answers={
+            "bf16": "bf16: computes in bfloat16, keeps float32 weights and optimizer state",
+            "fp16": "fp16: computes in float16 with a scaled loss; for GPUs without bfloat16",
+            "fp32": "fp32: everything in float32",
+            "no": "as the model has them: no dtype is changed",
+        },
+    )
     """The row of the table above."""
 
-    param_dtype: Dtype | None = None
+    param_dtype: Dtype | None = setting(None, accelerate=IN_THE_POLICY)
     """Compute dtype of parameters and inputs, instead of the mode's."""
 
-    reduce_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = setting(None, accelerate=IN_THE_POLICY)
     """Dtype in which gradients are reduced over the ranks, instead of the mode's."""
 
     gather_as: Packing | None = None
@@ -345,10 +406,10 @@ class PrecisionConfig(Settings):
     reduce_as: Packing | None = None
     """The same for gradients on their way along the shard axis. They are added up in `reduce_dtype` all the same."""
 
-    output_dtype: Dtype | None = None
+    output_dtype: Dtype | None = setting(None, accelerate=IN_THE_POLICY)
     """Dtype the model's floating-point outputs are cast to, instead of float32 in the modes bf16 and fp16."""
 
-    buffer_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = setting(None, accelerate=IN_THE_POLICY)
     """Dtype floating-point buffers are cast to. None: they keep theirs, which is right for rotary tables and norms."""
 
     cast_inputs: bool = True
@@ -406,19 +467,23 @@ class PrecisionConfig(Settings):
 class LaunchConfig(Settings):
     """Where and how the processes of a job are started."""
 
-    num_processes: int | None = Field(default=None, ge=1)
+    num_processes: int | None = setting(
+        None, ge=1, ask="How many processes over all hosts? (one per device; auto: count when the job starts)"
+    )
     """Processes of the whole job, over all hosts. None: one per device; on a CPU 2 per host, if it has 2 cores."""
 
-    num_machines: int = Field(default=1, ge=1)
+    num_machines: int = setting(1, ge=1, ask="How many hosts?")
     """Hosts."""
 
     machine_rank: int | None = Field(default=None, ge=0)
     """Which host this is, from 0. Needed by the static rendezvous on several hosts."""
 
-    main_process_ip: str | None = None
+    main_process_ip: str | None = setting(
+        None, ask="Address of the first host? (empty: given with --main_process_ip, or by Slurm)"
+    )
     """Address of the host with machine rank 0. Needed on several hosts."""
 
-    main_process_port: int | None = Field(default=None, ge=0, le=65535)
+    main_process_port: int | None = setting(None, ge=0, le=65535, ask="Port there that the other hosts can reach?")
     """Port of the rendezvous there; 0 takes a free one, on one host only. None: 29500 on several hosts, else free."""
 
     rdzv_backend: RendezvousBackend | None = None
@@ -428,31 +493,45 @@ class LaunchConfig(Settings):
     rdzv_id: str | None = None
     """Name of the job, the same on every host."""
 
-    rdzv_conf: str = ""
+    rdzv_conf: str = setting("", accelerate="--rdzv_conf")
     """Further settings of the rendezvous, as `key=value,key=value`."""
 
-    max_restarts: int = Field(default=0, ge=0)
+    max_restarts: int = setting(
+        0, ge=0, ask="How often are all processes started again after one failed?", accelerate="--max_restarts"
+    )
     """How often all processes are started again after one failed."""
 
-    monitor_interval: float = Field(default=0.1, gt=0)
+    monitor_interval: float = setting(0.1, gt=0, accelerate="--monitor_interval")
     """Seconds between two looks at the processes."""
 
-    device: Device = "auto"
+    device: Device = setting(
+        "auto",
+        ask="What will the job run on?",
+        answers={
+            "cuda": "NVIDIA GPUs",
+            "cpu": "processors",
+            "auto": "whatever the machine has when the job starts",
+        },
+    )
     """What to compute on; `auto` prefers an accelerator and falls back to the CPU."""
 
     gpu_ids: tuple[str, ...] | None = None
     """Accelerators of this host to use. None: all."""
 
-    num_cpu_threads_per_process: int | None = Field(default=None, ge=1)
+    num_cpu_threads_per_process: int | None = setting(None, ge=1, accelerate="--num_cpu_threads_per_process")
     """Threads of each process. None: the host's processors, shared out."""
 
-    log_dir: str | None = None
+    log_dir: str | None = setting(None, ask="Folder for a log file per rank? (empty: none)", accelerate="--log_dir")
     """Directory for each rank's standard output and error."""
 
-    role: str = "default"
+    role: str = setting("default", accelerate="--role")
     """Name of the processes in the logs."""
 
-    debug: bool = False
+    debug: bool = setting(
+        False,
+        ask="Check collectives against one another while running?",
+        answers={False: "no", True: "yes: finds ranks that disagree, slow"},
+    )
     """Whether collectives are checked against one another while running (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
 
     @field_validator("log_dir")
@@ -509,10 +588,15 @@ class LaunchConfig(Settings):
 class TrainingConfig(Settings):
     """What a training loop does around the engine."""
 
-    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    gradient_accumulation_steps: int = setting(
+        1,
+        ge=1,
+        ask="Micro-batches per optimizer step? (gradient accumulation)",
+        accelerate="pass it to Accelerator(...) in the script",
+    )
     """Micro-batches per optimizer step."""
 
-    gradient_clipping: float | None = Field(default=None, gt=0)
+    gradient_clipping: float | None = setting(None, gt=0, accelerate="call accelerator.clip_grad_norm_ in the script")
     """Norm that the gradients of an optimizer are clipped to before its step. None: as the script does."""
 
     step_in_backward: bool = False
@@ -526,10 +610,20 @@ class TrainingConfig(Settings):
 class CheckpointConfig(Settings):
     """What checkpoints hold."""
 
-    state_dict_type: StateDictType = "SHARDED_STATE_DICT"
+    state_dict_type: StateDictType = setting(
+        "SHARDED_STATE_DICT",
+        ask="What shall a saved model be?",
+        answers={
+            "SHARDED_STATE_DICT": "one part per rank: fast, and loads at any number of ranks",
+            "LOCAL_STATE_DICT": "the same; get_state_dict returns what a rank holds",
+            "FULL_STATE_DICT": "whole weights besides: gathered on rank 0, slower, needs memory there",
+        },
+    )
     """Whether a saved model is one part per rank (SHARDED and LOCAL, which differ in `get_state_dict`) or whole."""
 
-    format: CheckpointFormat = "native"
+    format: CheckpointFormat = setting(
+        "native", accelerate="Accelerate writes torch's distributed format with SHARDED_STATE_DICT, and no other"
+    )
     """Whether torch's distributed format, as Accelerate lays it out, is written besides, for tools that expect it."""
 
     async_save: bool = False

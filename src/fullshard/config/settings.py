@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from fullshard.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What there is to say of a setting besides its description.
+
+    Attributes:
+        ask: the question of the questionnaire; none if it is not asked.
+        answers: by value, the words of each answer, in the order in which they are offered; none for a text or number.
+        accelerate: why Accelerate's file cannot say it, where it is not that Accelerate has no such setting. A flag: of
+            its launcher, which can.
+    """
+
+    ask: str = ""
+    answers: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    accelerate: str = ""
+
+    @classmethod
+    def of(cls, setting: FieldInfo) -> About:
+        """What is said of a setting."""
+        return next((found for found in setting.metadata if isinstance(found, cls)), cls())
+
+
+def setting(
+    default: Any, *, ask: str = "", answers: Mapping[Any, str] | None = None, accelerate: str = "", **bounds: Any
+) -> Any:
+    """A field of `Settings` with what there is to say of it; see `About`. `bounds` are those of pydantic's `Field`."""
+    field = Field(default=default, **bounds)
+    field.metadata.append(About(ask, answers or {}, accelerate))
+    return field
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from fullshard.config.accelerate import CLUSTER_KEYS, DYNAMO_KEYS
 from fullshard.config.dialect import shown
 from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.schema import SETTINGS, RunConfig
+from fullshard.config.settings import About
 from fullshard.core.strategy import STRATEGIES, Axis, Strategy
 
 _WRAPS = {
@@ -44,37 +45,9 @@ _FSDP = (
 )
 _VERSION_1_FSDP = ("sharding.backward_prefetch", "sharding.forward_prefetch", "sharding.sync_module_states")
 _COMPILE = ("sharding.compile_mode", "sharding.compile_fullgraph", "sharding.compile_dynamic")
-_FLAGS_ONLY = {
-    "launch.rdzv_conf": "--rdzv_conf",
-    "launch.max_restarts": "--max_restarts",
-    "launch.monitor_interval": "--monitor_interval",
-    "launch.num_cpu_threads_per_process": "--num_cpu_threads_per_process",
-    "launch.log_dir": "--log_dir",
-    "launch.role": "--role",
-}
-_IN_THE_SCRIPT = {
-    "precision.param_dtype": "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script",
-    "precision.reduce_dtype": "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script",
-    "precision.output_dtype": "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script",
-    "precision.buffer_dtype": "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script",
-    "precision.gather_as": "Accelerate has no such setting",
-    "precision.reduce_as": "Accelerate has no such setting",
-    "precision.cast_inputs": "Accelerate has no such setting",
-    "training.gradient_accumulation_steps": "pass it to Accelerator(...) in the script",
-    "training.gradient_clipping": "call accelerator.clip_grad_norm_ in the script",
-    "sharding.activation_checkpointing_reentrant": "Accelerate has no such setting",
-    "sharding.activation_checkpointing_mode": "Accelerate has no such setting: it would recompute whole units",
-    "sharding.wrap_embeddings": "Accelerate has no such setting: they would belong to the outermost unit",
-    "sharding.unsharded_memory_gib": "Accelerate has no such setting",
-    "sharding.offload_compute_shards": "Accelerate has one switch for everything, fsdp_offload_params",
-    "sharding.offload_main_weights": "Accelerate has one switch for everything, fsdp_offload_params",
-    "sharding.offload_optimizer_state": "Accelerate has one switch for everything, fsdp_offload_params",
-    "launch.rdzv_id": "Accelerate has no such setting",
-    "checkpoint.async_save": "Accelerate has no such setting",
-    "training.step_in_backward": "Accelerate has no such setting",
-    "training.check_plan": "Accelerate has no such setting",
-    "checkpoint.format": "Accelerate writes torch's distributed format with SHARDED_STATE_DICT, and no other",
-}
+_SAID_OTHERWISE = ("sharding.shard_size", "sharding.compile")
+"""Settings without a key of their own, which a mesh and a backend say."""
+
 _DYNAMO_BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "onnxrt", "tensorrt", "tvm")
 
 
@@ -264,12 +237,12 @@ class _Writer:
                 self._say(path, "left out: nothing is compiled")
 
     def _leave_out(self) -> None:
-        for path, flag in _FLAGS_ONLY.items():
-            if self._changed(path):
-                self._say(path, f"not in Accelerate's file: pass {flag} {shown(self.config.value(path))}")
-        for path, reason in _IN_THE_SCRIPT.items():
-            if self._changed(path):
-                self._say(path, f"{shown(self.config.value(path))} is left out: {reason}")
+        for path, setting in SETTINGS.items():
+            unknown = "" if path in _KEYS or path in _SAID_OTHERWISE else "Accelerate has no such setting"
+            reason, value = About.of(setting).accelerate or unknown, shown(self.config.value(path))
+            if reason and self._changed(path):
+                flag, left_out = f"not in Accelerate's file: pass {reason} {value}", f"{value} is left out: {reason}"
+                self._say(path, flag if reason.startswith("--") else left_out)
 
     def _named(self, paths: tuple[str, ...]) -> dict[str, Any]:
         return {_KEYS[path]: value for path in paths if (value := self.config.value(path)) is not None}
