@@ -178,29 +178,26 @@ class FullyShardedDataParallelPlugin:
         sharding = config.sharding
         kinds = {"class": "TRANSFORMER_BASED_WRAP", "auto": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP"}
         strategy = sharding.resolved_strategy()
+        rows = {field.name: PLUGIN.find(field.name) for field in dataclasses.fields(self)}
         effective: dict[str, Any] = {
+            name: config.value(row.target) for name, row in rows.items() if row is not None and row.target
+        }
+        effective |= {
             "sharding_strategy": strategy.name,
             "reshard_after_forward": (
                 "auto" if sharding.reshard_after_forward == "auto" else strategy.reshard_after_forward
             ),
-            "backward_prefetch": sharding.backward_prefetch,
-            "forward_prefetch": sharding.forward_prefetch,
             "cpu_offload": (
                 OffloadPolicy(**dataclasses.asdict(dataclasses.replace(sharding.offload, activations=False)))
                 if sharding.offload.has_shards and not sharding.offload.is_everything
                 else sharding.cpu_offload
             ),
-            "sync_module_states": sharding.sync_module_states,
-            "cpu_ram_efficient_loading": sharding.cpu_ram_efficient_loading,
-            "activation_checkpointing": sharding.activation_checkpointing,
-            "activation_checkpointing_offload": sharding.offload_activations,
-            "ignored_modules": sharding.ignored_modules,
-            "state_dict_type": config.checkpoint.state_dict_type,
+            "auto_wrap_policy": kinds.get(sharding.wrap, "NO_WRAP"),
+            "transformer_cls_names_to_wrap": list(sharding.wrap_classes) or None,
         }
-        if (self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params) == (None, None, None):
-            effective["auto_wrap_policy"] = kinds.get(sharding.wrap, "NO_WRAP")
-            effective["transformer_cls_names_to_wrap"] = list(sharding.wrap_classes) or None
-            effective["min_num_params"] = sharding.wrap_min_numel
+        if (self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params) != (None, None, None):
+            for name in ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"):
+                del effective[name]  # they say one thing together
         for name, value in effective.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)

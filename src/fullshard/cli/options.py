@@ -35,15 +35,19 @@ class RawCommand(TyperCommand):
         return []
 
 
-def options_from(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def options_from(model: type[BaseModel], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option `--some-name` per field `some_name`; booleans get `--no-some-name` too.
+
+    Args:
+        model: has the fields.
+        names: those that become options; none: all.
 
     The decorated function takes its own options by name, and the fields of the model as the dictionary `settings`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
-        fields = [_option(name, field) for name, field in model.model_fields.items()]
+        fields = [_option(name, model.model_fields[name]) for name in names or model.model_fields]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:

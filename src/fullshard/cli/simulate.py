@@ -7,26 +7,25 @@ from typing import Annotated, Any
 
 import typer
 
+from fullshard.cli.options import options_from
 from fullshard.core.errors import ConfigError
+from fullshard.plan.job import Job
 
 DIFFERS = 1
 """Exit code when the engine does something else than the planner says."""
 
 
+@options_from(Job, "strategy", "shard_size", "precision", "checkpointing", "accumulation", "micro_batch")
 def simulate(
+    *,
     model: Annotated[
         str, typer.Option("--model", "-m", help="A known name (Llama-3-70B), a config.json or its directory")
     ],
     world_size: Annotated[int, typer.Option(min=1, max=4096, help="Ranks to pretend")],
     rank: Annotated[int, typer.Option(min=0, help="Which of them to be")] = 0,
-    strategy: Annotated[str, typer.Option(help="A row of the strategy table")] = "FULL_SHARD",
-    shard_size: Annotated[int | None, typer.Option(min=1, help="Ranks per shard group, for hybrid strategies")] = None,
-    precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or no")] = "bf16",
-    checkpointing: Annotated[str, typer.Option(help="none, selective or full")] = "none",
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step")] = 1,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch")] = 1,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence")] = 2048,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    settings: dict[str, Any],
 ) -> None:
     """Shard a model as one rank of many and run a step of the real engine, with no data and no other rank.
 
@@ -36,19 +35,8 @@ def simulate(
     from fullshard.api.simulation import simulate as run
     from fullshard.api.simulation import transformers_model
     from fullshard.core.sizes import format_nbytes
-    from fullshard.plan.job import Job
 
-    job = Job.of(
-        {
-            "strategy": strategy,
-            "shard_size": shard_size,
-            "precision": precision,
-            "checkpointing": checkpointing,
-            "accumulation": accumulation,
-            "micro_batch": micro_batch,
-            "seq_len": seq_len,
-        }
-    )
+    job = Job.of({**settings, "seq_len": seq_len})
     result = run(transformers_model(_config(model)), job, world_size=world_size, rank=rank)
     gather, reduce, replicate = result.counted
     if as_json:
