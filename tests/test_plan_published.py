@@ -18,7 +18,7 @@ from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
-from fullshard.plan.peers import Peer, peer_memory
+from tests.peers import Peer, peer_memory
 
 GB, GIB = 10**9, 2**30
 
