@@ -19,7 +19,8 @@ from torch.distributed.fsdp import wrap
 
 from fullshard.api import FullyShardedDataParallelPlugin
 from fullshard.api import plugin as plugin_module
-from fullshard.config.schema import RunConfig
+from fullshard.config.resolve import resolve
+from fullshard.config.schema import PrecisionConfig, RunConfig
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.offload import Offload
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -35,6 +36,10 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+def precision_of(plugin: Plugin) -> PrecisionConfig:
+    return resolve([plugin.reading()]).config.precision
 
 
 def test_the_field_names_are_accelerates() -> None:
@@ -122,7 +127,7 @@ def test_parts_of_cpu_offload() -> None:
     ],
 )
 def test_spellings_of_mixed_precision(policy: Any) -> None:
-    precision = Plugin(mixed_precision_policy=policy).precision_config("no")
+    precision = precision_of(Plugin(mixed_precision_policy=policy))
     assert (precision.compute_dtype, precision.gradient_dtype, precision.buffer_dtype) == (
         "bfloat16",
         "float32",
@@ -132,14 +137,14 @@ def test_spellings_of_mixed_precision(policy: Any) -> None:
 
 def test_mixed_precision_of_fsdp2_and_modes() -> None:
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32, cast_forward_inputs=False)
-    precision = Plugin(mixed_precision_policy=policy).precision_config(None)
+    precision = precision_of(Plugin(mixed_precision_policy=policy))
     assert (precision.compute_dtype, precision.result_dtype, precision.cast_inputs) == ("float16", "float32", False)
-    assert Plugin(mixed_precision_policy="bf16").precision_config(None).mode == "bf16"
+    assert precision_of(Plugin(mixed_precision_policy="bf16")).mode == "bf16"
     plugin = Plugin()
     plugin.set_mixed_precision("fp16", buffer_autocast=True)
-    assert plugin.precision_config(None).buffer_dtype == "float16"
+    assert precision_of(plugin).buffer_dtype == "float16"
     plugin.set_mixed_precision("bf16")
-    assert plugin.precision_config(None).mode == "fp16", "only override=True replaces a policy"
+    assert precision_of(plugin).mode == "fp16", "only override=True replaces a policy"
     with pytest.raises(ConfigError, match="keep_low_precision_grads"):
         Plugin(mixed_precision_policy=fsdp.MixedPrecision(keep_low_precision_grads=True))
     with pytest.raises(ConfigError, match="int8"):

@@ -206,11 +206,6 @@ class FullyShardedDataParallelPlugin:
         """The settings; a wrap policy that is an object is not among them (see `wrap_policy`)."""
         return resolve([self.reading()]).config.sharding
 
-    def precision_config(self, mode: str | None) -> PrecisionConfig:
-        """The dtypes: the plugin's policy if it has one, within the Accelerator's `mixed_precision` mode."""
-        policy = self.mixed_precision_policy
-        return PrecisionConfig.of({"mode": mode, **(policy or {})} if mode is not None or policy else None)
-
     def wrap_policy(self) -> WrapPolicy:
         """The policy that selects units."""
         if self._has_policy_object():

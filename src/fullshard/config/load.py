@@ -13,7 +13,7 @@ from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Statu
 from fullshard.config.document import parse_document, read_document
 from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.native import NATIVE
-from fullshard.config.origin import Entry, Origin
+from fullshard.config.origin import Entry, Origin, entries_of
 from fullshard.config.settings import closest
 from fullshard.config.transformers import TRANSFORMERS, read_fsdp_words
 from fullshard.core.paths import local_path
@@ -92,18 +92,7 @@ def load_arguments(arguments: Mapping[str, Any], dialect: Dialect, what: str) ->
         dialect: whose keys they are.
         what: stands for the mapping in messages, for example `fsdp_config`.
     """
-    return dialect.read(_entries(arguments, what))
-
-
-def _entries(mapping: Mapping[str, Any], what: str) -> tuple[Entry, ...]:
-    return tuple(
-        Entry(
-            str(key),
-            _entries(value, f"{what}.{key}") if isinstance(value, Mapping) else value,
-            Origin.argument(what),
-        )
-        for key, value in mapping.items()
-    )
+    return dialect.read(entries_of(arguments, what))
 
 
 def _at(entries: tuple[Entry, ...], origin: Origin) -> tuple[Entry, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -75,3 +76,20 @@ class Entry:
     def is_mapping(self) -> bool:
         """Whether the value is a mapping."""
         return isinstance(self.value, tuple)
+
+    @property
+    def plain(self) -> Any:
+        """The value, mappings as dictionaries."""
+        return {inner.key: inner.plain for inner in self.value} if self.is_mapping else self.value
+
+
+def entries_of(mapping: Mapping[str, Any], what: str) -> tuple[Entry, ...]:
+    """The entries of a mapping that a script passes, which `what` stands for in messages."""
+    return tuple(
+        Entry(
+            str(key),
+            entries_of(value, f"{what}.{key}") if isinstance(value, Mapping) else value,
+            Origin.argument(what),
+        )
+        for key, value in mapping.items()
+    )

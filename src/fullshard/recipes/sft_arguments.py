@@ -136,11 +136,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """The values in a YAML or JSON file. Raises `ConfigError` if it is none."""
     from fullshard.config.document import read_document
 
-    return {entry.key: _plain(entry) for entry in read_document(path)}
-
-
-def _plain(entry: Any) -> Any:
-    return {inner.key: _plain(inner) for inner in entry.value} if entry.is_mapping else entry.value
+    return {entry.key: entry.plain for entry in read_document(path)}
 
 
 def _is_whole(ratio: Any) -> bool:

@@ -20,7 +20,7 @@ from fullshard.api.configure import launched
 from fullshard.api.state import ProcessState
 from fullshard.config.dialect import Reading, refuse
 from fullshard.config.load import load_fsdp_config, load_fsdp_words
-from fullshard.config.origin import Entry, Origin
+from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.launch.environment import read_rank_environment
 
@@ -114,8 +114,4 @@ _WORDS = {"sharding.strategy": "sharding_strategy", "sharding.cpu_offload": "cpu
 def _plain(reading: Reading) -> dict[str, Any]:
     """What was read, as an `fsdp_config` that means the same: arguments are copied by their fields."""
     values = {_WORDS[s.path]: s.value for s in reading.settings if s.path in _WORDS}
-    return values | {name.removeprefix("fsdp_"): _value(entry) for name, entry in reading.entries.items()}
-
-
-def _value(entry: Entry) -> Any:
-    return {inner.key: _value(inner) for inner in entry.value} if entry.is_mapping else entry.value
+    return values | {name.removeprefix("fsdp_"): entry.plain for name, entry in reading.entries.items()}
