@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from fullshard.config.schema import BackwardPrefetch, Dtype, Packing, PrecisionMode, RunConfig
+from fullshard.config.schema import Dtype, Packing, PrecisionMode, RunConfig
+from fullshard.config.sharding import BackwardPrefetch
 from fullshard.config.view import View, kept_or_auto, of_run
 from fullshard.core.dtypes import COMPUTE, Dtypes
 from fullshard.core.errors import ConfigError

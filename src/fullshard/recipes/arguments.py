@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationError, field_validator
 
 from fullshard.config import values
-from fullshard.config.schema import CheckpointingMode, Device
+from fullshard.config.schema import Device
+from fullshard.config.sharding import CheckpointingMode
 from fullshard.config.view import View, kept_or_auto, of_run
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_name

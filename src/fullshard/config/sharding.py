@@ -1,0 +1,345 @@
+"""How a model is divided over the ranks: the settings of the group `sharding`, and what of them goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from pydantic import field_validator, model_validator
+
+from fullshard.config.settings import CombinationError, Settings, setting
+from fullshard.core.errors import ConfigError
+from fullshard.core.offload import Offload
+from fullshard.core.strategy import STRATEGIES, Strategy, parse_strategy
+
+BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+WrapKind = Literal["auto", "none", "class", "size"]
+CheckpointingMode = Literal["full", "selective"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+_ONE_SWITCH = "Accelerate has one switch for everything, fsdp_offload_params"
+
+
+class ShardingConfig(Settings):
+    """How a model is divided over the ranks."""
+
+    strategy: str = setting(
+        "FULL_SHARD",
+        ask="How shall the model be divided?",
+        answers={
+            "FULL_SHARD": "FULL_SHARD (ZeRO-3): shards weights, gradients and optimizer state; least memory",
+            "SHARD_GRAD_OP": "SHARD_GRAD_OP (ZeRO-2): keeps weights whole from forward to backward; less traffic",
+            "HYBRID_SHARD": "HYBRID_SHARD: FULL_SHARD in groups, copies across them; for slow links of hosts",
+            "HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2: the same with SHARD_GRAD_OP in each group",
+            "NO_SHARD": "NO_SHARD (DDP): every rank holds all; for models that fit many times over",
+        },
+    )
+    """A row of the strategy table, by name in any case or by its number 1 to 5."""
+
+    shard_size: int | None = setting(None, ge=1, ask="Ranks per shard group? (usually the devices of one host)")
+    """Ranks per shard group. Needed by the hybrid strategies, fixed by the others."""
+
+    reshard_after_forward: bool | Literal["auto"] | None = None
+    """Whether unsharded parameters are dropped between forward and backward. None: as the strategy has it. Otherwise
+    the strategy that differs in this alone is taken: FULL_SHARD with `false` is SHARD_GRAD_OP, and so on. `auto`: those
+    of as many units are kept as memory allows."""
+
+    unsharded_memory_gib: float | None = setting(None, ge=0, allow_inf_nan=False)
+    """GiB (2**30 bytes) per rank that units kept by `reshard_after_forward: auto` may take. None: what is found free
+    after two steps."""
+
+    wrap: WrapKind = setting(
+        "auto",
+        ask="Which modules are the units that are gathered one at a time?",
+        answers={
+            "auto": "automatic: the model's own list of layers, and all repeated blocks",
+            "class": "the modules of classes that I name",
+            "size": "by number of parameters",
+            "none": "the whole model as one unit: saves no memory while it runs",
+        },
+    )
+    """Which modules are units: `class`, `size`, `none` (the root alone), or `auto`: by class or by size if a setting
+    below says so, else the model's own list of layers, and all repeated blocks."""
+
+    wrap_classes: tuple[str, ...] = setting(
+        (), ask="Their class names? (for example LlamaDecoderLayer; commas between several)"
+    )
+    """Class names of the units. A text with commas is split."""
+
+    wrap_min_numel: int | None = setting(None, ge=1, ask="Parameters a unit has at least? (for example 1e8)")
+    """Parameters a unit has at least."""
+
+    wrap_embeddings: bool = setting(
+        False, accelerate="Accelerate has no such setting: they would belong to the outermost unit"
+    )
+    """Whether the input embedding and the head are units of their own. The head then stays unsharded until backward."""
+
+    ignored_modules: str | None = None
+    """A regular expression; modules whose whole qualified name matches it keep their parameters unsharded."""
+
+    backward_prefetch: BackwardPrefetch = setting(
+        "BACKWARD_PRE",
+        ask="When is the next unit gathered in backward?",
+        answers={
+            "BACKWARD_PRE": "before this unit's gradients are computed: fastest",
+            "BACKWARD_POST": "after: one unit less in memory",
+            "NO_PREFETCH": "never: least memory",
+        },
+    )
+    """When the next unit's all-gather is issued in backward: before this unit computes gradients, after, or never."""
+
+    forward_prefetch: bool = True
+    """Whether the next unit's all-gather is issued while this unit runs forward."""
+
+    activation_checkpointing: bool = setting(
+        False,
+        ask="Recompute activations in backward? (activation checkpointing)",
+        answers={
+            False: "no: fastest, if the activations fit",
+            True: "yes: much less memory for long inputs, about a third more computation",
+        },
+    )
+    """Whether the activations of every unit are recomputed in backward instead of kept."""
+
+    activation_checkpointing_reentrant: bool = False
+    """Use PyTorch's older, reentrant implementation of it."""
+
+    activation_checkpointing_mode: CheckpointingMode = setting(
+        "full", accelerate="Accelerate has no such setting: it would recompute whole units"
+    )
+    """What of a unit is recomputed: all of it, or (`selective`) all but attention's output and every second matrix
+    product."""
+
+    cpu_offload: bool = False
+    """Whether sharded parameters, gradients and optimizer state live in host memory: the next three at once."""
+
+    offload_compute_shards: bool | None = setting(None, accelerate=_ONE_SWITCH)
+    """Whether what units are gathered from lives in host memory: frozen parameters, and with `offload_main_weights`
+    trainable ones too. None: as `cpu_offload` says."""
+
+    offload_main_weights: bool | None = setting(None, accelerate=_ONE_SWITCH)
+    """Whether main weights live in host memory, with their gradients, and are updated there. None: as `cpu_offload`
+    says."""
+
+    offload_optimizer_state: bool | None = setting(None, accelerate=_ONE_SWITCH)
+    """Whether the optimizer's state lives in host memory. Alone, it visits the device for each step. None: where the
+    main weights are."""
+
+    offload_activations: bool = False
+    """Whether what autograd saves of a unit is in host memory until backward comes to it; with
+    `activation_checkpointing`, the unit's inputs. Not a part of `cpu_offload`, which means what is sharded."""
+
+    sync_module_states: bool = True
+    """Whether rank 0's parameters and buffers are broadcast at the start. Without it all ranks must start equal."""
+
+    cpu_ram_efficient_loading: bool = setting(
+        False,
+        ask="Shall from_pretrained read weights on one rank of each host only?",
+        answers={False: "no", True: "yes: a large model is in host memory once"},
+    )
+    """Whether `from_pretrained` reads weights on each host's first rank only. Needs `sync_module_states`."""
+
+    compile: bool = setting(
+        False,
+        ask="Compile every unit with torch.compile?",
+        answers={False: "no", True: "yes: faster steps, slower start"},
+    )
+    """Whether the forward of every unit is compiled, each on its own."""
+
+    compile_backend: str = "inductor"
+    """Backend of `torch.compile`."""
+
+    compile_mode: CompileMode = "default"
+    """Mode of `torch.compile`."""
+
+    compile_fullgraph: bool = False
+    """Whether a unit that does not compile as one graph is an error."""
+
+    compile_dynamic: bool | None = None
+    """Whether shapes are dynamic from the start. None: after the first recompilation."""
+
+    @field_validator("strategy", mode="before")
+    @classmethod
+    def _known_strategy(cls, value: object) -> str:
+        if not isinstance(value, str | int | Strategy) or isinstance(value, bool):
+            raise ConfigError(f"unknown sharding strategy {value!r}", hint=f"use one of {', '.join(STRATEGIES)}")
+        return parse_strategy(value).name
+
+    @field_validator("wrap_classes", mode="before")
+    @classmethod
+    def _split_classes(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = value.split(",")
+        if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+            return tuple(stripped for name in value if (stripped := name.strip()))
+        return value
+
+    @field_validator("backward_prefetch", mode="before")
+    @classmethod
+    def _any_case(cls, value: object) -> object:
+        return value.strip().upper() if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_wrap(cls, values: object) -> object:
+        if isinstance(values, Mapping) and values.get("wrap", "auto") == "auto":
+            kind = "class" if values.get("wrap_classes") else "size" if values.get("wrap_min_numel") else "auto"
+            return values if kind == "auto" else {**values, "wrap": kind}
+        return values
+
+    @model_validator(mode="after")
+    def _wrap_fits(self) -> Self:
+        if (self.wrap == "class") != bool(self.wrap_classes):
+            raise CombinationError(
+                f"wrap = {self.wrap!r} with wrap_classes = {list(self.wrap_classes)}",
+                "wrap",
+                "wrap_classes",
+                hint="class names go with wrap: class, and wrap: class needs at least one",
+            )
+        if (self.wrap == "size") != (self.wrap_min_numel is not None):
+            raise CombinationError(
+                f"wrap = {self.wrap!r} with wrap_min_numel = {self.wrap_min_numel}",
+                "wrap",
+                "wrap_min_numel",
+                hint="a size goes with wrap: size, and wrap: size needs one",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _checkpointing_fits(self) -> Self:
+        if self.activation_checkpointing_reentrant and not self.activation_checkpointing:
+            raise CombinationError(
+                "activation_checkpointing_reentrant is set, but activation_checkpointing is not",
+                "activation_checkpointing_reentrant",
+                hint="set activation_checkpointing: true, or leave activation_checkpointing_reentrant out",
+            )
+        if self.activation_checkpointing_mode != "full" and not self.activation_checkpointing:
+            raise CombinationError(
+                f"activation_checkpointing_mode = {self.activation_checkpointing_mode!r} recomputes nothing: "
+                "activation_checkpointing is not set",
+                "activation_checkpointing_mode",
+                hint="set activation_checkpointing: true, or leave activation_checkpointing_mode out",
+            )
+        other = (
+            "activation_checkpointing_reentrant"
+            if self.activation_checkpointing_reentrant
+            else "compile"
+            if self.compile
+            else None
+        )
+        if self.activation_checkpointing_mode == "selective" and other is not None:
+            raise CombinationError(
+                f"activation_checkpointing_mode = 'selective' looks at single operations, which {other} hides",
+                "activation_checkpointing_mode",
+                other,
+                hint="use activation_checkpointing_mode: full",
+            )
+        if self.activation_checkpointing and self.wrap == "none":
+            raise CombinationError(
+                "activation_checkpointing recomputes unit by unit, and wrap = 'none' makes the model one unit",
+                "activation_checkpointing",
+                "wrap",
+                hint="use wrap: auto, or leave activation_checkpointing out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_fits(self) -> Self:
+        if self.offload_activations and self.wrap == "none":
+            raise CombinationError(
+                "offload_activations moves what one unit saves while the next computes, and wrap = 'none' makes the "
+                "model one unit",
+                "offload_activations",
+                "wrap",
+                hint="use wrap: auto, or leave offload_activations out",
+            )
+        row = self.resolved_strategy()
+        if self.unsharded_memory_gib is not None and self.reshard_after_forward != "auto":
+            raise CombinationError(
+                "unsharded_memory_gib is a budget for reshard_after_forward = 'auto', which is not set",
+                "unsharded_memory_gib",
+                hint="set reshard_after_forward: auto, or leave unsharded_memory_gib out",
+            )
+        switch = self._first_offload
+        if switch is not None and not row.shards:
+            raise CombinationError(
+                f"{switch} moves shards to the host, and {row.name} has none",
+                switch,
+                "strategy",
+                hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {switch} out",
+            )
+        if self.offload_optimizer_state is False and (self.offload_main_weights or self.offload_main_weights is None):
+            main = "offload_main_weights" if self.offload_main_weights else "cpu_offload"
+            if getattr(self, main):
+                raise CombinationError(
+                    f"{main} has the optimizer update main weights on the host, and its state is not there",
+                    "offload_optimizer_state",
+                    main,
+                    hint="leave offload_optimizer_state out",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _loading_fits(self) -> Self:
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            raise CombinationError(
+                "cpu_ram_efficient_loading without sync_module_states would train on empty weights",
+                "sync_module_states",
+                "cpu_ram_efficient_loading",
+                hint="leave sync_module_states out",
+            )
+        return self
+
+    @property
+    def _first_offload(self) -> str | None:
+        """A switch that puts anything that is sharded on the host."""
+        names = ("cpu_offload", "offload_compute_shards", "offload_main_weights", "offload_optimizer_state")
+        return next((name for name in names if getattr(self, name)), None)
+
+    @property
+    def offload(self) -> Offload:
+        """What lives in host memory."""
+        return Offload.of(
+            self.cpu_offload,
+            self.offload_compute_shards,
+            self.offload_main_weights,
+            self.offload_optimizer_state,
+            self.offload_activations,
+        )
+
+    @property
+    def unsharded_memory_nbytes(self) -> int | None:
+        """`unsharded_memory_gib` in bytes."""
+        return None if self.unsharded_memory_gib is None else round(self.unsharded_memory_gib * 2**30)
+
+    def resolved_strategy(self) -> Strategy:
+        """The strategy's row, with the override of `reshard_after_forward` applied.
+
+        Raises:
+            ConfigError: no strategy differs from the chosen one in that alone.
+        """
+        row = parse_strategy(self.strategy)
+        if self.reshard_after_forward == "auto":
+            if row.reshard_after_forward:
+                return row
+            raise CombinationError(
+                f"reshard_after_forward = 'auto' decides which units are kept, and {row.name} keeps all",
+                "reshard_after_forward",
+                "strategy",
+                hint="use FULL_SHARD or HYBRID_SHARD, or leave reshard_after_forward out",
+            )
+        if self.reshard_after_forward is None:
+            return row
+        other = row.freeing(self.reshard_after_forward)
+        if other is not None:
+            return other
+        raise CombinationError(
+            f"reshard_after_forward = {self.reshard_after_forward} means nothing for {row.name}: it shards nothing",
+            "reshard_after_forward",
+            "strategy",
+            hint="leave reshard_after_forward out, or use FULL_SHARD",
+        )
+
+    def resolved_shard_size(self, local_world_size: int) -> int | None:
+        """Ranks per shard group; for a hybrid strategy without a size, the ranks of one host."""
+        return self.resolved_strategy().shard_size_on(local_world_size, self.shard_size)
