@@ -13,7 +13,7 @@ import pytest
 from torch import optim
 
 from fullshard.comm import packing
-from fullshard.config import fsdp, schema
+from fullshard.config import fsdp, schema, sharding
 from fullshard.core.dtypes import COMPUTE
 from fullshard.core.requirements import OLDEST_TORCH
 from fullshard.core.schedule import SPENT, BackwardPrefetch, Reductions, count_kept, gathered_ahead
@@ -26,7 +26,7 @@ PROJECT = Path(__file__).parents[1]
 
 
 def test_names_that_types_spell_out() -> None:
-    assert get_args(schema.BackwardPrefetch) == fsdp._PREFETCH == tuple(map(str, BackwardPrefetch))
+    assert get_args(sharding.BackwardPrefetch) == fsdp._PREFETCH == tuple(map(str, BackwardPrefetch))
     assert set(get_args(schema.PrecisionMode)) == set(COMPUTE)
     assert set(get_args(schema.Packing)) == {dtype_name(dtype) for dtype in packing._PACKINGS}
 
