@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,120 @@ def test_every_type_checked_import_points_down_too() -> None:
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fullshard."):
                     target = (node.module or "").split(".")[1]
                     assert LAYERS.index(target) >= LAYERS.index(folder), f"{path}:{node.lineno} imports {target}"
+
+
+# -- torch's private names --------------------------------------------------------------------------------------
+
+TORCH_PRIVATE = ROOT / "comm" / "torch_private.py"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and len(name) > 1 and not name.endswith("__")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Of attributes and texts."""
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    return {name for name in attributes | texts if is_private(name) and name.isidentifier()}
+
+
+@functools.cache
+def torchs_private_names() -> frozenset[str]:
+    """What the objects of torch have that everybody holds, and what `torch_private` names, but for the semi-public."""
+    import torch
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    from fullshard.comm.torch_private import SEMI_PUBLIC
+
+    layer = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters())
+    held = [torch, torch.distributed, torch.nn, torch.optim, layer, layer.weight, layer.weight.untyped_storage()]
+    held += [optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader([1]), torch.amp.GradScaler]  # type: ignore[list-item, arg-type]
+    held += [torch.autograd.graph.Node, torch.distributed.ProcessGroup, LocalElasticAgent]
+    names = {name for thing in held for name in dir(thing) if is_private(name)}
+    return frozenset((names | private_names(ast.parse(TORCH_PRIVATE.read_text()))) - SEMI_PUBLIC)
+
+
+def uses_of_private_names(source: str, own: set[str]) -> list[str]:
+    """Where `source` has a private name of torch; `own` are names that fullshard gives to attributes of its own."""
+    from fullshard.comm.torch_private import OVERRIDDEN
+
+    overridden = set().union(*OVERRIDDEN.values())
+    tree = ast.parse(source)
+    of_torch = {"torch"}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None) or ""
+            names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
+            for alias, name in zip(node.names, names, strict=True):
+                if name.split(".")[0] == "torch":
+                    of_torch.add(alias.asname or alias.name.split(".")[0])
+                    if any(is_private(part) for part in name.split(".")):
+                        found.append(f"line {node.lineno}: import of {name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            is_own = owner in ("self", "cls", "super()") and node.attr in own | overridden
+            if owner.split(".")[0] in of_torch or (node.attr in torchs_private_names() and not is_own):
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in torchs_private_names():
+            found.append(f"line {node.lineno}: the name {node.value!r}")
+    return found
+
+
+def own_names(trees: Iterable[ast.AST]) -> set[str]:
+    """What classes of fullshard define, or put into `self`."""
+    own = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+    return own
+
+
+def test_torchs_private_names_are_in_one_file() -> None:
+    files = {path: path.read_text() for path in ROOT.rglob("*.py") if path != TORCH_PRIVATE}
+    own = own_names(ast.parse(text) for text in files.values())
+    found = [
+        f"{path.relative_to(ROOT)} {use}" for path, text in files.items() for use in uses_of_private_names(text, own)
+    ]
+    assert found == [], "a private name of torch; put it into comm/torch_private.py, with a test"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._anything()",
+        "from torch import nn\nnn.modules._something",
+        "import torch.distributed as dist\ndist.distributed_c10d._anything",
+        "from torch._anything import f",
+        "from torch.nn.modules.batchnorm import _NormBase",
+        "optimizer._optimizer_step_pre_hooks",
+        "getattr(parameter, '_backward_hooks', None)",
+        "module._non_persistent_buffers_set",
+        "self._pcontext",
+        "tensor.grad._values()",
+    ],
+)
+def test_a_private_name_of_torch_is_found(source: str) -> None:
+    assert uses_of_private_names(source, {"_values"}) != []
+
+
+def test_what_is_semi_public_or_ones_own_is_not() -> None:
+    source = "module._parameters\nparameter._bucket\nself._values\nsuper()._apply(fn)\nsuper().__init__()\nos._exit(1)"
+    assert uses_of_private_names(source, {"_values"}) == []
+
+
+def test_every_private_name_of_torch_is_used() -> None:
+    text = "\n".join(path.read_text() for path in ROOT.rglob("*.py") if path != TORCH_PRIVATE)
+    tree = ast.parse(TORCH_PRIVATE.read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for node in tree.body:
+        targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+        names += [target.id for target in targets if isinstance(target, ast.Name) and not is_private(target.id)]
+    assert [n for n in names if f"torch_private.{n}" not in text and n not in ("SEMI_PUBLIC", "OVERRIDDEN")] == []

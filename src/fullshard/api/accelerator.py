@@ -47,6 +47,7 @@ from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
+from fullshard.comm import torch_private
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.paths import local_name
@@ -255,7 +256,7 @@ class Accelerator(Loaders, Reporting):
         """
         if device_placement is False:
             raise ConfigError("device_placement=False: a sharded model lives on the rank's device")
-        if hasattr(model, "_orig_mod"):
+        if torch_private.inside_compiled(model) is not model:
             raise ConfigError(
                 "the model was compiled as a whole, and sharding it would put communication inside the graph",
                 hint="pass the plain model; Accelerator(dynamo_backend='inductor') compiles each unit",
@@ -426,7 +427,7 @@ class Accelerator(Loaders, Reporting):
             keep_fp32_wrapper: False also takes back the autocast around its forward.
             keep_torch_compile: False gives the module inside one that `torch.compile` made.
         """
-        inner = getattr(model, "_orig_mod", model)
+        inner = torch_private.inside_compiled(model)
         if not keep_fp32_wrapper:
             remove_autocast(inner)
         return model if keep_torch_compile else inner

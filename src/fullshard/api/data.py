@@ -22,6 +22,7 @@ from fullshard.api.collectives import broadcast_object, send_to_device
 from fullshard.api.dealing import Deal
 from fullshard.api.dispatching import dispatched
 from fullshard.api.state import GradientState
+from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, DataError
 
 _END = object()
@@ -184,7 +185,7 @@ class ShardedDataLoader(DataLoader[Any]):
     def skipping(self, batches: int) -> ShardedDataLoader:
         """A copy whose every iteration leaves out the first `batches` steps; it counts epochs with the original."""
         other = copy.copy(self)
-        object.__setattr__(other, "_iterator", None)
+        torch_private.forget_iteration(other)
         other._skip_each = self._skip_each + batches
         return other
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.core.bucket import BucketPlan
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
@@ -304,7 +305,9 @@ def _most_gathered(events: list[Event], layout: ModelLayout) -> int:
 
 def _storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the storages behind `tensors`, each counted once."""
-    storages = {s._cdata: s.nbytes() for t in tensors if t is not None for s in [t.untyped_storage()]}
+    storages = {
+        torch_private.storage_id(s): s.nbytes() for t in tensors if t is not None for s in [t.untyped_storage()]
+    }
     return sum(storages.values())
 
 

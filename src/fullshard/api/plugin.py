@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
 from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed
 from fullshard.config.load import load_environment
@@ -370,9 +371,9 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
         case "always_wrap_policy":
             return ByPredicate(_always)
         case "ModuleWrapPolicy":
-            return ByClass(tuple(sorted(function._module_classes, key=str)))
+            return ByClass(tuple(sorted(torch_private.classes_to_wrap(function), key=str)))
         case "CustomPolicy":
-            return ByPredicate(function._lambda_fn)
+            return ByPredicate(torch_private.wrap_function(function))
     if callable(policy) and not isinstance(policy, type) and "recurse" in inspect.signature(policy).parameters:
         # The general form asks `policy(module, recurse, nonwrapped_numel)` about each module.
         return ByPredicate(lambda module: bool(policy(module=module, recurse=False, nonwrapped_numel=numel(module))))

@@ -12,6 +12,7 @@ from typing import Any
 
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.state import GradientState
+from fullshard.comm import torch_private
 
 
 class AcceleratedScheduler:
@@ -45,12 +46,12 @@ class AcceleratedScheduler:
         if not self.with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif not self.gradient_state.sync_gradients:
-            if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                self.scheduler._step_count += 1  # torch warns of a schedule that was not stepped after its optimizer
+            if self.gradient_state.adjust_scheduler:
+                torch_private.count_step(self.scheduler)
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             for _ in range(self.steps):
                 # A schedule of a fixed length refuses to go on, and an epoch's last step may have had fewer batches.
-                if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", float("inf")):
+                if torch_private.steps_of(self.scheduler) <= getattr(self.scheduler, "total_steps", float("inf")):
                     self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:

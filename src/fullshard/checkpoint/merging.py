@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters
+from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine.module import clean_name
@@ -196,7 +197,7 @@ def copy_module(
 
     twin = module.__class__.__new__(module.__class__)
     for key, value in module.__dict__.items():
-        if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+        if key.endswith(torch_private.HOOK_NAMES):
             value = OrderedDict()
         elif key == "_modules":
             value = {n: m if m is None or not deep else copy_module(m, replace, made) for n, m in value.items()}
@@ -212,5 +213,5 @@ def _named_tensors(module: nn.Module, path: str, *, recurse: bool = True) -> Ite
     """Parameters and persistent buffers by name."""
     for inner_path, inner in module.named_modules() if recurse else [("", module)]:
         for name, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
-            if tensor is not None and name not in inner._non_persistent_buffers_set:
+            if tensor is not None and name not in torch_private.non_persistent_buffers(inner):
                 yield ".".join(part for part in (path, clean_name(inner_path), name) if part), tensor

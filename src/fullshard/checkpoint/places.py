@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.engine.fully_shard import meta_parameters
 from fullshard.engine.module import clean_name, join
 
@@ -29,7 +30,7 @@ class Place:
 def places_of(model: nn.Module) -> Iterator[Place]:
     """Every parameter and persistent buffer, tied ones under each of their names."""
     for path, module in model.named_modules(remove_duplicate=False):
-        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        buffers = {k: b for k, b in module._buffers.items() if k not in torch_private.non_persistent_buffers(module)}
         for attribute, tensor in {**module._parameters, **buffers}.items():
             if tensor is not None:
                 yield Place(join(_without_wrappers(path), attribute), module, attribute, tensor)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.comm.torch_dist import all_gather_single
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedParameter
@@ -64,7 +65,7 @@ class Ranks:
             return Ranks()
         group = self._group or dist.group.WORLD
         assert group is not None  # noqa: S101 -- there is more than one rank
-        timeout = group._get_backend(self.device).options._timeout  # torch would take the default, not the user's
+        timeout = torch_private.timeout_of(group, self.device)
         return Ranks(dist.new_group(backend="gloo", timeout=timeout))
 
     def all(self, value: bool) -> bool:

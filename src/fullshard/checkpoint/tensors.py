@@ -9,6 +9,7 @@ from torch import nn
 
 from fullshard.checkpoint.format import DTYPES
 from fullshard.checkpoint.storage import Bytes
+from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine import ShardedParameter
@@ -94,7 +95,7 @@ def local_buffers(model: nn.Module, *, rank: int) -> list[LocalTensor]:
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
-            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+            if buffer is not None and attribute not in torch_private.non_persistent_buffers(module):
                 name = clean_name(f"{path}.{attribute}" if path else attribute)
                 found.setdefault(id(buffer), (buffer, []))[1].append(name)
     return [

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
 from fullshard.comm.select import collectives_for
 from fullshard.core.errors import CommunicationError, ConfigError
@@ -64,7 +64,7 @@ class Mesh:
             return [value]
         values: list[Any] = [None] * self.world_size
         try:
-            with temporarily_clear_interpreter_stack():  # torch.func's, which has no message's memory
+            with torch_private.without_transforms():  # torch.func's, which has no message's memory
                 dist.all_gather_object(values, value, group=self.control_group)
         except RuntimeError as error:
             raise CommunicationError(
@@ -154,8 +154,7 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
 def _timeout(device: torch.device) -> timedelta:
     """What the user gave `init_process_group`; torch would use the backend's default for further groups."""
     assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
-    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
-    return timeout
+    return torch_private.timeout_of(dist.group.WORLD, device)
 
 
 def _own_group(rank_lists: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.offload import Copied, Host
@@ -90,7 +91,7 @@ class Activations:
         self.end()
         self._ahead, self._wanted = ahead, None
         self._pages = [page for page in self._pages if any(page.blocks)]
-        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        if torch.is_grad_enabled() and not torch_private.are_saved_elsewhere():
             self._hooks.__enter__()
             self._is_watching = True
 
@@ -117,7 +118,7 @@ class Activations:
             return
         blocks = []
         for block in page.blocks:
-            if torch._C._storage_Use_Count(block.storage_id) > _uses_of_one_holder():
+            if torch_private.storage_uses(block.storage_id) > _uses_of_one_holder():
                 following.add(block)
             else:
                 blocks.append(block)
@@ -146,9 +147,9 @@ class Activations:
             # Not the tensor itself if the graph made it: that would be a cycle, which nobody frees.
             return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
-        block = self._blocks.get(storage._cdata)
+        block = self._blocks.get(torch_private.storage_id(storage))
         if block is None:
-            block = self._blocks[storage._cdata] = _Block(storage)
+            block = self._blocks[torch_private.storage_id(storage)] = _Block(storage)
             self.page.add(block)
         elif block.page is not self.page:
             self.page.add(block)
@@ -162,7 +163,7 @@ class Activations:
         if tensor.device.type != self._device.type:
             return False
         storage = tensor.untyped_storage()
-        if storage.nbytes() < SMALLEST_NBYTES or storage._cdata in self._weights:
+        if storage.nbytes() < SMALLEST_NBYTES or torch_private.storage_id(storage) in self._weights:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
@@ -245,7 +246,7 @@ class _Block:
     page: Page
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage_id, self.nbytes = storage._cdata, storage.nbytes()
+        self.storage_id, self.nbytes = torch_private.storage_id(storage), storage.nbytes()
         self.on_device: torch.Tensor | None = _bytes_of(storage)
         self.on_host: torch.Tensor | None = None
 
@@ -294,4 +295,4 @@ def _uses_of_one_holder() -> int:
     tensor = torch.empty(1)
     block = _Block(tensor.untyped_storage())
     del tensor
-    return torch._C._storage_Use_Count(block.storage_id)
+    return torch_private.storage_uses(block.storage_id)

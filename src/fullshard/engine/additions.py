@@ -17,20 +17,18 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of
 from fullshard.engine.unit import Unit, owner_of
-
-MANAGED = "_is_fsdp_managed_module"
-"""Attribute of every module in a sharded model; the name is torch's, whose compiler looks for it."""
 
 _registered = [0]
 """How often something was registered with a module of a sharded model."""
 
 
 def _count(module: nn.Module, _name: str, _value: object) -> None:
-    if MANAGED in module.__dict__:
+    if torch_private.MANAGED in module.__dict__:
         _registered[0] += 1
 
 
@@ -70,7 +68,7 @@ class Additions:
         if is_known and self._seen == _registered[0]:
             return
         for path, module in self._modules():
-            module.__dict__[MANAGED] = True
+            module.__dict__[torch_private.MANAGED] = True
             for attribute, parameter in module._parameters.items():
                 is_known = (id(module), attribute) in self._places or id(parameter) in self._left_alone
                 if parameter is not None and not is_known:

@@ -20,12 +20,13 @@ from typing import Protocol
 
 import torch
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket_spec import BucketSpec
-from fullshard.engine.gradient import Gradient, backward_under_way
+from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
@@ -115,7 +116,7 @@ class Bucket(BucketSpec):
             packing=self.gather_packing,
         )
         self.full = self.buffer.full
-        self.storage_id = self.full.untyped_storage()._cdata
+        self.storage_id = torch_private.storage_id(self.full.untyped_storage())
         if self.buffer.main is not None:
             self.main = self.buffer.main
         elif self.main_is_on_host:
@@ -185,7 +186,7 @@ class Bucket(BucketSpec):
         is_outdated = self._compute_shard is not self.main and self._version != self.main._version
         if host is None or not (self.is_gathered_from_host or is_outdated):
             # Within a backward only: what changes memory past torch, between steps, is not counted.
-            is_unchanged = backward_under_way() != -1 and self._version == self.main._version
+            is_unchanged = torch_private.backward_under_way() != -1 and self._version == self.main._version
             self._version = self.main._version
             self._gathering = self.buffer.gather(
                 self._compute_shard, tag=self.tag, exactly=exactly, is_unchanged=is_unchanged
@@ -227,7 +228,7 @@ class Bucket(BucketSpec):
                 raise
             self._gathering, self._is_lost = None, False
             if self._versions is not None:
-                torch._C._autograd._unsafe_set_version_counter(self._originals, tuple(self._versions))
+                torch_private.set_versions(self._originals, tuple(self._versions))
                 self._versions = None
 
     def reshard(self) -> None:

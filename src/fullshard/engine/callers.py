@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import cache
 from types import FrameType
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 
 _KNOW_SLICES = frozenset({"bitsandbytes", "fullshard", "torch", "torchao"})
 """Packages that get slices as plain tensors: the engine, and optimizers, which treat all elements alike."""
-_PASS_ON = frozenset({"torch._tensor", "torch.functional", "torch.nn.functional", "torch.optim.swa_utils"})
+_PASS_ON = torch_private.PASSES_ON | {"torch.functional", "torch.nn.functional", "torch.optim.swa_utils"}
 _MODULE = "torch.nn.modules.module"
 """Moves and loads parameters for everybody."""
-_WRITERS = ("safetensors", "torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
+_WRITERS = ("safetensors", *torch_private.WRITERS)
 """Modules that would write a slice as if it were the whole tensor."""
 WAY_OUT = (
     "call, on every rank, fullshard.checkpoint.save_checkpoint and load_checkpoint for a model with its optimizer, "

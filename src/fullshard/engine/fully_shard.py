@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import EventSink
@@ -25,7 +26,6 @@ from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.engine.activations import check_pages
 from fullshard.engine.bucket import bucket_of
-from fullshard.engine.gradient import backward_under_way
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, reducing, unit_of, units_of
 from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy, Storage, offload_of
@@ -348,7 +348,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
             owns them whole (one rank, or NO_SHARD), so that the change cannot be dropped.
     """
     units = units_of(model) if recurse else _owners(model)
-    if backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
+    if torch_private.backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
         raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
     for schedule in dict.fromkeys(map(schedule_of, units)):
         schedule.recover()

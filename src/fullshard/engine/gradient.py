@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import Work
 from fullshard.core.dtypes import collected
 from fullshard.core.errors import LifecycleError
@@ -29,11 +30,6 @@ from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.parameter import ShardedParameter, are_same, plain_gradients
 from fullshard.engine.precision import torch_dtype
-
-
-def backward_under_way() -> int:
-    """The number of the backward that autograd is in, the innermost one; -1 outside of any."""
-    return torch._C._current_graph_task_id()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +147,7 @@ class Gradient:
         if not self.takes_uses(index):
             return False
         self._add(index, self._spec.slots[index].parameter, grad)
-        self._begun[index] = backward_under_way()
+        self._begun[index] = torch_private.backward_under_way()
         return True
 
     def lend(self, index: int) -> torch.Tensor | None:
@@ -179,7 +175,7 @@ class Gradient:
                 "another part of its gradient appeared after the optimizer had stepped in backward",
                 hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
             )
-        if parameter.untyped_storage()._cdata != self._storage_id:
+        if torch_private.storage_id(parameter.untyped_storage()) != self._storage_id:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {'='.join(self._parameters[index].names)}: "
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
@@ -188,7 +184,7 @@ class Gradient:
         if self._full is None:
             self._begin()
         is_first = index not in self._filled
-        is_continued = self._begun.get(index) == backward_under_way() and index not in self.fired
+        is_continued = self._begun.get(index) == torch_private.backward_under_way() and index not in self.fired
         if not is_first and not is_continued:  # not a part of the same of autograd's sums
             self._widen()
         piece = self._pieces[index]
@@ -351,8 +347,9 @@ def _add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> Non
     if grad.sparse_dim() == 1 and grad.dense_dim() == 1:
         # Rows that were looked up several times are added up first, by the kernel and in the order of a dense gradient;
         # `coalesce` has an order of its own.
-        rows, place = torch.unique(grad._indices()[0], return_inverse=True)
-        sums = torch.ops.aten.embedding_dense_backward(grad._values(), place, rows.numel(), -1, False)
+        indices, values = torch_private.rows_of(grad)
+        rows, place = torch.unique(indices[0], return_inverse=True)
+        sums = torch.ops.aten.embedding_dense_backward(values, place, rows.numel(), -1, False)
         piece.view(grad.shape).index_add_(0, rows, sums.to(piece.dtype))
     else:
         piece.add_(grad.to_dense().reshape(-1))

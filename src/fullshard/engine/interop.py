@@ -25,11 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.nn.utils import clip_grad as torch_clip
-from torch.nn.utils import convert_parameters as torch_convert
 from torch.optim import optimizer as torch_optimizer
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.core.events import EventKind
@@ -90,9 +89,6 @@ def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tenso
     torch_clip.clip_grad_value_(parameters, clip_value)
 
 
-_local_total_norm = torch_clip._get_total_norm
-
-
 def _total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
@@ -111,10 +107,10 @@ def _total_norm(
         else:
             sharded.setdefault(mesh, []).append(tensor)
     if not sharded:
-        return _local_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return torch_private.total_norm.torchs(tensors, norm_type, error_if_nonfinite, foreach)
     norms = [_group_norm(mesh, part, float(norm_type), foreach) for mesh, part in sharded.items()]
     if ordinary:
-        norms.append(_local_total_norm(ordinary, norm_type, False, foreach))
+        norms.append(torch_private.total_norm.torchs(ordinary, norm_type, False, foreach))
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -130,7 +126,7 @@ def _group_norm(mesh: Mesh, gradients: Sequence[torch.Tensor], order: float, for
     # of all gradients, not of the parts: the same on every rank
     dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
     if parts:
-        local = _local_total_norm(parts, order, False, foreach).to(mesh.device, dtype)
+        local = torch_private.total_norm.torchs(parts, order, False, foreach).to(mesh.device, dtype)
     else:
         local = torch.zeros((), device=mesh.device, dtype=dtype)
     if mesh.shard_group is None:
@@ -148,8 +144,6 @@ def _group_norm(mesh: Mesh, gradients: Sequence[torch.Tensor], order: float, for
 
 # -- loss scaling -----------------------------------------------------------------------------------------------
 
-_local_unscale = torch.amp.GradScaler._unscale_grads_
-
 
 def _unscale_grads(
     scaler: torch.amp.GradScaler,
@@ -159,7 +153,9 @@ def _unscale_grads(
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
     """Torch's unscaling, then agree on whether any rank found an overflow."""
-    found = _local_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    found: dict[torch.device, torch.Tensor] = torch_private.unscale.torchs(
+        scaler, optimizer, inv_scale, found_inf, allow_fp16
+    )
     for mesh in dict.fromkeys(p.mesh for p in sharded_parameters(optimizer)):  # in the same order on every rank
         if mesh.world_group is None:
             continue
@@ -174,15 +170,11 @@ def _unscale_grads(
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have stepped or loaded a state, so all that have one."""
 
-_local_state_dict = torch.optim.Optimizer.state_dict
-_local_load_state_dict = torch.optim.Optimizer.load_state_dict
-_local_setstate = torch.optim.Optimizer.__setstate__
 
-
-@functools.wraps(_local_state_dict)
+@functools.wraps(torch_private.state_dict.torchs)
 def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Torch's, with a `Slice` in place of each tensor that is one."""
-    return _map_states(optimizer, _local_state_dict(optimizer), _as_slices)
+    return _map_states(optimizer, torch_private.state_dict.torchs(optimizer), _as_slices)
 
 
 def _as_slices(state: dict[str, Any], parameter: ShardedParameter) -> dict[str, Any]:
@@ -192,21 +184,21 @@ def _as_slices(state: dict[str, Any], parameter: ShardedParameter) -> dict[str, 
     }
 
 
-@functools.wraps(_local_load_state_dict)
+@functools.wraps(torch_private.load_state_dict.torchs)
 def _load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Torch's loading, after whole tensors are cut to this rank's intervals."""
-    _local_load_state_dict(optimizer, _map_states(optimizer, state_dict, _cut_state))
+    torch_private.load_state_dict.torchs(optimizer, _map_states(optimizer, state_dict, _cut_state))
     _seen.add(optimizer)
 
 
-@functools.wraps(_local_setstate)
+@functools.wraps(torch_private.set_state.torchs)
 def _setstate(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Where every optimizer's loading ends: each `Slice` becomes a plain tensor, if it is this rank's."""
     states = state.get("state", {})
     for parameter, held in states.items():
         if isinstance(parameter, ShardedParameter) and any(isinstance(value, Slice) for value in held.values()):
             states[parameter] = {key: _own(value, parameter, key) for key, value in held.items()}
-    _local_setstate(optimizer, state)
+    torch_private.set_state.torchs(optimizer, state)
 
 
 def _own(value: Any, parameter: ShardedParameter, key: str) -> Any:
@@ -392,8 +384,6 @@ def _pinned(unit: Unit) -> LifecycleError:
 
 # -- one vector of all parameters -------------------------------------------------------------------------------
 
-_check_param_device = torch_convert._check_param_device
-
 
 def _check_param(param: torch.Tensor, old_param_device: int | None) -> int:
     """Torch's check of each parameter that becomes a part of a vector, or is made of one."""
@@ -402,25 +392,24 @@ def _check_param(param: torch.Tensor, old_param_device: int | None) -> int:
             f"a vector of all parameters would have only this rank's slice of {'='.join(param.names)}",
             hint="call it inside `with fullshard.unsharded(model)`, or use .full_tensor() of each on every rank",
         )
-    return _check_param_device(param, old_param_device)
+    device: int = torch_private.check_in_vector.torchs(param, old_param_device)
+    return device
 
 
 # -- collectives of the script's -------------------------------------------------------------------------------
-
-_check_single_tensor, _check_tensor_list = distributed_c10d._check_single_tensor, distributed_c10d._check_tensor_list
 
 
 def _check_sent(param: object, param_name: str) -> None:
     """Torch's check of a tensor that a collective is given."""
     _refuse_to_send(param)
-    _check_single_tensor(param, param_name)
+    torch_private.check_sent.torchs(param, param_name)
 
 
 def _check_sent_list(param: object, param_name: str) -> None:
     """The same for a list of them."""
     for tensor in param if isinstance(param, list) else ():
         _refuse_to_send(tensor)
-    _check_tensor_list(param, param_name)
+    torch_private.check_sent_list.torchs(param, param_name)
 
 
 def _refuse_to_send(tensor: object) -> None:
@@ -436,8 +425,6 @@ def _refuse_to_send(tensor: object) -> None:
 
 # -- gradients that autograd hands to its caller ----------------------------------------------------------------
 
-_run_backward = torch.autograd._engine_run_backward
-
 
 def _run_backward_to(roots: Any, *args: Any, **options: Any) -> Any:
     """Where every backward begins: an error, where a sharded parameter's gradient would be None without a word."""
@@ -445,7 +432,7 @@ def _run_backward_to(roots: Any, *args: Any, **options: Any) -> Any:
     wanted = [(index, p) for index, p in enumerate(inputs) if isinstance(p, ShardedParameter)]
     if wanted and options.get("accumulate_grad"):
         raise _no_graph_has(wanted[0][1])
-    found = _run_backward(roots, *args, **options)
+    found = torch_private.run_backward.torchs(roots, *args, **options)
     for index, parameter in wanted:
         if found[index] is None:
             raise _no_graph_has(parameter)
@@ -461,16 +448,19 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
 
 def install() -> None:
     """Put them in place; called once when the engine is imported."""
-    torch_clip._get_total_norm = _total_norm
-    nn.utils.get_total_norm = _total_norm
-    torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[method-assign, assignment]
-    torch.optim.Optimizer.state_dict = _state_dict  # type: ignore[method-assign, assignment]
-    torch.optim.Optimizer.load_state_dict = _load_state_dict  # type: ignore[method-assign, assignment]
-    torch.optim.Optimizer.__setstate__ = _setstate  # type: ignore[method-assign, assignment]
-    torch_convert._check_param_device = _check_param
-    distributed_c10d._check_single_tensor = _check_sent
-    distributed_c10d._check_tensor_list = _check_sent_list
-    torch.autograd._engine_run_backward = _run_backward_to  # type: ignore[assignment]
+    torch_private.replace(
+        {
+            torch_private.total_norm: _total_norm,
+            torch_private.unscale: _unscale_grads,
+            torch_private.state_dict: _state_dict,
+            torch_private.load_state_dict: _load_state_dict,
+            torch_private.set_state: _setstate,
+            torch_private.check_in_vector: _check_param,
+            torch_private.check_sent: _check_sent,
+            torch_private.check_sent_list: _check_sent_list,
+            torch_private.run_backward: _run_backward_to,
+        }
+    )
     torch_optimizer.register_optimizer_step_pre_hook(_before_step)
     torch_optimizer.register_optimizer_step_post_hook(_after_step)
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.additions import MANAGED
 from fullshard.engine.callers import refuse_writers
 from fullshard.engine.parameter import ShardedParameter, sharded_parameter_of
 from fullshard.engine.schedule import Schedule, schedule_of
@@ -175,7 +175,7 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     module.__dict__[_UNIT] = unit
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
     for inner in module.modules():
-        inner.__dict__[MANAGED] = True
+        inner.__dict__[torch_private.MANAGED] = True
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
         if hasattr(inner, "save_pretrained") and "save_pretrained" not in inner.__dict__:
             inner.save_pretrained = _saves_no_slices(inner)  # type: ignore[assignment]
@@ -315,7 +315,7 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
 
 def clean_name(path: str) -> str:
     """A module path without the parts that torch's wrappers add."""
-    return ".".join(part for part in path.split(".") if part not in ("_checkpoint_wrapped_module", "_orig_mod"))
+    return ".".join(part for part in path.split(".") if part not in torch_private.WRAPPERS)
 
 
 def join(path: str, attribute: str) -> str:
@@ -345,8 +345,12 @@ def _except_on_host(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """`fn` for all but shards and gradients that are offloaded."""
     on_host = [p for unit in units for b in unit.buckets if b.main_is_on_host for p in b.sharded_parameters]
-    held = {t.untyped_storage()._cdata for p in on_host for t in (p, p.grad) if t is not None}
-    return (lambda tensor: tensor if tensor.untyped_storage()._cdata in held else fn(tensor)) if held else fn
+    held = {_memory_of(tensor) for p in on_host for tensor in (p, p.grad) if tensor is not None}
+    return (lambda tensor: tensor if _memory_of(tensor) in held else fn(tensor)) if held else fn
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return torch_private.storage_id(tensor.untyped_storage())
 
 
 def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedParameter]]:
@@ -375,7 +379,7 @@ def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 def _state_dict_path(path: str) -> str:
     """A module path as state dicts have it: of torch's wrappers, the one for checkpointing hides itself there."""
-    return ".".join(part for part in path.split(".") if part != "_checkpoint_wrapped_module")
+    return ".".join(part for part in path.split(".") if part != torch_private.HIDDEN_WRAPPER)
 
 
 def _before_load_state_dict(

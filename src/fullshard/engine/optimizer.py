@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from fullshard.comm import torch_private
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.parameter import ShardedParameter, are_same
 
@@ -50,27 +51,27 @@ State = MutableMapping[torch.Tensor, dict[str, Any]]
 def use_segments(optimizer: optim.Optimizer) -> None:
     """From now on `optimizer` updates segments where it can. Nothing happens to one that cannot, or the second time."""
     is_wanted = os.environ.get(SWITCH, "segments") != "slices"
-    if is_wanted and type(optimizer) in ELEMENT_WISE and "_init_group" not in vars(optimizer):
-        optimizer._init_group = _InitGroup(optimizer)  # type: ignore[attr-defined]
+    if is_wanted and type(optimizer) in ELEMENT_WISE and torch_private.INIT_GROUP not in vars(optimizer):
+        setattr(optimizer, torch_private.INIT_GROUP, _InitGroup(optimizer))
 
 
 def finish_step(optimizer: optim.Optimizer) -> None:
     """Give the parameters what the optimizer has put into the state of segments after its loop."""
-    init_group = vars(optimizer).get("_init_group")
+    init_group = vars(optimizer).get(torch_private.INIT_GROUP)
     if isinstance(init_group, _InitGroup):
         init_group.take_states(optimizer.state)
 
 
 def segment_states(optimizer: optim.Optimizer) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
     """The state of every segment, of which its parameters' is views, and the first of them."""
-    init_group = vars(optimizer).get("_init_group")
+    init_group = vars(optimizer).get(torch_private.INIT_GROUP)
     if isinstance(init_group, _InitGroup):
         yield from init_group.states()
 
 
 def dissolve_segments(optimizer: optim.Optimizer) -> None:
     """Give every parameter a state of its own, because another optimizer may update it now."""
-    init_group = vars(optimizer).get("_init_group")
+    init_group = vars(optimizer).get(torch_private.INIT_GROUP)
     if isinstance(init_group, _InitGroup):
         init_group.dissolve(optimizer.state)
 
@@ -88,7 +89,8 @@ class _InitGroup:
         held = self._group(optimizer, group)
         try:
             tensors = held.prepare(optimizer.state)
-            return type(optimizer)._init_group(optimizer, {**group, "params": tensors}, *lists)  # type: ignore[attr-defined]
+            torchs = getattr(type(optimizer), torch_private.INIT_GROUP)
+            return torchs(optimizer, {**group, "params": tensors}, *lists)
         finally:
             self.take_states(optimizer.state)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from fullshard.comm import torch_private
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.offload import Host
@@ -38,7 +39,8 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
     for parameter, value in (*states, *segment_states(optimizer)):
         if id(parameter) in owners:
             for tensor in _plain_tensors(value):
-                memory.setdefault(tensor.untyped_storage()._cdata, (owners[id(parameter)], []))[1].append(tensor)
+                place = torch_private.storage_id(tensor.untyped_storage())
+                memory.setdefault(place, (owners[id(parameter)], []))[1].append(tensor)
     moved: dict[Bucket, int] = {}
     for bucket, tensors in memory.values():
         nbytes = tensors[0].untyped_storage().nbytes()

@@ -11,9 +11,8 @@ from typing import Any, NoReturn, Protocol, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import BucketLayout, Interval
@@ -90,7 +89,7 @@ class ShardedParameter(NotWhole, nn.Parameter):
     def __new__(cls, bucket: ParameterOwner, index: int, *, requires_grad: bool) -> ShardedParameter:
         """Cut parameter `index` of `bucket` down to this rank's slice of `main`."""
         data = bucket.main[bucket.slices[index]].detach()
-        self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self = torch_private.make_subclass(cls, data, requires_grad)
         self._bucket, self._index = bucket, index
         self.names = ()
         self.global_shape = torch.Size(bucket.layout.specs[index].shape)
@@ -101,11 +100,11 @@ class ShardedParameter(NotWhole, nn.Parameter):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: torch._ops.OpOverload, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every kernel of torch that is given one comes through here."""
         caller = sys._getframe(1)
-        with torch._C._DisableTorchDispatch():
+        with torch_private.without_dispatch():
             if not knows_slices(caller) or not knows_slices(asker(caller)):
                 first = next(_among((*args, *(kwargs or {}).values())), None)
                 if first is not None:
@@ -337,7 +336,4 @@ def _method_of_slice(name: str) -> Callable[..., Any]:
 for _name in _METHODS.split():
     setattr(ShardedParameter, _name, _method_of_slice(_name))
 
-# torch turns its foreach and fused optimizers on only for types in these lists (DTensor is added the same way).
-for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-    if ShardedParameter not in _types:
-        _types.append(ShardedParameter)  # type: ignore[arg-type]
+torch_private.allow_foreach(ShardedParameter)

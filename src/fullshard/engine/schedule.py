@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.comm import torch_private
 from fullshard.comm.cpu.heap import heap
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
@@ -25,7 +26,7 @@ from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.additions import Additions
 from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.gradient import Gradient, backward_under_way
+from fullshard.engine.gradient import Gradient
 from fullshard.engine.unit import Call, Unit, UnitState, owner_of
 
 
@@ -218,7 +219,7 @@ class Schedule:
             participants = list(reversed(self._participants))
             for participant in sorted(participants, key=lambda u: self._reduce_order.get(u, 0)):
                 self._enqueue(participant)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+            torch_private.call_after_backward(self._finish_backward)
         if unit not in self._queued:
             self._enqueue(unit)
 
@@ -411,7 +412,7 @@ class Schedule:
 
         Only the thread that trains can tell that from a backward under way.
         """
-        if self._in_backward and backward_under_way() == -1 and threading.get_ident() == self._thread:
+        if self._in_backward and torch_private.backward_under_way() == -1 and threading.get_ident() == self._thread:
             self.reset()
 
     def before_optimizer_step(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
@@ -27,9 +28,9 @@ from fullshard.engine.callers import WAY_OUT, knows_slices, refuse_writers
 LOCAL_RESULTS = frozenset(
     {"all", "amax", "amin", "any", "argmax", "argmin", "aminmax", "count_nonzero", "logsumexp", "max", "mean", "median"}
     | {"min", "prod", "quantile", "std", "std_mean", "sum", "var", "var_mean"}
-    | {"_foreach_norm", "dist", "dot", "inner", "matmul", "__matmul__", "matrix_norm", "norm", "vdot", "vector_norm"}
-    | {"_local_scalar_dense", "cat", "concat", "equal", "concatenate", "hstack", "stack", "vstack"}
-    | {"__array__", "item", "numpy", "tolist"}
+    | {"dist", "dot", "inner", "matmul", "__matmul__", "matrix_norm", "norm", "vdot", "vector_norm"}
+    | {"cat", "concat", "equal", "concatenate", "hstack", "stack", "vstack", "__array__", "item", "numpy", "tolist"}
+    | torch_private.LOCAL_KERNELS
 )
 """Functions of torch and methods of tensors whose result, of a slice, is not that of the whole tensor."""
 
@@ -82,13 +83,13 @@ class NotWhole:
     def untyped_storage(self) -> torch.UntypedStorage:
         """The memory, for everybody who does not write it to a file."""
         refuse_writers(sys._getframe(1), "=".join(self.names))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.without_function():
             return super().untyped_storage()  # type: ignore[misc, no-any-return]
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """As of any tensor, with the same exception: safetensors asks this of each."""
         refuse_writers(sys._getframe(1), "=".join(self.names))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.without_function():
             return super().is_contiguous(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def _refused(self, *_args: object) -> NoReturn:
@@ -113,7 +114,7 @@ class Slice(NotWhole, torch.Tensor):
     @classmethod
     def of(cls, tensor: torch.Tensor, parameter: SlicedParameter) -> Slice:
         """The same memory, and the same place in autograd's graph."""
-        with torch._C._DisableTorchDispatch():  # of a sharded parameter itself
+        with torch_private.without_dispatch():  # of a sharded parameter itself
             self = tensor.as_subclass(cls)
         self.parameter = parameter
         return self
@@ -139,7 +140,7 @@ class Slice(NotWhole, torch.Tensor):
 
     def plain(self) -> torch.Tensor:
         """The same memory as an ordinary tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.without_function():
             return self.as_subclass(torch.Tensor)
 
     @torch.no_grad()
@@ -157,7 +158,7 @@ class Slice(NotWhole, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         held = next(_slices((*args, *kwargs.values())), None)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.without_function():
             return func(*args, **kwargs) if held is None else _compute_with_slice(func, held, args, kwargs)
 
 
@@ -227,7 +228,7 @@ def warn_of_local_result(parameter: SlicedParameter, function: str, *, requires_
 
 
 def compute_with(
-    func: torch._ops.OpOverload, parameter: SlicedParameter, args: Sequence[Any], kwargs: dict[str, Any]
+    func: torch_private.Kernel, parameter: SlicedParameter, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """What a kernel of torch makes of a sharded parameter, for code that does not know slices.
 
@@ -239,7 +240,7 @@ def compute_with(
     if function in LOCAL_RESULTS:
         warn_of_local_result(parameter, function, requires_grad=parameter.requires_grad)
         return func(*args, **kwargs)
-    if name.startswith("_foreach_"):
+    if name.startswith(torch_private.FOREACH_KERNELS):
         for together in zip(*(arg for arg in args if isinstance(arg, (list, tuple))), strict=False):
             shapes = {tensor.shape for tensor in together if isinstance(tensor, NotWhole)}  # type: ignore[attr-defined]
             if any(_is_whole(tensor) and tensor.shape not in shapes for tensor in together if shapes):
@@ -260,7 +261,8 @@ def compute_with(
 
 
 _ELEMENT_WISE = frozenset(
-    {"_to_copy", "alias", "bernoulli_", "clone", "copy_", "detach", "empty_like", "fill_", "full_like", "normal_"}
+    torch_private.COPY_KERNELS
+    | {"alias", "bernoulli_", "clone", "copy_", "detach", "empty_like", "fill_", "full_like", "normal_"}
     | {"ones_like", "rand_like", "randn_like", "uniform_", "view", "zero_", "zeros_like"}
 )
 """Kernels that treat elements alike, besides those that torch marks so."""

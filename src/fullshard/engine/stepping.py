@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.interop import check_optimizer
@@ -87,7 +88,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
             f"{name} cannot step in backward: the main weights or the optimizer state of {moved.name} are on the host",
             hint="offload compute shards alone, or leave step_in_backward out",
         )
-    hooks = optimizer._optimizer_step_pre_hooks.values()
+    hooks = torch_private.step_pre_hooks(optimizer).values()
     stepper = next((hook for hook in hooks if isinstance(hook, Stepper)), None)
     schedules = dict.fromkeys(schedule_of(owner_of(bucket_of(p))) for p in sharded)
     held = {id(p) for p in sharded}
@@ -104,7 +105,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
 
 def steps_in_backward(optimizer: optim.Optimizer) -> bool:
     """Whether this one does, so that its state changes before `optimizer.step()`."""
-    return any(isinstance(hook, Stepper) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return any(isinstance(hook, Stepper) for hook in torch_private.step_pre_hooks(optimizer).values())
 
 
 def anything_steps_in_backward() -> bool:
@@ -168,7 +169,7 @@ class Stepper:
             return False
         if torch.is_grad_enabled():
             raise LifecycleError(f"backward with create_graph=True, and {name} would step in it")
-        if any(hook is not self for hook in optimizer._optimizer_step_pre_hooks.values()):
+        if any(hook is not self for hook in torch_private.step_pre_hooks(optimizer).values()):
             raise LifecycleError(
                 f"{name} steps in backward and has a step pre-hook, which would come too late",
                 hint="remove the hook, or leave step_in_backward out",
@@ -281,7 +282,8 @@ class Stepper:
 def _part_of(optimizer: optim.Optimizer) -> optim.Optimizer:
     """An optimizer like this one that holds nothing."""
     part = object.__new__(type(optimizer))
-    part.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("_init_group", "step")})
+    own = (torch_private.INIT_GROUP, "step")
+    part.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in own})
     part.param_groups = []
     use_segments(part)
     return part

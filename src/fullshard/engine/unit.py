@@ -19,15 +19,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import by_bucket
-from fullshard.engine.gradient import Product, backward_under_way
+from fullshard.engine.gradient import Product
 from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
@@ -291,7 +291,7 @@ class Unit:
     @property
     def is_under_way(self) -> bool:
         """Whether the model is in a forward or backward, where all ranks are."""
-        return self.schedule.is_in_forward or backward_under_way() != -1
+        return self.schedule.is_in_forward or torch_private.backward_under_way() != -1
 
     def take_requires_grad(self) -> None:
         """See `Bucket.take_requires_grad`."""
@@ -349,7 +349,7 @@ class Unit:
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_in_method:
             return args, kwargs
-        in_backward = backward_under_way() != -1
+        in_backward = torch_private.backward_under_way() != -1
         if not in_backward:
             self.schedule.begin_forward(self)
         self._running += 1
@@ -369,7 +369,7 @@ class Unit:
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._is_in_method:
             return None
-        in_backward = backward_under_way() != -1
+        in_backward = torch_private.backward_under_way() != -1
         self._running = max(0, self._running - 1)
         self.emit(EventKind.FORWARD_END)
         self._ran.add(id(module))
@@ -455,7 +455,7 @@ class Unit:
             if not tensor.requires_grad or tensor.grad_fn is None:
                 return tensor
             found = True
-            base = tensor._base if tensor._is_view() else None
+            base = tensor._base
             if base is not None and base.grad_fn is not None:
                 # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
                 base.grad_fn.register_prehook(_uncompiled(hook))
@@ -482,7 +482,7 @@ class Unit:
         self.emit(EventKind.BACKWARD_BEGIN)
 
     def _check_second_derivatives(self) -> None:
-        is_functional = torch._C._are_functorch_transforms_active()
+        is_functional = torch_private.are_transforms_active()
         if is_functional or not self.is_pinned:
             what = "torch.func's grad, jacrev or hessian" if is_functional else "backward with create_graph=True"
             raise LifecycleError(
@@ -655,12 +655,11 @@ def _uncompiled(function: Any) -> Any:
 
     def hook(*args: Any) -> Any:
         nonlocal eager
-        if get_eval_frame_callback() is None:  # nothing is being compiled, and asking is cheaper than `disable`
+        if torch_private.running_compiler() is None:  # nothing is being compiled, and asking is cheaper than `disable`
             return function(*args)
         if eager is None:
-            eager = sys.modules["torch._dynamo"].disable(function)
+            eager = torch.compiler.disable(function)
         return eager(*args)
 
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-    hook._torchdynamo_disable_msg = "fullshard runs its hooks outside the graph"  # type: ignore[attr-defined]
+    torch_private.keep_compiler_out(hook)
     return hook

@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
+from fullshard.comm import torch_private
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Product
 
@@ -90,8 +89,9 @@ def _is_large_matrix(parameter: torch.Tensor) -> bool:
 def _is_looked_at(bucket: Bucket, index: int) -> bool:
     """Whether somebody else may look at the whole gradient before it is collected."""
     parameter = bucket.slots[index].parameter
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
-    return bucket.owner.is_pinned or bool(parameter._backward_hooks) or len(after) > 1  # one is the engine's
+    after = torch_private.accumulated_hooks(parameter) or ()
+    is_hooked = bool(torch_private.gradient_hooks(parameter)) or len(after) > 1  # one is the engine's
+    return bucket.owner.is_pinned or is_hooked
 
 
 # -- embeddings -----------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class _Lookup:
     def begin(self, module: nn.Embedding, _args: Any) -> None:
         """Before the forward."""
         bucket = self._bucket()
-        is_compiled = get_eval_frame_callback() is not None  # compiled code takes no such gradient
+        is_compiled = torch_private.running_compiler() is not None  # compiled code takes no such gradient
         if bucket is None or is_compiled or module.scale_grad_by_freq or _is_looked_at(bucket, self._index):
             return
         if bucket.compute_dtype == torch.float16:  # of which torch adds up no two such gradients
@@ -123,7 +123,7 @@ class _Lookup:
         if self._was_sparse is not None:
             module.sparse, self._was_sparse = self._was_sparse, None
 
-    begin._torchdynamo_disable = end._torchdynamo_disable = True  # type: ignore[attr-defined]
+    torch_private.keep_compiler_out(begin, end)
 
 
 # -- tied weights ---------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class _Use:
         is_last = len(self._left) == 1 and self in self._left
         self._left.discard(self)
         try:
-            if not torch._C._will_engine_execute_node(self._accumulate):
+            if not torch_private.will_run(self._accumulate):
                 return None
         except RuntimeError:  # `torch.autograd.grad` hands it to its caller
             return product.value()
@@ -265,10 +265,10 @@ def _may_be_replaced(output: Any) -> bool:
         isinstance(output, torch.Tensor)
         and output.grad_fn is not None
         and torch.is_grad_enabled()
-        and not output._backward_hooks
+        and not torch_private.gradient_hooks(output)
         and not output.retains_grad
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and not torch_private.are_transforms_active()
+        and not torch_private.is_forward_mode()
     )
 
 
@@ -298,7 +298,7 @@ class _Layer:
         if node is None:
             return None
         bias = None
-        if node.name() == "AddmmBackward0" and node._saved_alpha == node._saved_beta == 1:  # type: ignore[attr-defined]
+        if node.name() == "AddmmBackward0" and torch_private.is_plain_sum(node):
             (adding, _), *factors = node.next_functions
             if adding is not None:
                 bias = getattr(adding, "variable", None)
@@ -388,6 +388,6 @@ def _givers(last: Node, parameter: nn.Parameter, stop: set[Node]) -> list[tuple[
 def _will_run(accumulate: Node) -> bool:
     """Whether this backward puts gradients into `.grad`; `torch.autograd.grad` hands them to its caller."""
     try:
-        return bool(torch._C._will_engine_execute_node(accumulate))
+        return bool(torch_private.will_run(accumulate))
     except RuntimeError:
         return False

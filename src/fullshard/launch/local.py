@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError
 from fullshard.launch.bootstrap import LAUNCHER_PID
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause
@@ -233,7 +234,7 @@ class Agent(LocalElasticAgent):
         self._logs.variables = {**self._job.variables, **own}
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._groups |= set(pids.values())
-        context: Any = self._pcontext
+        context = torch_private.worker_context(self)
         close = context.close
         # When a worker fails, torchelastic would give the others 30 seconds.
         context.close = lambda death_sig=None, timeout=0: close(death_sig, SHUTDOWN_SECONDS)
@@ -253,7 +254,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        number = self._job.max_restarts - self._remaining_restarts
+        number = self._job.max_restarts - torch_private.remaining_restarts(self)
         with _signals_ignored():
             self._stop_workers(worker_group)
         cause = self._client.root_cause if self._client is not None else None
@@ -263,7 +264,8 @@ class Agent(LocalElasticAgent):
             sys.stderr.write(self._report(*root_cause(self._failures)))
         say(f"starting all processes again ({number} of {self._job.max_restarts} restarts)")
         # The last references: a store on a fixed port must be gone before the next one can listen there.
-        worker_group.store = self._store = None
+        worker_group.store = None
+        torch_private.forget_store(self)
         super()._restart_workers(worker_group)
 
     def _exit_barrier(self) -> None:
@@ -279,8 +281,8 @@ class Agent(LocalElasticAgent):
 
     def _close_files(self) -> None:
         """Close the ends of streams that torchelastic has opened: it does so only for workers it has to end."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        for stream in (getattr(handler, f"_{name}", None) for handler in handlers.values() for name in STREAMS):
+        handlers = getattr(torch_private.worker_context(self), "subprocess_handlers", {})
+        for stream in (torch_private.stream_of(handler, name) for handler in handlers.values() for name in STREAMS):
             if stream is not None:
                 stream.close()
 

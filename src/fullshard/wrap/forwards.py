@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import WrapError
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -22,17 +22,6 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 """What `nn.Linear` (and Transformers' `Conv1D`) comes down to."""
-
-_ATTENTION = frozenset(
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-    }
-)
-"""What `scaled_dot_product_attention` comes down to, where it is one kernel."""
 
 
 def checkpoint_modules(
@@ -80,7 +69,7 @@ def checkpoint_modules(
             raise WrapError(f"{where} is sharded already", hint="checkpoint activations before sharding the model")
         if "_recomputed_forward" in module.__dict__:
             raise WrapError(f"the activations of {where} are checkpointed already")
-        if selective and hasattr(module.forward, "_torchdynamo_orig_callable"):
+        if selective and torch_private.is_compiled_function(module.forward):
             raise WrapError(f"{where} is compiled, and selective checkpointing looks at single operations")
     for module in chosen:
         # None stands for the class's forward, which a deep copy then resolves on the copy.
@@ -187,7 +176,7 @@ def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[...,
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """What tells whether a buffer is replaced or changed; without a batch norm's, whose kernels do not count it."""
-    if isinstance(module, _NormBase):
+    if isinstance(module, torch_private.NormBase):
         return {}
     return {name: (id(b), b._version) for name, b in module._buffers.items() if b is not None}
 
@@ -201,7 +190,7 @@ def _selective_contexts() -> Any:
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = operation in _ATTENTION
+        keep = operation in torch_private.ATTENTION_KERNELS
         if operation in _PRODUCTS:
             seen[context.is_recompute] += 1
             keep = seen[context.is_recompute] % 2 == 1

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import WrapError
 
 
@@ -147,8 +148,7 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
 
 
 def _wraps(parameter: Any) -> bool:
-    is_own_memory = type(parameter).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    return not is_own_memory or hasattr(parameter, "fsdp_pre_all_gather")
+    return torch_private.has_own_dispatch(type(parameter)) or hasattr(parameter, "fsdp_pre_all_gather")
 
 
 def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:

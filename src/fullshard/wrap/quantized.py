@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import WrapError
 
 _EXACT = "_fullshard_exact"
@@ -91,7 +92,7 @@ def _keep_in_place(module: nn.Module, weight: Any) -> None:
 
 def _moved(weight: Any, *args: Any, **options: Any) -> torch.Tensor:
     """`weight.to(...)`, which is the weight itself if that changes nothing, as of every other tensor."""
-    device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
+    device, dtype, *_ = torch_private.parse_to(*args, **options)
     if device in (None, weight.device) and dtype in (None, weight.dtype):
         return weight  # type: ignore[no-any-return]
     return type(weight).to(weight, *args, **options)  # type: ignore[no-any-return]

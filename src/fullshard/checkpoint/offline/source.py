@@ -21,6 +21,7 @@ from pydantic import JsonValue
 from fullshard.checkpoint.format import DTYPES, Manifest, OptimizerRecord, StateTensorRecord, TensorRecord
 from fullshard.checkpoint.storage import Bytes
 from fullshard.checkpoint.tensors import tensor_bytes, torch_dtype
+from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.sizes import MIB
@@ -31,7 +32,7 @@ CHUNK_NBYTES = 16 * MIB
 Kind = Literal["model", "optimizer"]
 T = TypeVar("T")
 
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "_fpw_module"}
+_WRAPPERS = torch_private.WRAPPERS | {"_fsdp_wrapped_module", "_fpw_module"}
 """Parts of names that wrappers of torch and torch_xla add."""
 
 

@@ -28,6 +28,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
+
 logger = logging.getLogger(__name__)
 
 SWITCH = "FULLSHARD_COMM"
@@ -176,7 +178,7 @@ def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> tuple[Ma
             num_hosts=size // per_host,
             pids=[offer.pid for offer in neighbours],
             files=files,
-            timeout_seconds=group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+            timeout_seconds=torch_private.timeout_of(group, torch.device("cpu")).total_seconds(),
         )
         made = make(peers)
     except OSError as error:

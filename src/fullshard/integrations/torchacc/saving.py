@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from fullshard.api.collectives import all_gather_object
+from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
 from fullshard.engine import ShardedParameter
@@ -205,8 +206,7 @@ class _Converter:
             if not isinstance(value, OrderedDict):
                 return dict(items)
             ordered = OrderedDict(items)
-            if hasattr(value, "_metadata"):  # versions of modules, in a model's state dict
-                ordered._metadata = value._metadata  # type: ignore[attr-defined]
+            torch_private.copy_module_versions(value, ordered)
             return ordered
         if type(value) in (list, tuple):
             return type(value)(self.convert(item) for item in value)

@@ -10,8 +10,8 @@ import itertools
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import CommunicationError
 
 WAIT = timedelta(seconds=30)
@@ -34,7 +34,11 @@ def agree_to_start_again(error: Exception, batch_size: int) -> None:
 
     if not dist.is_initialized() or dist.get_world_size() == 1 or not should_reduce_batch_size(error):
         return
-    store, place, ranks = _get_default_store(), f"fullshard/out of memory/{next(_TRIES)}", range(dist.get_world_size())
+    store, place, ranks = (
+        torch_private.default_store(),
+        f"fullshard/out of memory/{next(_TRIES)}",
+        range(dist.get_world_size()),
+    )
     store.set(f"{place}/{dist.get_rank()}", "")
     try:
         store.wait([f"{place}/{rank}" for rank in ranks], WAIT)

@@ -1,0 +1,345 @@
+"""Every private name of torch that fullshard uses. No other file has one; `tests/test_architecture` sees to that.
+
+torch may rename any of these in any release without a word. So each says what it is for, what goes wrong if torch
+changes it, and since which release torch has it ("2.0" is the oldest that was looked into). `tests/test_torch_private`
+uses each of them for just that, and fails with its name.
+
+They are in this layer because it is the lowest that may import torch, and every one above it needs some.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from operator import attrgetter
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import clip_grad, convert_parameters
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+SEMI_PUBLIC = frozenset({"_base", "_buffers", "_modules", "_parameters", "_version"})
+"""Names with an underscore that every file may use. `Tensor._base` and `_version` are in torch's notes on autograd; the
+others are the dictionaries of a module, which all libraries read and torch pickles. Nothing public puts
+another object into a module without the hooks that `setattr` calls."""
+
+OVERRIDDEN: Mapping[str, frozenset[str]] = {
+    "torch.nn.Module": frozenset({"_apply", "_replicate_for_data_parallel"}),
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": frozenset(
+        {"_exit_barrier", "_monitor_workers", "_restart_workers", "_shutdown", "_start_workers", "_stop_workers"}
+    ),
+}
+"""Methods that torch calls and that a class of fullshard's has in their place: `FSDPModule`, by which moving, casting
+and replicating a sharded model is refused, and the launcher's agent, which ends workers in time. Were they renamed,
+nothing would call them any more. Since 2.0."""
+
+# -- autograd ---------------------------------------------------------------------------------------------------
+
+backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that autograd is in, the innermost one; -1 outside of any. Else a forward could not tell
+whether it is a recomputation. Since 2.0."""
+
+will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
+"""Whether the backward under way comes to a node; `RuntimeError` under `torch.autograd.grad`, which hands the node's
+gradient to its caller. Else a gradient that somebody asked for would be collected as well. Since 2.0."""
+
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+"""Sets how often tensors were changed. Filling the unsharded parameters again must not count, or backward refuses what
+it saved. Since 2.7 for several tensors."""
+
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""The storage's address: the same for all tensors that share it, even while it has no memory, when `data_ptr` is 0.
+Else views could not be told from copies. Since 2.0."""
+
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many hold a storage, by its `storage_id`. Else what forward still computes with would be sent to the host.
+Since 2.8."""
+
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether `torch.func` is at work: its tensors have no graph to hook into. Since 2.0."""
+
+without_transforms = temporarily_clear_interpreter_stack
+"""Context without them, for messages between ranks, which have no memory under `torch.func.vmap`. Since 2.4."""
+
+accumulated_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks that `register_post_accumulate_grad_hook` has put on a parameter, by number; None before the first. Else a
+gradient that one of them reads would be collected before it is whole. Since 2.1."""
+
+gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
+"""The same of `register_hook`. Since 2.0."""
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have the backward under way call `callback` at its end, where what is left is reduced. Since 2.0."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def are_saved_elsewhere() -> bool:
+    """Whether somebody has put `saved_tensors_hooks` around this: a checkpoint has its own. Since 2.8."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def is_forward_mode() -> bool:
+    """Whether `torch.autograd.forward_ad` is at work, which a node of one's own would lose. Since 2.0."""
+    return forward_ad._current_level >= 0
+
+
+def is_plain_sum(addmm: Node) -> bool:
+    """Whether the node of a `torch.addmm` added its operands as they are, as a linear layer does. Since 2.0."""
+    return bool(addmm._saved_alpha == addmm._saved_beta == 1)  # type: ignore[attr-defined]
+
+
+def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse gradient as they are; the public ones add up equal rows first. Since 2.0."""
+    return sparse._indices(), sparse._values()
+
+
+# -- tensors of another kind ------------------------------------------------------------------------------------
+
+without_dispatch = torch._C._DisableTorchDispatch
+"""Context in which `__torch_dispatch__` is not called: without it a sharded parameter's own would call itself.
+Since 2.0."""
+
+without_function = torch._C.DisableTorchFunctionSubclass
+"""The same of `__torch_function__`, for slices. Since 2.0."""
+
+make_subclass = torch.Tensor._make_subclass
+"""A tensor of a subclass on another's memory, which is how a sharded parameter is a view of main weights. Since 2.0."""
+
+Kernel = OpOverload
+"""The type of what `__torch_dispatch__` is given. Since 2.0."""
+
+LOCAL_KERNELS = frozenset({"_foreach_norm", "_local_scalar_dense"})
+COPY_KERNELS = frozenset({"_to_copy"})
+FOREACH_KERNELS = "_foreach_"
+"""How the kernels of `item()` and of norms of a list are called, that of `to()`, and how those of lists begin. Under
+other names a slice's norm would be taken for the whole's, and `.to()` of one refused. Since 2.0."""
+
+ATTENTION_KERNELS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+"""What `scaled_dot_product_attention` comes down to, where it is one kernel. Selective checkpointing keeps what these
+return; under another name attention would be computed twice. Since 2.5."""
+
+parse_to = torch._C._nn._parse_to
+"""Device and dtype in the arguments of a `to()`. Else bitsandbytes' weights would be quantised again. Since 2.0."""
+
+
+def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
+    """Whether a tensor class computes in its own way, so it may wrap tensors that sharding never sees. Since 2.0."""
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+# -- compiled code ----------------------------------------------------------------------------------------------
+
+running_compiler: Callable[[], object | None] = get_eval_frame_callback
+"""What compiles the code that runs now; None if nothing does. Asking takes less than keeping it out. Since 2.6."""
+
+MANAGED = "_is_fsdp_managed_module"
+"""Attribute of every module in a sharded model: the compiler then takes its parameters for what they are at each call,
+not for what they were when it compiled. Since 2.0."""
+
+WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
+"""What torch's wrappers, for checkpointing and compiling, put into the names of parameters. Else a name in a checkpoint
+would depend on them. Since 2.0."""
+
+HIDDEN_WRAPPER = "_checkpoint_wrapped_module"
+"""The one of these that is not in the keys of a state dict. Since 2.0."""
+
+
+def keep_compiler_out(*hooks: Any) -> None:
+    """Have functions be no part of what is compiled around them, without importing the compiler. Since 2.0."""
+    for hook in hooks:
+        hook._torchdynamo_disable = True
+        hook._torchdynamo_disable_msg = "fullshard runs its hooks outside the graph"
+
+
+def is_compiled_function(function: Callable[..., Any]) -> bool:
+    """Whether `torch.compile` made it; a checkpoint cannot look at its operations. Since 2.0."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def inside_compiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` has wrapped as a whole; `module` if it is none of these. Since 2.0."""
+    return getattr(module, "_orig_mod", module)
+
+
+# -- modules, optimizers, loaders -------------------------------------------------------------------------------
+
+NormBase = _NormBase
+"""What all batch norms derive from; they stay in float32. Since 2.0."""
+
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""The names of a module's buffers that are in no state dict, and so in no checkpoint. Since 2.0."""
+
+HOOK_NAMES = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+"""How the attributes of a module end that hold its hooks, which a copy for merging must not run. Since 2.1."""
+
+INIT_GROUP = "_init_group"
+"""The method in which torch's optimizers list a group's tensors; segments are put in there. Under another name every
+slice would be updated by itself, which is slower, and the same. Since 2.0."""
+
+step_pre_hooks: Callable[[torch.optim.Optimizer], Mapping[int, object]] = attrgetter("_optimizer_step_pre_hooks")
+"""The hooks that run before an optimizer's step: one of them steps in backward, and no other may. Since 2.0."""
+
+_FOREACH_TYPES: tuple[list[Any], ...] = (
+    torch_optimizer._foreach_supported_types,
+    _foreach_utils._foreach_supported_types,
+)
+
+
+def allow_foreach(kind: type[torch.Tensor]) -> None:
+    """Have optimizers update tensors of `kind` many at a time, as torch does for its own DTensor. Since 2.4."""
+    for kinds in _FOREACH_TYPES:
+        if kind not in kinds:
+            kinds.append(kind)
+
+
+def copy_module_versions(source: Any, target: Any) -> None:
+    """Give a state dict what another has beside its tensors: the versions of its modules. Since 2.0."""
+    if hasattr(source, "_metadata"):
+        target._metadata = source._metadata
+
+
+def steps_of(scheduler: Any) -> int:
+    """How often a learning rate schedule has stepped; 0 if it does not count. Since 2.0."""
+    return getattr(scheduler, "_step_count", 0)
+
+
+def count_step(scheduler: Any) -> None:
+    """Have a schedule think that it has stepped, or torch warns that it should have. Since 2.0."""
+    if hasattr(scheduler, "_step_count"):
+        scheduler._step_count += 1
+
+
+def forget_iteration(loader: torch.utils.data.DataLoader[Any]) -> None:
+    """A copy of a data loader would go on with the workers of the original. Since 2.0."""
+    object.__setattr__(loader, "_iterator", None)
+
+
+def classes_to_wrap(policy: Any) -> Iterable[type[nn.Module]]:
+    """Of torch's `ModuleWrapPolicy`. Since 2.0."""
+    return policy._module_classes  # type: ignore[no-any-return]
+
+
+def wrap_function(policy: Any) -> Callable[[nn.Module], Any]:
+    """Of torch's `CustomPolicy`. Since 2.1."""
+    return policy._lambda_fn  # type: ignore[no-any-return]
+
+
+# -- processes --------------------------------------------------------------------------------------------------
+
+default_store = _get_default_store
+"""The store of `init_process_group`, through which ranks talk that are out of step. Since 2.0."""
+
+PASSES_ON = frozenset({"torch._tensor"})
+WRITERS = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
+"""Modules of torch that compute for whoever calls them, and that write a tensor as if it were the whole one. Under
+other names a slice would be written for the whole. Since 2.3."""
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """What `init_process_group` was given; further groups would have the backend's default. Since 2.0."""
+    return group._get_backend(device).options._timeout
+
+
+def worker_context(agent: LocalElasticAgent) -> Any:
+    """The workers' processes, whose `close` would give them 30 seconds; None before the first start. Since 2.0."""
+    return agent._pcontext
+
+
+def remaining_restarts(agent: LocalElasticAgent) -> int:
+    """How often workers may be started again, this time not counted. Since 2.0."""
+    return agent._remaining_restarts
+
+
+def forget_store(agent: LocalElasticAgent) -> None:
+    """Drop the agent's reference to its store, whose port must be free before the next one listens. Since 2.0."""
+    agent._store = None
+
+
+def stream_of(handler: object, name: str) -> Any:
+    """The file that a worker's `stdout` or `stderr` goes to, which nobody closes; None if it has none. Since 2.0."""
+    return getattr(handler, f"_{name}", None)
+
+
+# -- functions that the engine puts its own in the place of ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A function of torch that `engine.interop` replaces, because torch offers no hook there.
+
+    Attributes:
+        owner: the module or class it is in.
+        name: what it is called there.
+        torchs: torch's own.
+    """
+
+    owner: Any
+    name: str
+    torchs: Callable[..., Any]
+
+    @classmethod
+    def of(cls, owner: Any, name: str) -> Replaced:
+        """The function as it is now."""
+        return cls(owner, name, getattr(owner, name))
+
+
+total_norm = Replaced.of(clip_grad, "_get_total_norm")
+"""Under `torch.nn.utils.clip_grad_norm_` and `get_total_norm`, which would take each rank's own norm. Since 2.6."""
+
+unscale = Replaced.of(torch.amp.GradScaler, "_unscale_grads_")
+"""Under `GradScaler`, whose step one rank alone would leave out on an overflow. Since 2.3."""
+
+state_dict = Replaced.of(torch.optim.Optimizer, "state_dict")
+load_state_dict = Replaced.of(torch.optim.Optimizer, "load_state_dict")
+set_state = Replaced.of(torch.optim.Optimizer, "__setstate__")
+"""Public, and replaced all the same: torch's hooks for them go on each optimizer, which nobody hands to the engine.
+That loading ends in `__setstate__` is private. Since 2.0."""
+
+check_in_vector = Replaced.of(convert_parameters, "_check_param_device")
+"""Called of each part by `parameters_to_vector` and back, which would have slices for whole parameters. Since 2.0."""
+
+check_sent = Replaced.of(distributed_c10d, "_check_single_tensor")
+check_sent_list = Replaced.of(distributed_c10d, "_check_tensor_list")
+"""Called of what a collective is given, where every rank would give other elements. Since 2.0."""
+
+run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
+"""Under `torch.autograd.grad` and `backward`, where a sharded parameter's gradient would be None. Since 2.3."""
+
+
+def replace(functions: Mapping[Replaced, Callable[..., Any]]) -> None:
+    """Put each function in its place, and wherever a module has imported torch's by name."""
+    for place, function in functions.items():
+        setattr(place.owner, place.name, function)
+    new = {id(place.torchs): function for place, function in functions.items()}
+    for module in list(sys.modules.values()):
+        for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
+            if id(value) in new:
+                setattr(module, name, new[id(value)])

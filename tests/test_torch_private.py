@@ -1,0 +1,628 @@
+"""torch still has each private name that fullshard uses, and it still does what fullshard needs of it.
+
+pytest tests/test_torch_private.py
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+from torch.utils.data import DataLoader
+
+from fullshard.comm import torch_private
+
+Check = Callable[[], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(*names: str) -> Callable[[Check], Check]:
+    """The function says whether torch still has what these names of `torch_private` need."""
+
+    def register(function: Check) -> Check:
+        CHECKS.update(dict.fromkeys(names, cache(function)))
+        return function
+
+    return register
+
+
+def names_in_the_file() -> list[str]:
+    tree = ast.parse(inspect.getsource(torch_private))
+    names: list[str] = []
+    for node in tree.body:
+        targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+        names += [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
+    return [name for name in names if not name.startswith("_") and name != "Replaced"]
+
+
+@pytest.mark.parametrize("name", names_in_the_file())
+def test_torch_still_does_what_is_needed(name: str) -> None:
+    assert name in CHECKS, f"torch_private.{name} has no check here"
+    try:
+        CHECKS[name]()
+    except Exception as error:
+        pytest.fail(f"torch {torch.__version__} has changed what torch_private.{name} needs: {error!r}")
+
+
+def test_each_says_since_when() -> None:
+    """What the file promises of each name: a docstring, with a release of torch."""
+    body = ast.parse(inspect.getsource(torch_private)).body
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef) and node.name != "replace":
+            assert "Since 2." in (ast.get_docstring(node) or ""), node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(following, ast.Expr):
+            text = ast.unparse(following)
+            assert "Since 2." in text or "Names with an underscore" in text, ast.unparse(node)
+
+
+# -- autograd ---------------------------------------------------------------------------------------------------
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape))
+
+
+@check("SEMI_PUBLIC")
+def semi_public() -> None:
+    module = nn.BatchNorm1d(1)
+    module.add_module("inner", nn.Linear(1, 1))
+    tensor = torch.zeros(2)
+    for name in torch_private.SEMI_PUBLIC:
+        assert hasattr(module if hasattr(module, name) else tensor, name), name
+    module._parameters["weight"] = other = weight(1)
+    assert module.weight is other
+    assert module._buffers["running_mean"] is module.running_mean
+    assert module._modules["inner"] is module.inner
+    view = tensor[:1]
+    before = tensor._version
+    view.add_(1)
+    assert tensor._version == before + 1 == view._version
+    assert view._base is tensor
+    assert tensor._base is None
+
+
+@check("OVERRIDDEN")
+def overridden() -> None:
+    for path, methods in torch_private.OVERRIDDEN.items():
+        module, _, name = path.rpartition(".")
+        torchs = getattr(importlib.import_module(module), name)
+        sources = [inspect.getsource(inspect.getmodule(cls)) for cls in torchs.__mro__[:-1] if inspect.getmodule(cls)]  # type: ignore[arg-type]
+        sources.append(inspect.getsource(importlib.import_module("torch.nn.parallel.replicate")))
+        for method in methods:
+            assert callable(getattr(torchs, method)), f"{path}.{method}"
+            assert any(f".{method}(" in source for source in sources), f"nothing calls {path}.{method}"
+
+
+@check("backward_under_way", "call_after_backward")
+def backward_under_way() -> None:
+    seen: list[Any] = []
+
+    def hook(_gradient: torch.Tensor) -> None:
+        seen.append(torch_private.backward_under_way())
+        torch_private.call_after_backward(lambda: seen.append(parameter.grad is not None))
+
+    parameter = weight(1)
+    result = parameter * 2
+    result.register_hook(hook)
+    assert torch_private.backward_under_way() == -1
+    result.sum().backward()
+    assert len(seen) == 2
+    assert seen[0] >= 0
+    assert seen[1] is True, "not at the end of backward"
+
+
+@check("will_run")
+def will_run() -> None:
+    used, unused = weight(1), weight(1)
+    seen: list[bool] = []
+    both = used * unused
+    nodes = [node for node, _ in both.grad_fn.next_functions]  # type: ignore[union-attr]
+    both.register_hook(lambda _: seen.extend(torch_private.will_run(node) for node in nodes))
+    both.sum().backward(inputs=[used])
+    assert seen == [True, False]
+    again = used * unused
+    nodes[:] = [node for node, _ in again.grad_fn.next_functions]  # type: ignore[union-attr]
+    again.register_hook(lambda _: torch_private.will_run(nodes[0]) and None)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(again.sum(), [used])
+
+
+@check("set_versions")
+def set_versions() -> None:
+    tensors = (torch.zeros(1), torch.zeros(1))
+    versions = tuple(tensor._version for tensor in tensors)
+    for tensor in tensors:
+        tensor.add_(1)
+    torch_private.set_versions(tensors, versions)
+    assert tuple(tensor._version for tensor in tensors) == versions
+
+
+@check("storage_id", "storage_uses")
+def storages() -> None:
+    tensor, other = torch.zeros(4), torch.zeros(4)
+    number = torch_private.storage_id(tensor.untyped_storage())
+    tensor.untyped_storage().resize_(0)
+    assert torch_private.storage_id(tensor[:0].untyped_storage()) == number
+    assert torch_private.storage_id(other.untyped_storage()) != number
+    one = torch_private.storage_uses(number)
+    view = tensor[:0]
+    assert torch_private.storage_uses(number) == one + 1
+    del view
+    assert torch_private.storage_uses(number) == one
+
+
+@check("are_transforms_active", "without_transforms")
+def transforms() -> None:
+    seen: list[bool] = []
+
+    def function(value: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.are_transforms_active())
+        with torch_private.without_transforms():
+            seen.append(torch_private.are_transforms_active())
+            torch.zeros(2).numpy()  # has no memory under vmap
+        return value.sum()
+
+    torch.func.vmap(function)(torch.ones(2, 2))
+    assert seen == [True, False]
+    assert not torch_private.are_transforms_active()
+
+
+@check("accumulated_hooks", "gradient_hooks")
+def hooks() -> None:
+    parameter = weight(1)
+    assert not torch_private.accumulated_hooks(parameter)
+    assert not torch_private.gradient_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(torch_private.accumulated_hooks(parameter) or ()) == 1
+    assert not torch_private.gradient_hooks(parameter)
+    parameter.register_hook(lambda _: None)
+    assert len(torch_private.gradient_hooks(parameter) or ()) == 1
+
+
+@check("are_saved_elsewhere")
+def saved_elsewhere() -> None:
+    assert not torch_private.are_saved_elsewhere()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert torch_private.are_saved_elsewhere()
+    assert not torch_private.are_saved_elsewhere()
+
+
+@check("is_forward_mode")
+def forward_mode() -> None:
+    assert not torch_private.is_forward_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with forward_ad.dual_level():
+            assert torch_private.is_forward_mode()
+
+
+@check("is_plain_sum")
+def plain_sum() -> None:
+    bias, left, right = weight(2), weight(2, 2), weight(2, 2)
+    node = torch.nn.functional.linear(left, right, bias).grad_fn
+    assert node is not None
+    assert node.name() == "AddmmBackward0"
+    assert torch_private.is_plain_sum(node)
+    for options in ({"alpha": 2.0}, {"beta": 2.0}):
+        other = torch.addmm(bias, left, right, **options).grad_fn
+        assert other is not None
+        assert not torch_private.is_plain_sum(other)
+
+
+@check("rows_of")
+def rows_of() -> None:
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([3, 1, 3])).sum().backward()
+    assert layer.weight.grad is not None
+    indices, values = torch_private.rows_of(layer.weight.grad)
+    assert indices.tolist() == [[3, 1, 3]]
+    assert values.shape == (3, 2)
+
+
+# -- tensors of another kind ------------------------------------------------------------------------------------
+
+
+class Recording(torch.Tensor):
+    """Notes what torch calls for it."""
+
+    calls: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(f"function {func.__name__}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert isinstance(func, torch_private.Kernel)
+        cls.calls.append(func.overloadpacket.__name__)
+        with torch_private.without_dispatch():
+            return func(*args, **(kwargs or {}))
+
+
+def recording(elements: torch.Tensor) -> Recording:
+    Recording.calls = []
+    made: Recording = torch_private.make_subclass(Recording, elements, False)
+    Recording.calls = []
+    return made
+
+
+@check("without_dispatch", "without_function", "make_subclass", "Kernel", "has_own_dispatch")
+def subclasses() -> None:
+    elements = torch.arange(3.0)
+    tensor = recording(elements)
+    assert tensor.data_ptr() == elements.data_ptr()
+    Recording.calls = []
+    tensor + 1
+    assert Recording.calls == ["function add", "add"]
+    Recording.calls = []
+    with torch_private.without_function():
+        tensor + 1
+    assert Recording.calls == ["add"]
+    Recording.calls = []
+    with torch_private.without_function(), torch_private.without_dispatch():
+        tensor + 1
+    assert Recording.calls == []
+    assert torch_private.has_own_dispatch(Recording)
+    assert not torch_private.has_own_dispatch(nn.Parameter)
+    assert not torch_private.has_own_dispatch(torch.Tensor)
+
+
+@check("LOCAL_KERNELS", "COPY_KERNELS", "FOREACH_KERNELS")
+def kernel_names() -> None:
+    tensor = recording(torch.ones(3))
+    seen: dict[str, set[str]] = {}
+    for what, function in {
+        "norm": lambda: torch._foreach_norm([tensor]),
+        "item": lambda: recording(torch.ones(())).item(),
+        "to": lambda: tensor.to(torch.float64),
+        "add": lambda: torch._foreach_add([tensor], 1.0),
+    }.items():
+        Recording.calls = []
+        function()
+        seen[what] = {call for call in Recording.calls if not call.startswith("function")}
+    assert seen["norm"] | seen["item"] >= torch_private.LOCAL_KERNELS
+    assert seen["to"] >= torch_private.COPY_KERNELS
+    assert all(name.startswith(torch_private.FOREACH_KERNELS) for name in seen["norm"] | seen["add"])
+
+
+@check("ATTENTION_KERNELS")
+def attention_kernels() -> None:
+    query = recording(torch.ones(1, 1, 4, 8))
+    Recording.calls = []
+    nn.functional.scaled_dot_product_attention(query, query, query)
+    names = {kernel.overloadpacket.__name__ for kernel in torch_private.ATTENTION_KERNELS}
+    assert names & set(Recording.calls), Recording.calls
+    public = {name for name in dir(torch.ops.aten) if name.startswith("_scaled_dot_product") and "backward" not in name}
+    assert public - names <= {"_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"}
+
+
+@check("parse_to")
+def parse_to() -> None:
+    device, dtype, *_ = torch_private.parse_to("cpu", torch.float16, non_blocking=True)
+    assert (device, dtype) == (torch.device("cpu"), torch.float16)
+    assert torch_private.parse_to(torch.ones(1, dtype=torch.float64))[1] == torch.float64
+
+
+# -- compiled code ----------------------------------------------------------------------------------------------
+
+
+@check("running_compiler", "keep_compiler_out", "is_compiled_function", "inside_compiled", "MANAGED")
+def compiled() -> None:
+    seen: list[bool] = []
+    graphs: list[str] = []
+
+    def hook(value: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.running_compiler() is not None)
+        return value.cosh()
+
+    def function(value: torch.Tensor) -> torch.Tensor:
+        return hook(value.sinh())
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+        graphs.append(graph.code)
+        return graph.forward
+
+    torch_private.keep_compiler_out(hook)
+    made = torch.compile(function, backend=backend)
+    with warnings.catch_warnings():  # asking for the compiler cannot be compiled
+        warnings.simplefilter("ignore")
+        made(torch.ones(1))
+    assert any("sinh" in code for code in graphs)
+    assert not any("sinh" in code and "cosh" in code for code in graphs), "the hook was compiled with what calls it"
+    function(torch.ones(1))
+    assert seen == [True, False]
+    assert torch_private.is_compiled_function(made)
+    assert not torch_private.is_compiled_function(function)
+    module = nn.Linear(1, 1)
+    assert torch_private.inside_compiled(torch.compile(module)) is module  # type: ignore[arg-type]
+    assert torch_private.inside_compiled(module) is module
+    read = inspect.getsource(importlib.import_module("torch._dynamo.variables.builder"))
+    assert torch_private.MANAGED in read, "the compiler does not ask for it"
+
+
+@check("WRAPPERS", "HIDDEN_WRAPPER")
+def wrapper_names() -> None:
+    inner = nn.Linear(1, 1)
+    wrapped = torch.compile(nn.Sequential(checkpoint_wrapper(inner)))
+    [path] = [path for path, module in wrapped.named_modules() if module is inner]  # type: ignore[attr-defined]
+    assert set(path.split(".")) == {*torch_private.WRAPPERS, "0"}
+    assert torch_private.HIDDEN_WRAPPER in torch_private.WRAPPERS
+    hidden = {part for key in wrapped.state_dict() for part in key.split(".")}  # type: ignore[attr-defined]
+    assert torch_private.WRAPPERS - hidden == {torch_private.HIDDEN_WRAPPER}
+
+
+# -- modules, optimizers, loaders -------------------------------------------------------------------------------
+
+
+@check("NormBase", "non_persistent_buffers", "HOOK_NAMES")
+def modules() -> None:
+    assert all(issubclass(cls, torch_private.NormBase) for cls in (nn.BatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm2d))
+    assert not issubclass(nn.LayerNorm, torch_private.NormBase)
+    module = nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("made", torch.ones(1), persistent=False)
+    assert torch_private.non_persistent_buffers(module) == {"made"}
+    bare = copy.deepcopy(vars(module))
+    module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    module.register_full_backward_hook(lambda *_: None)
+    module.register_state_dict_post_hook(lambda *_: None)
+    changed = {key for key, value in vars(module).items() if isinstance(value, dict) and len(value) != len(bare[key])}
+    assert len(changed) >= 7
+    assert all(key.endswith(torch_private.HOOK_NAMES) for key in changed), changed
+
+
+@check("INIT_GROUP", "step_pre_hooks")
+def optimizers() -> None:
+    from fullshard.engine.optimizer import ELEMENT_WISE
+
+    for kind in ELEMENT_WISE:
+        listed: list[int] = []
+        parameter = weight(1)
+        optimizer = kind([parameter])  # type: ignore[call-arg]
+        torchs = getattr(optimizer, torch_private.INIT_GROUP)
+
+        def list_group(group: Any, *lists: Any, run: Any = torchs, seen: list[int] = listed) -> Any:
+            seen.append(len(group["params"]))
+            return run(group, *lists)
+
+        setattr(optimizer, torch_private.INIT_GROUP, list_group)
+        parameter.grad = torch.ones(1)
+        handle = optimizer.register_step_pre_hook(lambda *_: None)
+        assert len(torch_private.step_pre_hooks(optimizer)) == 1
+        handle.remove()
+        assert len(torch_private.step_pre_hooks(optimizer)) == 0
+        optimizer.step()
+        assert listed == [1], f"{kind.__name__} does not list its tensors there"
+        assert len(optimizer.state[parameter]) > 0 or kind is torch.optim.SGD
+
+
+@check("allow_foreach")
+def foreach() -> None:
+    class Kind(nn.Parameter):
+        pass
+
+    before = [list(kinds) for kinds in torch_private._FOREACH_TYPES]
+    tensors = [Kind(torch.ones(1))]
+    assert torch_optimizer._default_to_fused_or_foreach(tensors, False, use_fused=True) == (False, False)
+    try:
+        torch_private.allow_foreach(Kind)
+        torch_private.allow_foreach(Kind)
+        assert all(kinds.count(Kind) == 1 for kinds in torch_private._FOREACH_TYPES)
+        assert torch_optimizer._default_to_fused_or_foreach(tensors, False, use_fused=True) == (True, False)
+        assert _foreach_utils._has_foreach_support(tensors, torch.device("cuda"))  # type: ignore[arg-type]
+    finally:
+        for kinds, was in zip(torch_private._FOREACH_TYPES, before, strict=True):
+            kinds[:] = was
+
+
+@check("copy_module_versions")
+def module_versions() -> None:
+    source, target = nn.BatchNorm1d(1).state_dict(), OrderedDict[str, torch.Tensor]()
+    torch_private.copy_module_versions(source, target)
+    assert target._metadata[""]["version"] == 2  # type: ignore[attr-defined]
+    torch_private.copy_module_versions({}, target)
+    assert target._metadata[""]["version"] == 2  # type: ignore[attr-defined]
+
+
+@check("steps_of", "count_step")
+def schedules() -> None:
+    optimizer = torch.optim.SGD([weight(1)])
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    optimizer.step()
+    before = torch_private.steps_of(schedule)
+    schedule.step()
+    assert torch_private.steps_of(schedule) == before + 1
+    torch_private.count_step(schedule)
+    assert torch_private.steps_of(schedule) == before + 2
+    torch_private.count_step(object())
+    assert torch_private.steps_of(object()) == 0
+
+
+@check("forget_iteration")
+def loaders() -> None:
+    loader = DataLoader(list(range(3)), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    again = copy.copy(loader)
+    torch_private.forget_iteration(again)
+    assert iter(again) is not iterator
+    assert iter(loader) is iterator
+
+
+@check("classes_to_wrap", "wrap_function")
+def policies() -> None:
+    def function(_module: nn.Module) -> bool:
+        return True
+
+    assert set(torch_private.classes_to_wrap(ModuleWrapPolicy([nn.Linear]))) == {nn.Linear}
+    assert torch_private.wrap_function(CustomPolicy(function)) is function
+
+
+# -- processes --------------------------------------------------------------------------------------------------
+
+
+@check("default_store", "timeout_of", "check_sent", "check_sent_list")
+def process_groups() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        torch_private.default_store().set("place", "here")
+        assert torch_private.default_store().get("place") == b"here"
+        assert dist.group.WORLD is not None
+        assert torch_private.timeout_of(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=77)
+        for call in (
+            lambda tensor: dist.all_reduce(tensor),
+            lambda tensor: dist.broadcast(tensor, 0),
+            lambda tensor: dist.all_gather_into_tensor(tensor, tensor),
+        ):
+            assert calls_of(torch_private.check_sent, lambda call=call: call(torch.ones(1)))  # type: ignore[misc]
+        assert calls_of(torch_private.check_sent_list, lambda: dist.all_gather([torch.ones(1)], torch.ones(1)))
+    finally:
+        dist.destroy_process_group()
+
+
+@check("PASSES_ON", "WRITERS")
+def module_names() -> None:
+    for name in (*torch_private.PASSES_ON, *torch_private.WRITERS):
+        importlib.import_module(name)
+    assert torch.Tensor.norm.__module__ in torch_private.PASSES_ON
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    helpers = inspect.getsource(inspect.getmodule(get_model_state_dict))  # type: ignore[arg-type]
+    assert any(name in helpers for name in torch_private.WRITERS)
+
+
+@check("worker_context", "remaining_restarts", "forget_store")
+def worker_agents() -> None:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    handler: Any = SimpleNamespace()
+    spec = WorkerSpec(role="", local_world_size=1, rdzv_handler=handler, entrypoint="true", max_restarts=5)
+    agent = LocalElasticAgent(spec, logs_specs=SimpleNamespace())  # type: ignore[arg-type]
+    assert torch_private.worker_context(agent) is None
+    assert "self._pcontext = start_processes" in inspect.getsource(LocalElasticAgent)
+    assert torch_private.remaining_restarts(agent) == 5
+    agent._store = dist.HashStore()
+    torch_private.forget_store(agent)
+    assert agent._store is None
+    assert "self._store = store" in inspect.getsource(LocalElasticAgent._rendezvous)
+
+
+@check("stream_of")
+def streams(folder: Path = Path("/dev")) -> None:
+    handler = SubprocessHandler("true", (), {}, str(folder / "null"), None, 0, None)
+    try:
+        assert torch_private.stream_of(handler, "stdout").name == str(folder / "null")
+        assert torch_private.stream_of(handler, "stderr") is None
+    finally:
+        handler.proc.wait()
+        torch_private.stream_of(handler, "stdout").close()
+
+
+# -- functions that are replaced --------------------------------------------------------------------------------
+
+
+def calls_of(place: torch_private.Replaced, run: Callable[[], object]) -> int:
+    """How often `run` calls the function in that place."""
+    calls = 0
+    was = getattr(place.owner, place.name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return place.torchs(*args, **kwargs)
+
+    setattr(place.owner, place.name, counting)
+    try:
+        run()
+    finally:
+        setattr(place.owner, place.name, was)
+    return calls
+
+
+def with_gradient() -> nn.Parameter:
+    parameter = weight(2)
+    parameter.grad = torch.ones(2)
+    return parameter
+
+
+@check("total_norm", "check_in_vector", "run_backward")
+def functions() -> None:
+    parameter = with_gradient()
+    assert calls_of(torch_private.total_norm, lambda: nn.utils.clip_grad_norm_([parameter], 1.0)) == 1
+    assert torch_private.total_norm.torchs([torch.ones(4)]) == 2
+    assert calls_of(torch_private.check_in_vector, lambda: nn.utils.parameters_to_vector([parameter, parameter])) == 2
+    flat = torch.ones(2)
+    assert calls_of(torch_private.check_in_vector, lambda: nn.utils.vector_to_parameters(flat, [parameter])) == 1
+    assert calls_of(torch_private.run_backward, lambda: parameter.sum().backward()) == 1
+    assert calls_of(torch_private.run_backward, lambda: torch.autograd.grad(parameter.sum(), [parameter])) == 1
+
+
+@check("unscale")
+def loss_scaling() -> None:
+    optimizer = torch.optim.SGD([with_gradient()])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(1))
+    found: list[Any] = []
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        found.append(scaler._found_inf_per_device(optimizer))
+
+    assert calls_of(torch_private.unscale, step) == 1
+    assert {float(flag) for flag in found[0].values()} == {0.0}
+
+
+@check("state_dict", "load_state_dict", "set_state")
+def optimizer_state() -> None:
+    optimizer = torch.optim.AdamW([with_gradient()])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for place, run in {
+        torch_private.state_dict: lambda: optimizer.state_dict(),
+        torch_private.load_state_dict: lambda: optimizer.load_state_dict(saved),
+        torch_private.set_state: lambda: optimizer.load_state_dict(saved),
+    }.items():
+        assert calls_of(place, run) == 1, place.name
+
+
+@check("replace")
+def replaced_wherever_it_was_imported() -> None:
+    import sys
+    from types import ModuleType
+
+    def first() -> None: ...
+
+    def second() -> None: ...
+
+    owner, other = ModuleType("owner"), ModuleType("other")
+    owner.function = other.renamed = first  # type: ignore[attr-defined]
+    sys.modules["a_module_that_imported_it"] = other
+    try:
+        torch_private.replace({torch_private.Replaced.of(owner, "function"): second})
+    finally:
+        del sys.modules["a_module_that_imported_it"]
+    assert owner.function is other.renamed is second  # type: ignore[attr-defined]
