@@ -7,6 +7,7 @@ changed is the model looked through, at its next forward.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -32,8 +33,11 @@ def _count(module: nn.Module, _name: str, _value: object) -> None:
         _registered[0] += 1
 
 
-register_module_parameter_registration_hook(_count)
-register_module_module_registration_hook(_count)
+@functools.cache
+def _count_registrations() -> None:
+    """From now on. torch calls such hooks for every module there is, so not before there is something to watch."""
+    register_module_parameter_registration_hook(_count)
+    register_module_module_registration_hook(_count)
 
 
 class Additions:
@@ -44,6 +48,7 @@ class Additions:
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
+        _count_registrations()
         self._units = units
         slots = [slot for unit in units for bucket in unit.buckets for slot in bucket.slots]
         self._places = {(id(module), attribute) for slot in slots for module, attribute in slot.owners}

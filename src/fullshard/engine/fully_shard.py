@@ -26,6 +26,7 @@ from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.engine.activations import check_pages
 from fullshard.engine.bucket import bucket_of
+from fullshard.engine.interop import install
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, reducing, unit_of, units_of
 from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy, Storage, offload_of
@@ -202,6 +203,7 @@ def _make_unit(
     sync_module_states: bool,
     weights: WeightSource | None = None,
 ) -> None:
+    install()
     _check_not_managed(plan)
     below = {id(m) for root in plan.modules for m in root.modules()}
     materialize(

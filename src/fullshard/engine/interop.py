@@ -10,12 +10,14 @@
     any optimizer                      refused if it needs whole matrices or was made before sharding
 
 Each of them would otherwise run and be wrong without a word. torch offers no hook in most of these places, so the one
-function each goes through is replaced by one that behaves the same for everything but sharded parameters.
+function each goes through is replaced by one that behaves the same for everything but sharded parameters. That is done
+when something is sharded for the first time; until then torch is as it was.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -231,6 +233,7 @@ def _map_states(
 
 def optimizer_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
     """The optimizer whose `state_dict()` this is, recognised by the tensors in it; None for anything else."""
+    install()  # without anything sharded, too, a state dict is of one that has stepped
     given = _owner_ids(state_dict["state"])
     return next((optimizer for optimizer in _seen if given & _owner_ids(optimizer.state)), None)
 
@@ -372,7 +375,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
     """Runs after every optimizer's step."""
     finish_step(optimizer)
     held = _held.get(optimizer)
-    if held is not None:  # else the step began before this was imported
+    if held is not None:  # else the step began before anything was sharded
         send_state(optimizer, held.buckets)
 
 
@@ -446,8 +449,12 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
     )
 
 
+@functools.cache
 def install() -> None:
-    """Put them in place; called once when the engine is imported."""
+    """Put them in place. That happens when something is sharded for the first time, not when this is imported."""
+    torch_private.allow_foreach(ShardedParameter)
+    # No hook was there to see the steps that were taken before.
+    _seen.update(o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer) and vars(o).get("state"))
     torch_private.replace(
         {
             torch_private.total_norm: _total_norm,
@@ -463,6 +470,3 @@ def install() -> None:
     )
     torch_optimizer.register_optimizer_step_pre_hook(_before_step)
     torch_optimizer.register_optimizer_step_post_hook(_after_step)
-
-
-install()

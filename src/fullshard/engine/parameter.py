@@ -335,5 +335,3 @@ def _method_of_slice(name: str) -> Callable[..., Any]:
 
 for _name in _METHODS.split():
     setattr(ShardedParameter, _name, _method_of_slice(_name))
-
-torch_private.allow_foreach(ShardedParameter)
