@@ -16,7 +16,7 @@ import torch
 from torch import nn, optim
 
 from fullshard.engine import no_sync
-from fullshard.engine.optimizer import ELEMENT_WISE, SWITCH
+from fullshard.engine.step.segments import ELEMENT_WISE, SWITCH
 from tests.distributed import run_ranks
 from tests.optimizers import Make, makers
 from tests.traps import BLOCKS, Stack, build_sharded, run_squared, sharded_step

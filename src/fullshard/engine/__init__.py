@@ -21,7 +21,7 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.slices import Slice
-from fullshard.engine.stepping import step_in_backward
+from fullshard.engine.step.in_backward import step_in_backward
 
 __all__ = [
     "BackwardPrefetch",

@@ -64,7 +64,7 @@ class Gradient:
         main_dtype: in which they are accumulated over micro-batches: the wider of `dtype` and the stored dtype.
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: for each parameter, whether it has appeared since the last `finish`, maybe under `no_sync`.
-        is_used_up: an optimizer has used it up within this backward (`engine.stepping`).
+        is_used_up: an optimizer has used it up within this backward (`engine.step.in_backward`).
     """
 
     def __init__(

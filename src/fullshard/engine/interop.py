@@ -36,8 +36,6 @@ from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.module import units_of
-from fullshard.engine.optimizer import finish_step, use_segments
-from fullshard.engine.optimizer_state import bring_state, send_state
 from fullshard.engine.parameter import (
     ShardedParameter,
     are_same,
@@ -47,6 +45,8 @@ from fullshard.engine.parameter import (
 )
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.slices import Slice
+from fullshard.engine.step.offloaded_state import bring_state, send_state
+from fullshard.engine.step.segments import finish_step, use_segments
 from fullshard.engine.unit import Unit, owner_of
 
 NEEDS_WHOLE_TENSORS = frozenset(

@@ -70,8 +70,8 @@ class ShardedParameter(NotWhole, nn.Parameter):
         names: qualified names in the model, several if the parameter is tied.
         global_shape: shape of the whole parameter.
         interval: elements of the flattened parameter that this rank owns.
-        is_used_up: the optimizer has used up the gradient within backward (`engine.stepping`), and the script has not
-            come to `optimizer.step()` yet.
+        is_used_up: the optimizer has used up the gradient within backward (`engine.step.in_backward`), and the script
+            has not come to `optimizer.step()` yet.
         taken_for_whole: a function that autograd may come back through, and whose gradient of a slice is not that of
             the whole's.
     """

@@ -31,7 +31,7 @@ from fullshard.engine.unit import Call, Unit, UnitState, owner_of
 
 
 class StepsInBackward(Protocol):
-    """Steps an optimizer within backward (`engine.stepping`)."""
+    """Steps an optimizer within backward (`engine.step.in_backward`)."""
 
     def begin(self, schedule: Schedule, *, is_last: bool) -> bool:
         """A backward begins; whether to step in it."""

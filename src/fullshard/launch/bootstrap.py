@@ -232,7 +232,7 @@ def _say_if_nothing_was_sharded() -> None:
                 "fullshard: check_plan had no effect: the script shards by itself, and its optimizer is not known\n"
                 "hint: use fullshard's Accelerator, accelerate() or PlanCheck in the script, or Transformers' Trainer\n"
             )
-        stepping = sys.modules.get("fullshard.engine.stepping")
+        stepping = sys.modules.get("fullshard.engine.step.in_backward")
         if STEP_IN_BACKWARD in os.environ and not (stepping and stepping.anything_steps_in_backward()):
             sys.stderr.write(
                 "fullshard: step_in_backward had no effect: no optimizer was prepared for it\n"

@@ -14,8 +14,8 @@ from fullshard.comm import torch_private
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.offload import Host
-from fullshard.engine.optimizer import segment_states
 from fullshard.engine.parameter import sharded_parameters
+from fullshard.engine.step.segments import segment_states
 
 
 def bring_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
