@@ -14,13 +14,14 @@ from fullshard.engine.fully_shard import (
     unsharded,
     with_sync,
 )
-from fullshard.engine.interop import check_optimizer, clip_grad_norm_, clip_grad_value_, repoint
+from fullshard.engine.interop import clip_grad_norm_, clip_grad_value_
 from fullshard.engine.keeping import keep_head, keep_unsharded
 from fullshard.engine.module import FSDPModule, units_of
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.slices import Slice
+from fullshard.engine.step.hooks import check_optimizer, repoint
 from fullshard.engine.step.in_backward import step_in_backward
 
 __all__ = [

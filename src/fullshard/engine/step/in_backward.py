@@ -26,9 +26,9 @@ from torch import optim
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.engine.bucket import Bucket, bucket_of
-from fullshard.engine.interop import check_optimizer
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameters
 from fullshard.engine.schedule import Schedule, schedule_of
+from fullshard.engine.step.hooks import check_optimizer
 from fullshard.engine.step.segments import ELEMENT_WISE, dissolve_segments, finish_step, use_segments
 from fullshard.engine.unit import owner_of
 

@@ -1,0 +1,153 @@
+"""What runs before and after every optimizer's step, and which optimizers may work on slices at all."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import LifecycleError, OptimizerError
+from fullshard.core.events import EventKind
+from fullshard.engine.bucket import Bucket, bucket_of
+from fullshard.engine.module import units_of
+from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
+from fullshard.engine.schedule import schedule_of
+from fullshard.engine.step.offloaded_state import bring_state, send_state
+from fullshard.engine.step.segments import finish_step, use_segments
+from fullshard.engine.step.state_dict import SEEN, cut_state
+from fullshard.engine.unit import Unit, owner_of
+
+NEEDS_WHOLE_TENSORS = frozenset(
+    {"Adafactor", "Adalomo", "CAME", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "LBFGS"}
+    | {"Muon", "Shampoo", "DistributedShampoo", "SOAP", "SparseAdam"}
+)
+"""Optimizers whose update of an element depends on the rest of its tensor; wrong on slices."""
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot work on sharded parameters.
+
+    Raises:
+        OptimizerError: it needs whole tensors, or holds original parameters, which never get a gradient.
+    """
+    name = type(optimizer).__name__
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    if names & NEEDS_WHOLE_TENSORS and sharded_parameters(optimizer):
+        raise OptimizerError(
+            f"{name} needs whole tensors and would be wrong on slices without a word",
+            hint="use an element-wise optimizer such as AdamW, SGD or Lion",
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            sharded = sharded_parameter_of(parameter)
+            if sharded is not None and sharded is not parameter:
+                raise OptimizerError(
+                    f"{name}, parameter group {number}: holds {sharded.name} as it was before sharding, which never "
+                    "gets a gradient",
+                    hint="make the optimizer after fully_shard, or call fullshard.repoint(optimizer)",
+                )
+
+
+def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
+    """Replace original parameters by the sharded ones that stand for them, in place, group by group.
+
+    Hyper-parameters and the order of groups stay. Optimizer state is cut to this rank's interval.
+
+    Args:
+        optimizer: made before the model was sharded; others are left as they are.
+        model: the model, to check that the optimizer holds something of it.
+
+    Raises:
+        OptimizerError: as `check_optimizer`; or nothing in the optimizer belongs to `model`.
+    """
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            sharded = sharded_parameter_of(parameter)
+            if sharded is None or sharded is parameter:
+                continue
+            group["params"][index] = sharded
+            if parameter in optimizer.state:
+                optimizer.state[sharded] = cut_state(optimizer.state.pop(parameter), sharded)
+    check_optimizer(optimizer)
+    if model is not None:
+        own = {id(p) for unit in units_of(model) for bucket in unit.buckets for p in bucket.sharded_parameters}
+        own |= {id(p) for p in model.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} holds no parameter of {type(model).__name__}",
+                hint="make the optimizer from this model's parameters",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What an optimizer held at its last step.
+
+    Attributes:
+        parameters: all of them, if every one was sharded; else none, for the others may be sharded later.
+        buckets: that the sharded ones are in.
+    """
+
+    parameters: list[torch.Tensor]
+    buckets: list[Bucket]
+
+
+_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
+
+
+def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
+    """The buckets that the optimizer updates; checks it first, unless it holds what it held at its last step."""
+    parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    known = _held.get(optimizer)
+    if known is not None and are_same(parameters, known.parameters):
+        return known.buckets
+    check_optimizer(optimizer)
+    sharded = sharded_parameters(optimizer)
+    buckets = list(dict.fromkeys(map(bucket_of, sharded)))
+    _held[optimizer] = _Held(parameters if len(sharded) == len(parameters) else [], buckets)
+    return buckets
+
+
+def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Runs before every optimizer's step: check it, and drop what was gathered from weights about to change."""
+    buckets = _checked_buckets(optimizer)
+    SEEN.add(optimizer)
+    if any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
+        # Its kernels are launched per parameter, and CUDA refuses a launch for the many slices that are empty.
+        for parameter in sharded_parameters(optimizer):
+            if parameter.numel() == 0:
+                parameter.grad = None
+    use_segments(optimizer)
+    for bucket in buckets:
+        bucket.touch()
+    schedules = dict.fromkeys(schedule_of(owner_of(bucket)) for bucket in buckets)
+    for schedule in schedules:
+        schedule.before_optimizer_step()
+        pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
+        if pinned is not None:
+            raise _pinned(pinned)
+    if any(bucket.main_is_on_host for bucket in buckets):
+        for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers, which would not wait for a copy
+            if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
+                setattr(optimizer, name, value.cpu())
+    bring_state(optimizer, buckets)
+    for schedule in schedules:
+        if schedule.event_sink is not None:
+            schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
+
+
+def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Runs after every optimizer's step."""
+    finish_step(optimizer)
+    held = _held.get(optimizer)
+    if held is not None:  # else the step began before anything was sharded
+        send_state(optimizer, held.buckets)
+
+
+def _pinned(unit: Unit) -> LifecycleError:
+    return LifecycleError(
+        f"optimizer step while unit {unit.name!r} is kept unsharded", hint="step outside `with unsharded(model)`"
+    )
