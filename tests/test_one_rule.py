@@ -17,10 +17,10 @@ from fullshard.config import fsdp, schema, sharding
 from fullshard.core.dtypes import COMPUTE
 from fullshard.core.requirements import OLDEST_TORCH
 from fullshard.core.schedule import SPENT, BackwardPrefetch, Reductions, count_kept, gathered_ahead
-from fullshard.engine.interop import NEEDS_WHOLE_TENSORS
-from fullshard.engine.optimizer import ELEMENT_WISE
 from fullshard.engine.precision import dtype_name
-from fullshard.engine.stepping import STEPS_IN_PARTS
+from fullshard.engine.step.hooks import NEEDS_WHOLE_TENSORS
+from fullshard.engine.step.in_backward import STEPS_IN_PARTS
+from fullshard.engine.step.segments import ELEMENT_WISE
 
 PROJECT = Path(__file__).parents[1]
 
