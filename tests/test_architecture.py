@@ -182,7 +182,7 @@ def torchs_private_names() -> frozenset[str]:
     layer = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(layer.parameters())
     held = [torch, torch.distributed, torch.nn, torch.optim, layer, layer.weight, layer.weight.untyped_storage()]
-    held += [optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader([1]), torch.amp.GradScaler]  # type: ignore[list-item, arg-type]
+    held += [optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader([1]), torch.amp.GradScaler]  # type: ignore[arg-type]
     held += [torch.autograd.graph.Node, torch.distributed.ProcessGroup, LocalElasticAgent]
     names = {name for thing in held for name in dir(thing) if is_private(name)}
     return frozenset((names | private_names(ast.parse(TORCH_PRIVATE.read_text()))) - SEMI_PUBLIC)

@@ -123,7 +123,7 @@ def check_made_before() -> None:
     reference(torch.full((2, 3), (size + 1) / 2)).sum().backward()
     norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(norm, get_total_norm([p.grad for p in reference.parameters() if p.grad is not None]))
-    before = [p.full_tensor() for p in model.parameters()]  # type: ignore[operator]
+    before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     scaler.scale(torch.zeros(()))
     if rank == 0:
         gradient = next(p.grad for p in model.parameters() if p.shape.numel())
@@ -133,7 +133,7 @@ def check_made_before() -> None:
     scaler.update()
     assert scaler.get_scale() == 2.0, "an overflow on one rank was not every rank's"
     for parameter, was in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(parameter.full_tensor(), was, rtol=0.0, atol=0.0)  # type: ignore[operator]
+        torch.testing.assert_close(parameter.full_tensor(), was, rtol=0.0, atol=0.0)  # type: ignore[attr-defined]
 
 
 def test_what_was_there_before_is_protected_too() -> None:

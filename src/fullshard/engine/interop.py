@@ -74,6 +74,14 @@ def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tenso
     torch_clip.clip_grad_value_(parameters, clip_value)
 
 
+def _local_norm(
+    tensors: Sequence[torch.Tensor], order: float, error_if_nonfinite: bool, foreach: bool | None
+) -> torch.Tensor:
+    """Torch's own, of tensors as they are."""
+    norm: torch.Tensor = torch_private.total_norm.torchs(tensors, order, error_if_nonfinite, foreach)
+    return norm
+
+
 def _total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
@@ -92,10 +100,10 @@ def _total_norm(
         else:
             sharded.setdefault(mesh, []).append(tensor)
     if not sharded:
-        return torch_private.total_norm.torchs(tensors, norm_type, error_if_nonfinite, foreach)
+        return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
     norms = [_group_norm(mesh, part, float(norm_type), foreach) for mesh, part in sharded.items()]
     if ordinary:
-        norms.append(torch_private.total_norm.torchs(ordinary, norm_type, False, foreach))
+        norms.append(_local_norm(ordinary, norm_type, False, foreach))
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -111,7 +119,7 @@ def _group_norm(mesh: Mesh, gradients: Sequence[torch.Tensor], order: float, for
     # of all gradients, not of the parts: the same on every rank
     dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
     if parts:
-        local = torch_private.total_norm.torchs(parts, order, False, foreach).to(mesh.device, dtype)
+        local = _local_norm(parts, order, False, foreach).to(mesh.device, dtype)
     else:
         local = torch.zeros((), device=mesh.device, dtype=dtype)
     if mesh.shard_group is None:
