@@ -18,6 +18,7 @@ from fullshard.recipes.arguments import TrainArguments
 VIEWS: tuple[type[View], ...] = (TrainArguments, Job)
 OWN_DEFAULTS = {"precision", "reshard_after_forward", "checkpointing", "wrap"}
 """Fields that do not begin where the schema does, or in other words."""
+OWN_WORDS: dict[type[View], set[str]] = {TrainArguments: OWN_DEFAULTS | {"step_in_backward"}, Job: OWN_DEFAULTS}
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -29,6 +30,7 @@ def test_fields_of_the_run_are_the_schemas(view: type[View]) -> None:
         assert field.description
         if name not in OWN_DEFAULTS:
             assert field.default == setting.default
+        if name not in OWN_WORDS[view]:
             assert field.description.split()[:3] == (setting.description or "").replace("`", "").split()[:3], name
 
 

@@ -60,7 +60,11 @@ class TrainArguments(View):
     warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up. Default: a tenth of the steps")
     weight_decay: float = Field(0.1, ge=0, description="Decay of matrices; vectors are never decayed")
     max_grad_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0 does not clip")
-    step_in_backward: bool = of_run("training.step_in_backward")
+    step_in_backward: bool = of_run(
+        "training.step_in_backward",
+        help="Update every bucket within backward, so that all gradients never exist at once; "
+        "goes with --max-grad-norm 0, and logs no gradient norm",
+    )
     held_out: float = Field(
         0.02, ge=0, lt=1, description="Part of the data, at its end, that is kept for the evaluation; 0 for none"
     )
