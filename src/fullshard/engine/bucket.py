@@ -116,6 +116,7 @@ class Bucket(BucketSpec):
             packing=self.gather_packing,
         )
         self.full = self.buffer.full
+        # Of the storage, not an address: it has no memory for most of the time.
         self.storage_id = torch_private.storage_id(self.full.untyped_storage())
         if self.buffer.main is not None:
             self.main = self.buffer.main

@@ -123,7 +123,7 @@ class Gradient:
         grad = parameter.grad
         if grad is None:
             return False
-        parameter.grad = None
+        parameter.grad = None  # its memory goes as soon as it is copied
         self._add(index, parameter, grad)
         self.fired.add(index)
         return True
@@ -189,7 +189,7 @@ class Gradient:
             self._widen()
         piece = self._pieces[index]
         self._filled.add(index)
-        self.used[index] = True
+        self.used[index] = True  # stays after `end_backward`: under `no_sync` a later one publishes it
         if isinstance(grad, Product):
             if is_first:
                 grad.write(piece)
@@ -200,7 +200,7 @@ class Gradient:
         if grad.is_sparse:
             _add_rows(piece, grad, is_first=is_first)
         elif index in self._lent and grad.data_ptr() == piece.data_ptr():
-            pass
+            pass  # made in place; adding would double it
         elif is_first:
             piece.copy_(grad.reshape(-1))
         else:
@@ -229,11 +229,12 @@ class Gradient:
 
         An earlier reduction in the same backward has been advanced.
         """
-        full = self._begin() if self._full is None else self._full
+        full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
         if len(self._filled) < len(self._pieces):
             for index, piece in enumerate(self._pieces):
                 if index not in self._filled:
                     piece.zero_()
+        # Before the call: what appears later in this backward goes into new memory, and `full` is the reduction's.
         self._full, self._pieces, self._filled = None, (), set()
         self._reducing = self._spec.mesh.reduce.reduce_scatter(
             full, tag=self._spec.tag, divisor=self._spec.divisor, packing=self._spec.reduce_packing, dtype=self.dtype
@@ -244,7 +245,7 @@ class Gradient:
         if self._reducing is None:
             return
         shard, self._reducing = self._reducing.wait(), None
-        if self._replicating is not None:
+        if self._replicating is not None:  # a bucket was reduced twice in one backward: both count
             self._earlier = self._replicating.wait()
         if self._held is not None:
             shard.add_(self._held)
@@ -252,6 +253,7 @@ class Gradient:
         if self._spec.requires_all_reduce:
             self._replicating = self._spec.mesh.replicate.all_reduce(shard, tag=self._spec.tag)
             if self._spec.main_is_on_host and self._spec.storage.host is not None:
+                # Now, not in `finish`: the copy goes on beside the rest of backward.
                 self._replicating = self._spec.storage.host.send(self._replicating)
                 self._emit(EventKind.TO_HOST, shard.nbytes, "gradient")
         else:
@@ -284,7 +286,7 @@ class Gradient:
             self._main.add_(shard)
         else:
             for part, grad in zip(self._spec.slices, grads, strict=True):
-                if grad is not None:
+                if grad is not None:  # the script has put another there, or changed ours: that is what is added to
                     shard[part].add_(grad)
             self._main = shard
             self._published, self._versions = [None] * len(grads), [0] * len(grads)
@@ -326,7 +328,7 @@ class Gradient:
         """Forget everything collected or under way, after a failed backward. Published `.grad`s stay."""
         for work in (self._reducing, self._replicating):
             if work is not None:
-                work.wait()
+                work.wait()  # it writes into memory that is about to be let go
         self._reducing = self._replicating = self._full = self._earlier = None
         self._pieces = ()
         self._filled, self._lent, self.fired = set(), set(), set()

@@ -153,11 +153,12 @@ class Host:
             tensor = work.wait()
             home = self.empty(tensor.numel(), tensor.dtype)
             home.copy_(tensor, non_blocking=self._to_host is not None)
+        # Outside of the stream's context: recorded after the copy, and nothing else is launched there in between.
         event = None if self._to_host is None else self._to_host.record_event()
         leaving = _Leaving(home, None if event is None else tensor, event, self._device)
         self._leaving.append(leaving)
         while len(self._leaving) > LEAVING:
-            self._leaving.popleft().release()
+            self._leaving.popleft().release()  # else every gradient would stay on the device until the end
         return leaving
 
     @property
@@ -207,6 +208,7 @@ class Host:
         if stream is None:
             yield
             return
+        # What is read may just have been computed, and what is written may still be read there.
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         with stream:
             yield

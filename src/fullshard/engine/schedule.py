@@ -113,7 +113,7 @@ class Schedule:
         if self._depth == 1:
             self._begin_outermost()
         if self._activations is not None:
-            self._activations.turn(unit)
+            self._activations.turn(unit)  # before the unit saves anything
         self._forward.append(unit)
         if self._heap is not None and 1 < len(self._forward) == len(self._order):
             self._heap.begin_last_unit()
@@ -422,7 +422,7 @@ class Schedule:
         self._stepped_since_forward = True  # once for several optimizers
         for unit in self.units:
             unit.reshard()
-        self.settle()
+        self.settle()  # a peer may still be reading main weights where they are
 
     def units_by_backward(self) -> list[Unit]:
         """The units in the order in which backward comes to them: by the last forward, else by their definition."""

@@ -238,7 +238,7 @@ class Unit:
 
     def _bind(self, *, unsharded: bool) -> None:
         for bucket in self.buckets:
-            bucket.check_binding()  # all of them before any is changed
+            bucket.check_binding()  # all of them before any is changed, or a refusal would leave halves
             if not unsharded:
                 bucket.check_unchanged()
         for bucket in self.buckets:
@@ -354,7 +354,7 @@ class Unit:
             self.schedule.begin_forward(self)
         self._running += 1
         self.unshard()
-        if not in_backward:
+        if not in_backward:  # after this unit's own: gathers on one communicator arrive in the order of their launch
             self.schedule.prefetch_forward(self)
         self.emit(EventKind.FORWARD_BEGIN)
         if self.policy.cast_forward_inputs:
