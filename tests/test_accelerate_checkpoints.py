@@ -75,13 +75,14 @@ def test_what_cannot_be_is_an_error(tmp_path: Path) -> None:
 
 def _cannot_be_written(directory: str) -> None:
     accelerator, model = build(1, "SHARDED_STATE_DICT")
-    with pytest.raises((OSError, CheckpointError)):
+    with pytest.raises(CheckpointError, match="pytorch_model_fsdp_0 is a file" if accelerator.is_main_process else ""):
         accelerate.utils.save_fsdp_model(accelerator.fsdp_plugin, accelerator, model, directory)
 
 
 def test_a_save_that_fails_leaves_no_copy(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model_fsdp_0").touch()  # where a directory is wanted
+    (tmp_path / "pytorch_model_fsdp_0").write_text("notes")  # where a directory is wanted
     run_ranks(_cannot_be_written, 2, str(tmp_path))
+    assert (tmp_path / "pytorch_model_fsdp_0").read_text() == "notes"
     assert not (tmp_path / ".fullshard-staged").exists()
 
 

@@ -166,6 +166,15 @@ def _committed(final: Path, content: str, error: Exception | None = None) -> Non
             raise error
 
 
+def test_a_file_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    final.write_text("notes")
+    with pytest.raises(CheckpointError, match="is a file"):
+        make_temp_directory(final, "id", overwrite=True)
+    assert final.read_text() == "notes"
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
 def test_what_the_disk_refuses_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = tmp_path / "step"
     _committed(final, "old")

@@ -461,6 +461,7 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
     """
     if final.exists() and not overwrite:
         raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
+    refuse_file(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         restore_replaced(final)
@@ -471,6 +472,14 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
     except OSError as error:
         raise CheckpointError(f"cannot prepare a directory beside {final}: {error}") from error
     return temp
+
+
+def refuse_file(path: Path) -> None:
+    """Raise `CheckpointError` if there is a file where a directory is to be: nobody knows what it holds."""
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file, and a checkpoint is a directory", hint="choose another name, or remove the file"
+        )
 
 
 def require_room(directory: Path, nbytes: int) -> None:

@@ -20,6 +20,7 @@ from fullshard.checkpoint.save import Pending
 from fullshard.checkpoint.storage import (
     discard_directory,
     make_temp_directory,
+    refuse_file,
     remove_directory,
     require_room,
     sync_directory,
@@ -76,6 +77,8 @@ def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> 
                 require_room(temp, sum(nbytes_of(record) for _, _, record in source.contents.tensors()))
                 write_dcp(source, temp / f"{index}", index=index)
         # Weights last: a program that finds them may rely on the optimizer's state.
+        for written in temp.glob("*/*"):
+            refuse_file(directory / written.name)  # before anything is replaced
         for written in sorted(temp.glob("*/*"), key=lambda path: path.name):
             if (directory / written.name).exists():
                 remove_directory(directory / written.name)
