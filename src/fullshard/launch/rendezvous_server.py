@@ -48,8 +48,11 @@ WAITING_SECONDS = 15.0
 _LONGEST_NBYTES = 1 << 20
 """A message that is longer is not one of ours."""
 
+FIRST_SAID_SECONDS = 5.0
+"""How long a launcher waits before it says so."""
+
 REPEAT_SECONDS = 30.0
-"""How often a launcher that waits says so."""
+"""How often it says so after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +352,7 @@ class RendezvousClient:
         deadline = time.monotonic() + self._timeout
         with self._changed:
             self._start, self._refused, self.root_cause, self._done = None, None, None, False
-        joined_on, say_at = None, time.monotonic() + 5
+        joined_on, say_at = None, time.monotonic() + FIRST_SAID_SECONDS
         while time.monotonic() < deadline:
             connection = self._connect(deadline)
             if connection is not joined_on:  # also after the host of the server has come back
@@ -402,7 +405,7 @@ class RendezvousClient:
             connection.send(kind, **content)
 
     def _connect(self, deadline: float) -> Connection:
-        say_at = time.monotonic() + 5
+        say_at = time.monotonic() + FIRST_SAID_SECONDS
         while (connection := self._connection) is None:
             try:
                 opened = socket.create_connection(self._where, timeout=5)
