@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm.torch_dist import CompletedWork, GlooCollectives
+from fullshard.comm.cpu.gloo import GlooCollectives
+from fullshard.comm.torch_dist import CompletedWork
 from fullshard.config.hardware import DetectedDevice, Hardware
 from fullshard.core.sizes import MIB
 from fullshard.launch import doctor, doctor_ranks

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.cpu.buffer_pool import BufferPool
+from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.peers import SWITCH
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.select import collectives_for
-from fullshard.comm.torch_dist import GlooCollectives
 from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
 from fullshard.engine.bucket import bucket_of
 from tests.distributed import run_ranks
@@ -72,7 +72,7 @@ def check_same_as_gloo() -> None:
             whole = gathered(expected, main, tag)
             for buffer in buffers:
                 assert torch.equal(gathered(buffer, main, tag), whole)
-                shared.settle()  # before main changes
+                shared.pages.wait_for_readers()  # before main changes
             one, other = (fill(size * numel, dtype, 10 * seed + rank) for _ in range(2))
             divisor = 3.0 if dtype.is_floating_point else 1.0
             # bit for bit: both add in rank order
@@ -110,7 +110,7 @@ def check_unchanged() -> None:
             (buffer.gather(torch.full((32,), value), tag=0, is_unchanged=is_unchanged).wait() == expected).all()
         )
         buffer.free()
-        shared.settle()
+        shared.pages.wait_for_readers()
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -184,7 +184,7 @@ def check_own_pages() -> None:
     assert full.unique().tolist() == [11.0, 12.0]
     assert buffer.main.unique().tolist() == [shared.rank + 1.0]
     buffer.free()
-    shared.settle()
+    shared.pages.wait_for_readers()
     buffer.main.add_(0.5)
     assert buffer.gather(buffer.main, tag=0).wait().unique().tolist() == [1.5, 2.5]
     buffer.free()
@@ -230,7 +230,7 @@ def check_settled(holds_main: bool) -> float:
     buffer.free()
     start = time.monotonic()
     if holds_main:
-        shared.settle()
+        shared.pages.wait_for_readers()
     main.fill_(2.0)
     # Without `holds_main`, the next gather itself waits before it writes.
     assert buffer.gather(main, tag=0).wait().unique().tolist() == [2.0]
@@ -376,7 +376,7 @@ def collective(what):
     elif what == "reduce":
         shared.reduce_scatter(torch.zeros(2**20), tag=1).wait()
     else:
-        shared.settle()
+        shared.pages.wait_for_readers()
 collective("gather")
 collective("reduce")
 if sys.argv[3] == "settle" and rank == 1:

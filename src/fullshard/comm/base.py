@@ -62,9 +62,37 @@ class FullBuffer(Protocol):
         """End it. What was changed in `full` is lost, unless `main` and `full` are one."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_readers(self) -> None:
         """Wait until no other rank reads what this rank has freed of it: its main weights may change after that."""
         return
+
+
+class HostPages:
+    """What is done about pages of host memory, by itself nothing: the allocator of an accelerator needs no help.
+
+    On a CPU a page that is touched for the first time costs as much as copying it three times, and ranks of one host
+    can read one another's. What comes of that is in `comm.cpu`; nothing else knows whether it runs on a CPU.
+
+    Attributes:
+        are_dear: so that a gradient is better made where it is to be than copied there.
+        widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
+    """
+
+    are_dear: bool = False
+    widens: bool = False
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialised memory, shape (numel,), from which `reduce_scatter` is fastest."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def wait_for_readers(self) -> None:
+        """Wait until no other rank reads what this rank has freed: main weights may change after that."""
+
+    def begin_training(self) -> None:
+        """A model has been sharded."""
+
+    def begin_last_unit(self) -> None:
+        """The last unit of a forward is about to run, after which there often is the most of a step."""
 
 
 class Collectives(Protocol):
@@ -77,13 +105,13 @@ class Collectives(Protocol):
         rank: this rank's position in the group.
         size: ranks in the group.
         sends: whether anything is sent at all, so that packing it makes a difference.
-        widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
+        pages: what is done about pages of host memory.
     """
 
     rank: int
     size: int
     sends: bool = True
-    widens: bool = False
+    pages: HostPages = HostPages()
 
     def full_buffer(
         self,
@@ -104,14 +132,6 @@ class Collectives(Protocol):
             packing: how intervals are sent, if they are.
         """
         return ResizedBuffer(self, numel, dtype, device, packing)
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised memory, shape (numel,), from which `reduce_scatter` is fastest."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def settle(self) -> None:
-        """Wait until no other rank reads what this rank has freed: main weights may change after that."""
-        return
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """Fill `full` (1-D, size x S elements) in place from every rank's own S-element interval of it."""
@@ -135,7 +155,7 @@ class Collectives(Protocol):
             tag: see `Collectives`.
             divisor: what the sum is divided by.
             packing: how intervals are sent, if they are.
-            dtype: what the sum is made and returned in, if another than that of `full`; without `widens`, of a copy
+            dtype: what the sum is made and returned in, if another than that of `full`; unless `pages` widen, of a copy
                 of `full` in it.
 
         Returns:
@@ -207,7 +227,7 @@ class ResizedBuffer:
         """Resize to nothing."""
         self._storage.resize_(0)
 
-    def settle(self) -> None:
+    def wait_for_readers(self) -> None:
         """Nothing: what the others read is a copy of the main weights, made when the gather was launched."""
 
 

@@ -50,9 +50,9 @@ class Mesh:
     shard_group: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
     control_group: dist.ProcessGroup | None = None
-    gather: Collectives = field(default_factory=lambda: collectives_for(None, torch.device("cpu")))
-    reduce: Collectives = field(default_factory=lambda: collectives_for(None, torch.device("cpu")))
-    replicate: Collectives = field(default_factory=lambda: collectives_for(None, torch.device("cpu")))
+    gather: Collectives = field(kw_only=True)
+    reduce: Collectives = field(kw_only=True)
+    replicate: Collectives = field(kw_only=True)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. A collective over all ranks of the mesh.
@@ -108,7 +108,8 @@ def init_mesh(
     if device_mesh is not None:
         return _from_device_mesh(device_mesh, device)
     if not dist.is_initialized():
-        return Mesh(device)
+        alone = collectives_for(None, device)
+        return Mesh(device, gather=alone, reduce=alone, replicate=alone)
     world_size = dist.get_world_size()
     shard_size = world_size if shard_size is None else shard_size
     if world_size % shard_size:

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import Collectives
+from fullshard.comm.cpu.gloo import GlooCollectives
+from fullshard.comm.cpu.pages import pages_of
 from fullshard.comm.cpu.peers import Peers, connect
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.cpu.two_level import TwoLevelCollectives
-from fullshard.comm.torch_dist import Alone, GlooCollectives, NativeCollectives
+from fullshard.comm.torch_dist import Alone, NativeCollectives
 
 
 def collectives_for(
@@ -51,7 +53,7 @@ class Candidate:
 def choices_for(group: dist.ProcessGroup | None, device: torch.device) -> list[Candidate]:
     """All collectives that work for a group, the one to use first. A collective."""
     if group is None or dist.get_world_size(group) == 1:
-        return [Candidate(Alone(), "none", "one rank has nobody to communicate with")]
+        return [Candidate(Alone(pages_of(device)), "none", "one rank has nobody to communicate with")]
     if device.type != "cpu":
         return [Candidate(NativeCollectives(group), dist.get_backend(group), "it is made for the devices' own links")]
     point_to_point = Candidate(GlooCollectives(group), "point to point", "Gloo's own are slower")

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.base import Collectives, Work, own_interval
+from fullshard.comm.base import Collectives, HostPages, Work, own_interval
+from fullshard.comm.cpu.pages import pages_of
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import CompletedWork
@@ -23,12 +24,14 @@ class SimulatedCollectives(Collectives):
 
     Attributes:
         rank, size: the part that is played.
+        pages: see `Collectives`.
         sent_nbytes: bytes this rank would have sent so far.
         calls: collectives so far.
     """
 
     rank: int
     size: int
+    pages: HostPages
     sent_nbytes: int = 0
     calls: int = 0
 
@@ -64,6 +67,7 @@ class SimulatedCollectives(Collectives):
 def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
     """The mesh that rank `rank` of `replicate_size` x `shard_size` ranks would have, without the others."""
     replicate_rank, shard_rank = divmod(rank, shard_size)
+    pages = pages_of(device)
     return Mesh(
         device,
         rank=rank,
@@ -72,7 +76,7 @@ def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: t
         shard_size=shard_size,
         replicate_rank=replicate_rank,
         replicate_size=replicate_size,
-        gather=SimulatedCollectives(shard_rank, shard_size),
-        reduce=SimulatedCollectives(shard_rank, shard_size),
-        replicate=SimulatedCollectives(replicate_rank, replicate_size),
+        gather=SimulatedCollectives(shard_rank, shard_size, pages),
+        reduce=SimulatedCollectives(shard_rank, shard_size, pages),
+        replicate=SimulatedCollectives(replicate_rank, replicate_size, pages),
     )

@@ -8,7 +8,7 @@
     finish        add to the main gradient, set the sharded parameters' `.grad`      at the end of backward
 
 `full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. Where the
-reduction casts what it reads (`Collectives.widens`), `full` is in the narrower dtype that parameters compute in, in
+reduction casts what it reads (`HostPages.widens`), `full` is in the narrower dtype that parameters compute in, in
 which autograd makes gradients, until a second one is added to one of them.
 """
 
@@ -82,7 +82,7 @@ class Gradient:
         self.used = bytearray(len(spec.slots))
         self.is_used_up = False
         self._full: torch.Tensor | None = None
-        plan, widens = spec.plan, spec.mesh.reduce.widens
+        plan, widens = spec.plan, spec.mesh.reduce.pages.widens
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
         self._pieces: Sequence[torch.Tensor] = ()
         self._filled: set[int] = set()
@@ -216,7 +216,7 @@ class Gradient:
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         mesh = self._spec.mesh
-        return mesh.reduce.staging(self._spec.layout.full_numel, dtype, mesh.device)
+        return mesh.reduce.pages.staging(self._spec.layout.full_numel, dtype, mesh.device)
 
     def _widen(self) -> None:
         """Cast what was collected to `dtype`, before something is added to it."""

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
-from fullshard.comm.cpu.heap import heap
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventKind, EventSink
@@ -71,7 +70,7 @@ class Schedule:
         self._part_handles: list[RemovableHandle] = []
         self._additions = Additions(())
         self._activations: Activations | None = None
-        self._heap = heap() if mesh.device.type == "cpu" else None
+        mesh.gather.pages.begin_training()
         self._stepped_since_forward = False
         self._depth = 0
         self._order: list[Unit] = []
@@ -115,8 +114,8 @@ class Schedule:
         if self._activations is not None:
             self._activations.turn(unit)  # before the unit saves anything
         self._forward.append(unit)
-        if self._heap is not None and 1 < len(self._forward) == len(self._order):
-            self._heap.begin_last_unit()
+        if 1 < len(self._forward) == len(self._order):
+            self.mesh.gather.pages.begin_last_unit()
 
     def _abandon_forward(self) -> None:
         """The last forward ended in an interrupt from the keyboard, after which torch calls no hooks."""
@@ -306,7 +305,7 @@ class Schedule:
         if not self._stepping:
             return
         with unit.waiting("step in backward"):
-            bucket.buffer.settle()
+            bucket.buffer.wait_for_readers()
         nbytes = _gradient(bucket).held_nbytes
         stepped = [stepper.step(bucket) for stepper in self._stepping]
         if any(stepped):
@@ -438,7 +437,7 @@ class Schedule:
             host.settle()
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             with self.units[-1].waiting("after the last reshard"):
-                mesh.gather.settle()
+                mesh.gather.pages.wait_for_readers()
 
 
 def _describe_structure(units: Sequence[Unit]) -> list[str]:

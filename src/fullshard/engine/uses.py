@@ -60,13 +60,13 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
     """
     if os.environ.get(SWITCH, "uses") == "whole":
         return
-    is_on_cpu = bucket.mesh.device.type == "cpu"
-    by_rows = is_on_cpu and bucket.mesh.world_size > 1
+    in_place = bucket.mesh.reduce.pages.are_dear
+    by_rows = in_place and bucket.mesh.world_size > 1
     for index, slot in enumerate(bucket.slots):
         if not slot.parameter.dtype.is_floating_point:
             continue
         first = slot.owners[0][0]
-        if is_on_cpu and len(slot.owners) == 1 and _is_large_matrix(slot.parameter) and type(first) is not nn.Embedding:
+        if in_place and len(slot.owners) == 1 and _is_large_matrix(slot.parameter) and type(first) is not nn.Embedding:
             # Before every other hook: what those put on an output's graph would be lost with it.
             first.register_forward_hook(_layer_hook(bucket, index), prepend=True)
         owners = {id(m): m for m, _ in slot.owners}

@@ -10,7 +10,7 @@ Nothing is sent. Each rank writes where its peers read:
                       what it reads if the sum is to be in a wider dtype.
 
 What remains is to know when. A rank counts how often it has offered and freed each bucket, and how many gradients it
-has posted and read. Main weights change only when no peer can be reading them any more: `settle` waits for that.
+has posted and read. Main weights change only when no peer can be reading them any more; see `wait_for_readers`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import torch.distributed as dist
 
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
 from fullshard.comm.cpu.buffer_pool import BufferPool
+from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
+from fullshard.comm.cpu.pages import CpuPages
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.packing import Packing
-from fullshard.comm.torch_dist import GlooCollectives
 from fullshard.core.sizes import LONG_NBYTES
 
 _PAGE_NBYTES = mmap.PAGESIZE
@@ -58,12 +59,12 @@ class SharedMemoryCollectives(GlooCollectives):
     """
 
     sends = False
-    widens = True
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group)
         # Mapped at once: a rank that has no room for it among its addresses raises OSError, and all keep to Gloo.
         self._buffers, self._queues = SharedBuckets(peers), SendQueues(peers)
+        self.pages = SharedPages(self._buffers, self._queues)
 
     def full_buffer(
         self,
@@ -82,14 +83,6 @@ class SharedMemoryCollectives(GlooCollectives):
             return ResizedBuffer(self, numel, dtype, device)
         return MappedBuffer(self._buffers, place, numel, dtype, holds_main=holds_main)
 
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `Collectives.staging`."""
-        full = self._queues.pool.empty(numel, dtype)
-        if full.nbytes >= TRIM_NBYTES and is_at_peak(full.nbytes):  # an embedding's and head's, where logits were
-            heap().trim()
-            self._queues.pool.trim()
-        return full
-
     def reduce_scatter(
         self,
         full: torch.Tensor,
@@ -102,9 +95,26 @@ class SharedMemoryCollectives(GlooCollectives):
         """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
         return self._queues.send(full, tag, divisor, dtype or full.dtype)
 
-    def settle(self) -> None:
-        """See `Collectives.settle`."""
-        self._buffers.settle()
+
+class SharedPages(CpuPages):
+    """Those that the ranks of a host read one another's gradients and weights in. See `HostPages`."""
+
+    widens = True
+
+    def __init__(self, buckets: SharedBuckets, queues: SendQueues) -> None:
+        self._buckets, self._queues = buckets, queues
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Where peers read it, in memory that is used again."""
+        full = self._queues.pool.empty(numel, dtype)
+        if full.nbytes >= TRIM_NBYTES and is_at_peak(full.nbytes):  # an embedding's and head's, where logits were
+            heap().trim()
+            self._queues.pool.trim()
+        return full
+
+    def wait_for_readers(self) -> None:
+        """Those of this host's ranks."""
+        self._buckets.wait_for_readers()
 
 
 # -- all-gather ---------------------------------------------------------------------------------------------------
@@ -141,13 +151,13 @@ class SharedBuckets:
         self._end += -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         return number, start
 
-    def settle(self) -> None:
+    def wait_for_readers(self) -> None:
         """Wait until every rank has freed what this rank has."""
         freed = self.freed[:, : self._number]
         own = freed[self.peers.rank]
         self.peers.wait_until(lambda: bool((freed >= own).all()))
 
-    def is_settled(self, number: int) -> bool:
+    def is_unread(self, number: int) -> bool:
         """Whether no rank reads what this rank has offered of a bucket."""
         return bool((self.freed[:, number] >= self.offered[self.peers.rank, number]).all())
 
@@ -224,10 +234,10 @@ class MappedBuffer:
             self._buffers.own.madvise(mmap.MADV_DONTNEED, self._start, self.full.nbytes)
             self._buffers.freed[self._buffers.peers.rank, self._number] = self._offers
 
-    def settle(self) -> None:
-        """See `FullBuffer.settle`. Copies of main weights are not written before the next gather, which waits."""
+    def wait_for_readers(self) -> None:
+        """See `FullBuffer`. Copies of main weights are not written before the next gather, which waits."""
         if self.main is not None:
-            self._buffers.peers.wait_until(lambda: self._buffers.is_settled(self._number))
+            self._buffers.peers.wait_until(lambda: self._buffers.is_unread(self._number))
 
     def offer(self, main: torch.Tensor | None, number: int) -> bool:
         """Offer this rank's interval for the gather of that number, unless a peer may read what would be overwritten.
@@ -279,7 +289,7 @@ def _end(buffers: SharedBuckets, number: int, pid: int) -> None:
 
 def _release_pages(buffers: SharedBuckets, number: int, start: int, nbytes: int, pid: int) -> None:
     """Give the pages of this rank's interval of a bucket back to the system, unless a peer may be reading them."""
-    if os.getpid() == pid and buffers.is_settled(number):  # not in a forked process, which has the object too
+    if os.getpid() == pid and buffers.is_unread(number):  # not in a forked process, which has the object too
         buffers.release_pages(start, nbytes)
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from fullshard.comm.base import FullBuffer, ResizedBuffer, Work
 from fullshard.comm.cpu.buffer_pool import BufferPool
+from fullshard.comm.cpu.gloo import receive, send
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.progress_thread import ProgressThread
 from fullshard.comm.cpu.shared_memory import (
@@ -35,10 +36,10 @@ from fullshard.comm.cpu.shared_memory import (
     SendQueues,
     SharedBuckets,
     SharedMemoryCollectives,
+    SharedPages,
     average,
 )
 from fullshard.comm.packing import Packing
-from fullshard.comm.torch_dist import receive, send
 from fullshard.core.sizes import round_up
 
 _PAGE_NBYTES = mmap.PAGESIZE
@@ -56,6 +57,7 @@ class TwoLevelCollectives(SharedMemoryCollectives):
         self._gathers = _Channel(group, peers, 0)
         self._received = _ReceivePool(self._buffers)
         self._reductions = _Reductions(_Channel(group, peers, 1), self._queues)
+        self.pages = _TwoLevelPages(self._buffers, self._queues, self._gathers.progress, self._received)
 
     def full_buffer(
         self,
@@ -88,11 +90,21 @@ class TwoLevelCollectives(SharedMemoryCollectives):
         """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
         return self._reductions.begin(full, tag, divisor, packing, dtype or full.dtype)
 
-    def settle(self) -> None:
-        """See `Collectives.settle`."""
-        self._gathers.progress.finish()  # until then main weights are being sent
-        self._buffers.settle()
-        self._received.release_later(self._gathers.progress)
+
+class _TwoLevelPages(SharedPages):
+    """See `SharedPages`; other hosts read what is sent to them."""
+
+    def __init__(
+        self, buckets: SharedBuckets, queues: SendQueues, progress: ProgressThread, received: _ReceivePool
+    ) -> None:
+        super().__init__(buckets, queues)
+        self._progress, self._received = progress, received
+
+    def wait_for_readers(self) -> None:
+        """Those of this host's ranks, and the thread: until it is done main weights are being sent."""
+        self._progress.finish()
+        super().wait_for_readers()
+        self._received.release_later(self._progress)
 
 
 class _Channel:
@@ -212,12 +224,12 @@ class TwoLevelBuffer(MappedBuffer):
             super().free()
             self._received.release_later(self._channel.progress)
 
-    def settle(self) -> None:
-        """See `FullBuffer.settle`. Until the thread has done with the last gather, main weights are being sent."""
+    def wait_for_readers(self) -> None:
+        """See `FullBuffer`. Until the thread has done with the last gather, main weights are being sent."""
         if self.main is not None and self._bringing is not None:
             self._bringing.result()
             self._bringing = None
-        super().settle()
+        super().wait_for_readers()
 
     def wait(self, number: int) -> torch.Tensor:
         """Wait until all ranks of this host have what they bring to the gather of that number."""
