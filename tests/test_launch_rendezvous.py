@@ -311,7 +311,7 @@ class Said(list[str]):
 
 
 def client(where: tuple[str, int], host: str, *, seconds: float = 30, said: Said | None = None) -> RendezvousClient:
-    hello = {"host": host, "machine_rank": None, "same": {}}
+    hello: dict[str, Any] = {"host": host, "machine_rank": None, "same": {}}
     return opened(RendezvousClient(where, hello, seconds, (said if said is not None else Said()).append))
 
 
