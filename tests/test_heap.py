@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fullshard.comm.cpu.heap import SWITCH, TRIM_NBYTES
-from fullshard.comm.cpu.shared_memory import average
+from fullshard.comm.cpu.send_queue import average
 
 BEGIN = """
 import torch

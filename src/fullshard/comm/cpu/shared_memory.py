@@ -25,31 +25,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, own_interval
-from fullshard.comm.cpu.buffer_pool import BufferPool
+from fullshard.comm.base import FullBuffer, ResizedBuffer, Work
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.cpu.pages import CpuPages
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
+from fullshard.comm.cpu.send_queue import SendQueues
 from fullshard.comm.packing import Packing
-from fullshard.core.sizes import LONG_NBYTES
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _BUFFERS_START = FILE_NBYTES // 4
 """In rank 0's file: counters and unsharded buckets begin here; before it, each rank's gradients."""
-_LINE = 8
-"""Counters, of 8 bytes each, in a cache line."""
-_QUEUE_NBYTES = 2**17
-_ENTRY = 3
-"""Numbers in one."""
-_QUEUE_DEPTH = 2048
-"""Gradients that may be under way; a rank waits for its peers before it posts more."""
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-"""Numbered alike on every rank."""
 MAX_BUFFERS = 2**16
 """Buckets of all models that ever use these collectives."""
-_BLOCK_NBYTES = 256 * 1024
-"""Of a sum that is made in one go: short enough that it is still in the cache when it is divided."""
 
 
 class SharedMemoryCollectives(GlooCollectives):
@@ -115,9 +103,6 @@ class SharedPages(CpuPages):
     def wait_for_readers(self) -> None:
         """Those of this host's ranks."""
         self._buckets.wait_for_readers()
-
-
-# -- all-gather ---------------------------------------------------------------------------------------------------
 
 
 class SharedBuckets:
@@ -291,202 +276,3 @@ def _release_pages(buffers: SharedBuckets, number: int, start: int, nbytes: int,
     """Give the pages of this rank's interval of a bucket back to the system, unless a peer may be reading them."""
     if os.getpid() == pid and buffers.is_unread(number):  # not in a forked process, which has the object too
         buffers.release_pages(start, nbytes)
-
-
-# -- reduce-scatter -----------------------------------------------------------------------------------------------
-
-
-class _SendQueue:
-    """Where a rank says which of its gradients may be read; at the start of its file.
-
-    Line 0 counts the entries posted, line 1 + r those rank r has read. An entry is (tag, where in the file, dtype).
-    """
-
-    def __init__(self, memory: mmap.mmap, size: int) -> None:
-        numbers = np.frombuffer(memory, dtype=np.int64, count=_QUEUE_NBYTES // 8)
-        self._posted = numbers[:1]
-        self.read = numbers[_LINE : _LINE * (1 + size) : _LINE]
-        self._entries = numbers[-_ENTRY * _QUEUE_DEPTH :].reshape(_QUEUE_DEPTH, _ENTRY)
-
-    @property
-    def posted(self) -> int:
-        """Entries so far."""
-        return int(self._posted[0])
-
-    def post(self, tag: int, offset: int, dtype: torch.dtype) -> None:
-        """Add one. There must be room."""
-        self._entries[self.posted % _QUEUE_DEPTH] = (tag, offset, _DTYPES.index(dtype))
-        self._posted[0] += 1
-
-    def entry(self, number: int) -> tuple[int, int, torch.dtype]:
-        """(tag, offset, dtype) of the entry of that number."""
-        tag, offset, dtype = self._entries[number % _QUEUE_DEPTH].tolist()
-        return tag, offset, _DTYPES[dtype]
-
-
-class SendQueues:
-    """Gradients on their way between the ranks.
-
-    Attributes:
-        pool: memory that peers can read.
-    """
-
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-        if _LINE * (1 + peers.size) * 8 > _QUEUE_NBYTES - _ENTRY * 8 * _QUEUE_DEPTH:
-            raise OSError(f"no queue for {peers.size} ranks")
-        nbytes = _QUEUE_NBYTES + 2 * host_memory_nbytes() // peers.size  # ranks are alike, so each has its part
-        self._memories = [peers.map(owner, 0, nbytes) for owner in range(peers.size)]
-        self._queues = [_SendQueue(memory, peers.size) for memory in self._memories]
-        self._own = self._queues[peers.rank]
-        self.pool = BufferPool(self._memories[peers.rank], _QUEUE_NBYTES)
-        self._under_way: deque[_ReduceScatter] = deque()
-
-    def post(self, full: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
-        """Let the peers read `full`, or a copy of it if they cannot reach it.
-
-        Returns:
-            What they read, which must not change until they have, and the number of the entry, the same on every rank.
-        """
-        offset = self.pool.offset(full)
-        if offset is None:
-            full = self.pool.empty(full.numel(), full.dtype).copy_(full)
-            offset = self.pool.offset(full) or 0
-        self._peers.wait_until(lambda: self._own.posted - int(self._own.read.min()) < _QUEUE_DEPTH)
-        number = self._own.posted
-        self._own.post(tag, offset, full.dtype)
-        return full, number
-
-    def wait_for(self, number: int, tag: int, *, patiently: bool = False) -> None:
-        """Wait until all ranks of this host have posted the entry of that number.
-
-        Raises:
-            RuntimeError: a rank is in another collective, or has ended.
-        """
-        self._peers.wait_until(lambda: all(queue.posted > number for queue in self._queues), patiently=patiently)
-        for source, queue in enumerate(self._queues):
-            other, _, _ = queue.entry(number)
-            if other != tag:
-                rank = self._peers.group_rank(source)
-                raise RuntimeError(f"rank {rank} of the group is in collective {other}, this rank in {tag}")
-
-    def sum_interval(
-        self,
-        number: int,
-        full: torch.Tensor,
-        position: int,
-        dtype: torch.dtype,
-        divisor: float = 1.0,
-        *,
-        may_keep: bool = False,
-        is_sent: bool = False,
-    ) -> torch.Tensor:
-        """The sum over the ranks of this host, in their order, of the interval of rank `position` of the group.
-
-        Args:
-            number: of the entry; all ranks of this host have posted it.
-            full: what this rank posted.
-            position: whose interval.
-            dtype: what the sum is made in; that of `full` or a wider one.
-            divisor: what the sum is divided by.
-            may_keep: whether a long sum may take the place of this rank's own term, and keep `full` alive.
-            is_sent: it is gone soon, and so is made in memory that is used again.
-        """
-        own = own_interval(full, position, self._peers.num_hosts * self._peers.size)
-        if own.numel() == 0:
-            return own.to(dtype)
-        terms = []
-        for source, (queue, memory) in enumerate(zip(self._queues, self._memories, strict=True)):
-            _, offset, theirs = queue.entry(number)  # one rank may have accumulated what another has not
-            start = offset + position * own.numel() * theirs.itemsize
-            there = source != self._peers.rank
-            terms.append(torch.frombuffer(memory, dtype=theirs, count=own.numel(), offset=start) if there else own)
-        # Nobody else reads this interval, or the sum.
-        nbytes = own.numel() * dtype.itemsize
-        if nbytes < LONG_NBYTES and not is_sent:  # where activations were, which backward has freed
-            into = torch.empty(own.numel(), dtype=dtype)
-            heap().note(nbytes)
-        else:
-            into = own if may_keep and dtype == own.dtype else self.pool.empty(own.numel(), dtype)
-        return average(terms, into, divisor)
-
-    def mark_read(self, number: int, *, patiently: bool = False) -> None:
-        """Say that this rank has read the entry of that number, and wait until the others have."""
-        for queue in self._queues:
-            queue.read[self._peers.rank] = number + 1
-        # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
-        self._peers.wait_until(lambda: int(self._own.read.min()) > number, patiently=patiently)
-
-    def send(self, full: torch.Tensor, tag: int, divisor: float, dtype: torch.dtype) -> _ReduceScatter:
-        """Begin to average `full` over the ranks of this host, in `dtype`."""
-        reduction = _ReduceScatter(self, *self.post(full, tag), tag, divisor, dtype)
-        self._under_way.append(reduction)
-        return reduction
-
-    def finish(self, reduction: _ReduceScatter) -> None:
-        """Make the averages up to this one, in the order in which all ranks sent."""
-        while not reduction.is_done:
-            first = self._under_way[0]
-            assert first.full is not None  # noqa: S101 -- it is not done
-            self.wait_for(first.number, first.tag)
-            first.result = self.sum_interval(
-                first.number, first.full, self._peers.rank, first.dtype, first.divisor, may_keep=True
-            )
-            self.mark_read(first.number)
-            first.full = None
-            self._under_way.popleft()
-
-
-class _ReduceScatter:
-    """A reduce-scatter under way.
-
-    Attributes:
-        number: of the entry, the same on every rank.
-        full: this rank's gradients; None once every rank has read them.
-        result: this rank's interval of the average.
-    """
-
-    __slots__ = ("_queues", "divisor", "dtype", "full", "number", "result", "tag")
-
-    def __init__(
-        self, queues: SendQueues, full: torch.Tensor, number: int, tag: int, divisor: float, dtype: torch.dtype
-    ) -> None:
-        self._queues, self.number, self.tag, self.divisor, self.dtype = queues, number, tag, divisor, dtype
-        self.full: torch.Tensor | None = full
-        self.result: torch.Tensor | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the result is there."""
-        return self.result is not None
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the peers' gradients, and average."""
-        self._queues.finish(self)
-        assert self.result is not None  # noqa: S101 -- finished
-        return self.result
-
-
-@torch.no_grad()
-def average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
-    """The sum of `terms`, added up in their order, over `divisor`; in the dtype of `into`, which may be one of them."""
-    length = _BLOCK_NBYTES // into.itemsize
-    is_cast = any(term.dtype != into.dtype for term in terms)
-    is_apart = is_cast or len(terms) > 2  # `into` may be a term that is still to be read
-    room, cast = (into.new_empty(min(length, into.numel()) if wanted else 0) for wanted in (is_apart, is_cast))
-    for start in range(0, into.numel(), length):
-        block = into[start : start + length]
-        first, second, *others = (term[start : start + length] for term in terms)
-        total = room[: block.numel()] if is_apart else block
-        if is_cast:
-            total.copy_(first)
-            others = [second, *others]
-        else:
-            torch.add(first, second, out=total)
-        for other in others:
-            total.add_(other if other.dtype == into.dtype else cast[: other.numel()].copy_(other))
-        if divisor != 1:
-            total.div_(divisor)
-        if is_apart:
-            block.copy_(total)
-    return into

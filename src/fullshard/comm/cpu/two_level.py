@@ -30,14 +30,13 @@ from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.gloo import receive, send
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.progress_thread import ProgressThread
+from fullshard.comm.cpu.send_queue import SendQueues, average
 from fullshard.comm.cpu.shared_memory import (
     MAX_BUFFERS,
     MappedBuffer,
-    SendQueues,
     SharedBuckets,
     SharedMemoryCollectives,
     SharedPages,
-    average,
 )
 from fullshard.comm.packing import Packing
 from fullshard.core.sizes import round_up
