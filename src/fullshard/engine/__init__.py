@@ -2,6 +2,7 @@
 
 from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.schedule import BackwardPrefetch
+from fullshard.engine.auto_reshard import keep_head, keep_unsharded
 from fullshard.engine.fully_shard import (
     CPUOffloadPolicy,
     OffloadPolicy,
@@ -15,7 +16,6 @@ from fullshard.engine.fully_shard import (
     with_sync,
 )
 from fullshard.engine.interop import clip_grad_norm_, clip_grad_value_
-from fullshard.engine.keeping import keep_head, keep_unsharded
 from fullshard.engine.module import FSDPModule, units_of
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy

@@ -1,7 +1,7 @@
 """Gradients of one bucket: collected unsharded during backward, reduced, and published as sharded `.grad`s.
 
     autograd      parameter.grad -> copied (and cast) into `full`, unless made       per parameter, as it appears
-                  there (`engine.uses`), then freed
+                  there (`engine.weight_gradients`), then freed
     launch        reduce-scatter of `full` along the shard axis, and scale           once per backward
     advance       all-reduce of the shard along the replicate axis                   when the next bucket launches
                   and its way to the host, if main weights are there

@@ -32,7 +32,7 @@ from fullshard.engine.materialize import WeightSource
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
-from fullshard.engine.uses import watch_uses
+from fullshard.engine.weight_gradients import watch_uses
 from fullshard.wrap.partition import UnitPlan
 
 

@@ -385,7 +385,7 @@ class _Ledger:
         return self._for_a_moment({"reduce buffers": largest, "activations": working})
 
     def _is_product_in_place(self, unit: UnitLayout) -> bool:
-        """Whether the first gradient, the tied head's, is computed where it is to be reduced (`engine.uses`)."""
+        """Whether the first gradient, the tied head's, is made where it is reduced from (`engine.weight_gradients`)."""
         model = self.setting.model
         has_bias = any(p.shape == (model.vocab,) for p in model.root.parameters)
         is_as_made = all(bucket.compute_dtype == self.setting.collected_dtype(bucket) for bucket in unit.trainable)

@@ -31,7 +31,7 @@ STEPS_BEFORE_MEASURING = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptUnits:
     """Which units are kept. `str()` is the line for people.
 
     Attributes:
@@ -105,7 +105,7 @@ def keep_head(head: nn.Module) -> None:
     unit.reshard_after_forward = False
 
 
-def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> Kept:
+def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> KeptUnits:
     """Let the last units in forward order stay, as many as the smallest of all ranks' budgets allows."""
     root = schedule.units[-1]
     inner = [unit for unit in schedule.units if unit.reshard_after_forward]  # the others are kept in any case
@@ -118,7 +118,7 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> Kept:
     costly = costly[: 0 if budget_nbytes is None else count_kept(map(_cost, costly), budget_nbytes)]
     for unit in inner:
         unit.reshard_after_forward = unit not in free and unit not in costly
-    return Kept(len(free) + len(costly), len(inner), sum(map(_cost, costly)), budget_nbytes, why)
+    return KeptUnits(len(free) + len(costly), len(inner), sum(map(_cost, costly)), budget_nbytes, why)
 
 
 def _cost(unit: Unit) -> int:

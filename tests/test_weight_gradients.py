@@ -1,6 +1,6 @@
 """Gradients of weights, made where they are to be, against those that autograd makes and adds up.
 
-pytest tests/test_uses.py
+pytest tests/test_weight_gradients.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from fullshard.engine import MixedPrecisionPolicy, fully_shard, no_sync
-from fullshard.engine.uses import SWITCH
+from fullshard.engine.weight_gradients import SWITCH
 from tests.distributed import run_ranks
 from tests.memory import PeakGrowth
 

@@ -1,6 +1,6 @@
 """`reshard_after_forward: auto`: which units are kept, what it costs, and that no number changes.
 
-pytest tests/test_keeping.py
+pytest tests/test_auto_reshard.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fullshard.api.planning import model_shape
 from fullshard.core.dtypes import Dtypes
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import MixedPrecisionPolicy, keep_unsharded, keeping, units_of
+from fullshard.engine import MixedPrecisionPolicy, auto_reshard, keep_unsharded, units_of
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
@@ -101,7 +101,7 @@ def test_memory_is_measured_after_two_steps(monkeypatch: pytest.MonkeyPatch) -> 
     said: list[str] = []
     model = sharded(events)
     room = 2.5 * unit_nbytes(model) / 0.9
-    monkeypatch.setattr(keeping, "headroom_nbytes", lambda device, *, ranks_on_host: int(room))
+    monkeypatch.setattr(auto_reshard, "headroom_nbytes", lambda device, *, ranks_on_host: int(room))
     keep_unsharded(model, budget_nbytes=None, ranks_on_host=1, say=said.append)
     run(model, events, steps=2)
     assert len(said) == 1
@@ -118,13 +118,13 @@ def test_memory_is_measured_after_two_steps(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="reads memory figures of Linux")
 def test_what_is_free(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
-    alone = keeping.headroom_nbytes(cpu, ranks_on_host=1)
+    alone = auto_reshard.headroom_nbytes(cpu, ranks_on_host=1)
     assert 0 < alone < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert keeping.headroom_nbytes(cpu, ranks_on_host=4) < alone / 3
+    assert auto_reshard.headroom_nbytes(cpu, ranks_on_host=4) < alone / 3
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 250\n")
-    assert 350 in keeping._available_in_group(tmp_path)
+    assert 350 in auto_reshard._available_in_group(tmp_path)
 
 
 def check_ranks(comm: str) -> tuple[str, list[str]]:
