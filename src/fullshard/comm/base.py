@@ -6,6 +6,7 @@ given belong to it until `wait()` returns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,13 @@ class Work(Protocol):
     def wait(self) -> torch.Tensor:
         """Block (on accelerators: make the current stream wait) until the result is there, and return it."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkOf:
+    """Communication that a function waits for."""
+
+    wait: Callable[[], torch.Tensor]
 
 
 class FullBuffer(Protocol):

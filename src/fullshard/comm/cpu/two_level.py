@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import FullBuffer, ResizedBuffer, Work
+from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, WorkOf
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.gloo import receive, send
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
@@ -214,7 +214,7 @@ class TwoLevelBuffer(MappedBuffer):
         own_main = None if self.main is not None else main
         packing = None if exactly else self._packing
         self._bringing = self._channel.progress.submit(partial(self._bring, own_main, self._offers, tag, packing))
-        return _TwoLevelGather(self, self._offers)
+        return WorkOf(partial(self.wait, self._offers))
 
     def free(self) -> None:
         """See `MappedBuffer.free`. What was received reads as zeros then."""
@@ -305,18 +305,6 @@ class TwoLevelBuffer(MappedBuffer):
                 self._buffers.shared[first:last] = self._received.memory[first + by : last + by]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _TwoLevelGather:
-    """An all-gather under way, the bucket's `number`th."""
-
-    buffer: TwoLevelBuffer
-    number: int
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the other ranks' intervals."""
-        return self.buffer.wait(self.number)
-
-
 class _ReceivePool:
     """Memory for received intervals, which the first rank of the host hands to one bucket after the other.
 
@@ -388,7 +376,7 @@ class _Reductions:
         """Let the ranks of this host read `full`, and have the rest done by the thread."""
         full, number = self._queues.post(full, tag)
         reduce = partial(self._reduce, full, number, tag, divisor, packing, dtype)
-        return _TwoLevelReduceScatter(self._channel.progress.submit(reduce))
+        return WorkOf(self._channel.progress.submit(reduce).result)
 
     def _reduce(
         self, full: torch.Tensor, number: int, tag: int, divisor: float, packing: Packing | None, dtype: torch.dtype
@@ -419,14 +407,3 @@ class _Reductions:
         for work, _ in leaving:
             work.wait()
         return total
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TwoLevelReduceScatter:
-    """A reduce-scatter under way."""
-
-    total: Future[torch.Tensor]
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the sum of this rank's interval."""
-        return self.total.result()
