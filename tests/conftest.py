@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from fullshard.engine.offload import SWITCH as OFFLOAD_SWITCH
+from fullshard.config.switches import OFFLOAD
 from tests.distributed import end_workers
 
 # A machine that is busy makes any example slow.
@@ -33,4 +33,4 @@ def _interrupts_arrive() -> None:
 @pytest.fixture
 def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is offloaded really moves, on a CPU too."""
-    monkeypatch.setenv(OFFLOAD_SWITCH, "rehearse")
+    monkeypatch.setenv(OFFLOAD.name, "rehearse")

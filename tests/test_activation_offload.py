@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from fullshard import Accelerator, FullyShardedDataParallelPlugin
+from fullshard.config.switches import OFFLOAD
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import (
@@ -31,7 +32,6 @@ from fullshard.engine import (
     fully_shard,
     shard_model,
 )
-from fullshard.engine.offload import SWITCH
 from fullshard.plan.activations import layer_activations, page_nbytes
 from fullshard.plan.evaluate import changes_that_fit, evaluate
 from fullshard.plan.families import from_config
@@ -340,7 +340,7 @@ def test_accelerates_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert held.nbytes()[1] == (DEPTH - 1) * HIDDEN_NBYTES
     loss.backward()
     capsys.readouterr()
-    monkeypatch.delenv(SWITCH)
+    monkeypatch.delenv(OFFLOAD.name)
     Accelerator(cpu=True, fsdp_plugin=plugin).prepare(Model())
     said = capsys.readouterr()
     assert "offload_activations saves nothing here" in said.out + said.err
@@ -380,5 +380,5 @@ def test_what_is_said_and_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> Non
     alone = fully_shard(nn.Linear(WIDTH, WIDTH), offload_policy=ON_HOST)
     with pytest.raises(ConfigError, match="one unit"):  # until now it could have become a layer of another
         alone(batch(0))
-    monkeypatch.delenv(SWITCH)  # a CPU is the host itself
+    monkeypatch.delenv(OFFLOAD.name)  # a CPU is the host itself
     assert not describe(Case().model(ON_HOST)).offload

@@ -13,8 +13,9 @@ import sys
 import pytest
 import torch
 
-from fullshard.comm.cpu.heap import SWITCH, TRIM_NBYTES
+from fullshard.comm.cpu.heap import TRIM_NBYTES
 from fullshard.comm.cpu.send_queue import average
+from fullshard.config.switches import HEAP
 
 BEGIN = """
 import torch
@@ -88,7 +89,7 @@ def run(script: str, switch: str) -> list[int]:
     """What a script prints, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env=os.environ | {SWITCH: switch, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {HEAP.name: switch, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         check=False,
     )

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.config.switches import OFFLOAD
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.core.offload import Offload
@@ -31,7 +32,6 @@ from fullshard.engine import (
     units_of,
     unsharded,
 )
-from fullshard.engine.offload import SWITCH
 from tests.differential import compare, gradients, optimizer_state, parameters
 from tests.distributed import run_ranks
 from tests.offload import BFLOAT16, CASES, POLICIES, SLOW_CASES, STEPS, WIDTH, Case, Model, allowed
@@ -269,7 +269,7 @@ def test_compute_shards_alone_need_something_frozen() -> None:
 
 
 def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "sometimes")
+    monkeypatch.setenv(OFFLOAD.name, "sometimes")
     with pytest.raises(ConfigError, match="FULLSHARD_OFFLOAD = 'sometimes'"):
         Case().model(CPUOffloadPolicy())
 
@@ -289,5 +289,5 @@ def test_policies(policy: Any, offload: Offload, monkeypatch: pytest.MonkeyPatch
     assert sharding.offload == offload
     assert ("on the host, " in str(sharding)) == bool(offload)
     assert sharding.host_nbytes == (sharding.rank_nbytes if offload.main_weights else 0)
-    monkeypatch.delenv(SWITCH)  # a CPU is the host itself
+    monkeypatch.delenv(OFFLOAD.name)  # a CPU is the host itself
     assert not describe(Case().model(policy)).offload

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.config.switches import OFFLOAD
 from fullshard.engine import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -17,7 +18,6 @@ from fullshard.engine import (
     shard_model,
     units_of,
 )
-from fullshard.engine.offload import SWITCH
 from fullshard.engine.schedule import schedule_of
 
 WIDTH = 1024
@@ -76,7 +76,7 @@ def trained(policy: OffloadPolicy | None) -> list[torch.Tensor]:
 def test_training_is_the_same_with_and_without_streams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without streams bit for bit; against no offload as far as the host's kernels add up in another order."""
     plain, streams = trained(None), trained(POLICIES[name])
-    monkeypatch.setenv(SWITCH, "in-turn")
+    monkeypatch.setenv(OFFLOAD.name, "in-turn")
     in_turn = trained(POLICIES[name])
     assert all(map(torch.equal, streams, in_turn))
     for value, expected in zip(streams, plain, strict=True):

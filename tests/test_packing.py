@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import Collectives, own_interval
-from fullshard.comm.cpu.peers import SWITCH
 from fullshard.comm.packing import BLOCK_NUMEL, packing_for
 from fullshard.comm.select import collectives_for
+from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, describe, fully_shard, unsharded
 from tests.distributed import run_ranks
@@ -94,7 +94,7 @@ def check_collectives(make: Callable[[], Collectives]) -> None:
 
 
 def point_to_point() -> Collectives:
-    os.environ[SWITCH] = "gloo"
+    os.environ[COMM.name] = "gloo"
     return collectives_for(dist.group.WORLD, CPU)
 
 
@@ -149,7 +149,7 @@ PACKED = {
 
 
 def check_training(switch: str, names: tuple[str, ...]) -> None:
-    os.environ[SWITCH] = switch
+    os.environ[COMM.name] = switch
     exact, line = train(MixedPrecisionPolicy())
     assert "sent as" not in line
     assert exact[-1] < 0.6 * exact[0], "it learns something, or a difference could not show"
@@ -189,7 +189,7 @@ def test_nothing_is_rounded_where_nothing_is_sent() -> None:
 
 def check_exact_parameters() -> None:
     """Main weights never go through a message, so neither does what is saved."""
-    os.environ[SWITCH] = "gloo"
+    os.environ[COMM.name] = "gloo"
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 40)
     weight = model.weight.detach().clone()
@@ -218,7 +218,7 @@ def test_main_weights_stay_exact() -> None:
 
 
 def check_disagreement() -> None:
-    os.environ[SWITCH] = "gloo"
+    os.environ[COMM.name] = "gloo"
     model = torch.nn.Linear(300, 40)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(gather_as=torch.int8 if dist.get_rank() else None))
     with pytest.raises(CommunicationError, match=r"gather as torch\.int8"):

@@ -1,7 +1,7 @@
 """Configurations as documents print them launch unchanged, but for the number of processes.
 
 The test cuts every YAML block out of the documents itself, marked as such or not. They are those in
-`fixtures/documents`, or all files of the directory that $FULLSHARD_DOCUMENTS names.
+`fixtures/documents`, or all files of the directory that $PUBLISHED_DOCUMENTS names.
 
 pytest tests/test_published_configs.py
 """
@@ -21,7 +21,7 @@ import pytest
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = Path(os.environ.get("FULLSHARD_DOCUMENTS", ROOT / "tests" / "fixtures" / "documents"))
+DOCUMENTS = Path(os.environ.get("PUBLISHED_DOCUMENTS", ROOT / "tests" / "fixtures" / "documents"))
 
 _FENCED = re.compile(r"^```(\w*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 _KEY = re.compile(r"[a-z_0-9]+:( |$)")

@@ -1,6 +1,6 @@
 """`fullshard sft`, with the two commands of a well-known page on PEFT and FSDP.
 
-pytest tests/test_recipe_sft.py; FULLSHARD_SEED_DOCUMENTS=DIR cuts the commands out of the pages in DIR instead of
+pytest tests/test_recipe_sft.py; SEED_DOCUMENTS=DIR cuts the commands out of the pages in DIR instead of
 out of tests/fixtures/commands.
 """
 
@@ -32,7 +32,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-DOCUMENTS = Path(os.environ.get("FULLSHARD_SEED_DOCUMENTS") or Path(__file__).parent / "fixtures" / "commands")
+DOCUMENTS = Path(os.environ.get("SEED_DOCUMENTS") or Path(__file__).parent / "fixtures" / "commands")
 SMALLER = [
     "--max_seq_len",
     "32",

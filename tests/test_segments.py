@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn, optim
 
+from fullshard.config.switches import OPTIMIZER
 from fullshard.engine import no_sync
-from fullshard.engine.step.segments import ELEMENT_WISE, SWITCH
+from fullshard.engine.step.segments import ELEMENT_WISE
 from tests.distributed import run_ranks
 from tests.optimizers import Make, makers
 from tests.traps import BLOCKS, Stack, build_sharded, run_squared, sharded_step
@@ -106,7 +107,7 @@ BETWEEN = (nothing, clip, drop_one, start_late, drop_all, replace_one, reload, r
 
 def train(make: str, between: Between, how: str, *, accumulate: bool = False) -> tuple[list[Any], list[int]]:
     """Weights and state after every step, and how many tensors the optimizer's loop saw in each."""
-    os.environ[SWITCH] = how
+    os.environ[OPTIMIZER.name] = how
     model = build_sharded(Stack, BLOCKS)
     optimizer = MAKE[make](model.parameters())
     history: list[Any] = []

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.peers import SWITCH
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.select import collectives_for
+from fullshard.config.switches import COMM
 from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
 from fullshard.engine.bucket import bucket_of
 from tests.distributed import run_ranks
@@ -316,7 +316,7 @@ def test_ranks_in_different_collectives_are_told() -> None:
 
 
 def check_switch(value: str) -> str:
-    os.environ[SWITCH] = value if dist.get_rank() == 0 else "auto"
+    os.environ[COMM.name] = value if dist.get_rank() == 0 else "auto"
     return type(collectives_for(dist.group.WORLD, CPU)).__name__
 
 

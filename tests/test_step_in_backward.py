@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
-from fullshard.comm.cpu.peers import SWITCH
+from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import FSDPModule, no_sync, shard_model, step_in_backward, unsharded
@@ -109,7 +109,7 @@ def test_two_ranks() -> None:
 
 
 def check_alike_over_gloo(cases: list[tuple[str, str, str]]) -> None:
-    os.environ[SWITCH] = "gloo"
+    os.environ[COMM.name] = "gloo"
     check_alike(cases)
 
 
@@ -183,7 +183,7 @@ class Wide(nn.Module):
 def check_memory(in_backward: bool, gloo: bool) -> tuple[int, int]:
     """The most bytes of main gradients at any moment of backward, and those of the whole model."""
     if gloo:
-        os.environ[SWITCH] = "gloo"
+        os.environ[COMM.name] = "gloo"
     model = Wide(8, 64)
     held = 0
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.comm.cpu.peers import SWITCH
+from fullshard.config.switches import COMM
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, WIDTH, Block, Stack, batch, run_squared, train_beside_reference
 
@@ -384,11 +384,11 @@ def test_loss_left_on_the_module() -> None:
 
 
 def check_over_gloo(*arguments: Any) -> None:
-    os.environ[SWITCH] = "gloo"
+    os.environ[COMM.name] = "gloo"
     try:
         check_make(*arguments)
     finally:
-        del os.environ[SWITCH]
+        del os.environ[COMM.name]
 
 
 def test_loss_left_on_the_module_when_parameters_are_freed() -> None:

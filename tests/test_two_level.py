@@ -16,9 +16,10 @@ import torch.distributed as dist
 from fullshard.comm import mesh
 from fullshard.comm.base import FullBuffer, own_interval
 from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.peers import SWITCH, _Offer, _ranks_per_host
+from fullshard.comm.cpu.peers import _Offer, _ranks_per_host
 from fullshard.comm.cpu.two_level import TwoLevelCollectives
 from fullshard.comm.select import collectives_for
+from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError
 from fullshard.engine import FSDPModule, fully_shard, unsharded
 from tests.hosts import are_possible, run_hosts
@@ -245,7 +246,7 @@ def check_training() -> None:
     """Against point to point in the same processes; sums differ in their order alone."""
     losses, parameters = train(5)
     mesh._CACHE.clear()
-    os.environ[SWITCH] = "gloo"
+    os.environ[COMM.name] = "gloo"
     expected_losses, expected = train(5)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(parameters, expected, rtol=1e-3, atol=1e-4)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from fullshard.config.switches import GRADIENTS
 from fullshard.engine import MixedPrecisionPolicy, fully_shard, no_sync
-from fullshard.engine.weight_gradients import SWITCH
 from tests.distributed import run_ranks
 from tests.memory import PeakGrowth
 
@@ -136,7 +136,7 @@ STEPS: list[Step] = [
 
 
 def gradients(step: Step, switch: str, policy: MixedPrecisionPolicy | None = None) -> list[torch.Tensor | None]:
-    os.environ[SWITCH] = switch
+    os.environ[GRADIENTS.name] = switch
     torch.manual_seed(3)
     model = Tied()
     fully_shard(model, mp_policy=policy)
@@ -160,7 +160,7 @@ def check(policy: MixedPrecisionPolicy | None) -> None:
 
 def check_product() -> None:
     """The head's gradient is a product in the reduce input, so that autograd has none to add up."""
-    os.environ[SWITCH] = "uses"
+    os.environ[GRADIENTS.name] = "uses"
     model = Tied()
     fully_shard(model)
     out = model(torch.tensor([[1, 2]]))
@@ -214,7 +214,7 @@ class Many(nn.Module):
 
 
 def many(switch: str, accumulates: bool) -> list[torch.Tensor | None]:
-    os.environ[SWITCH] = switch
+    os.environ[GRADIENTS.name] = switch
     torch.manual_seed(4)
     model = Many()
     for block in model.blocks:
@@ -408,7 +408,7 @@ WIDE_STEPS: list[WideStep] = [
 def wide_gradients(
     step: WideStep, switch: str, policy: MixedPrecisionPolicy | None, *, layers_are_units: bool = False
 ) -> list[torch.Tensor | None]:
-    os.environ[SWITCH] = switch
+    os.environ[GRADIENTS.name] = switch
     torch.manual_seed(3)
     model = Wide()
     for layer in (model.plain, model.biased, model.back) if layers_are_units else ():
@@ -463,7 +463,7 @@ class Large(Wide):
 
 def large_peak(switch: str, policy: MixedPrecisionPolicy | None) -> int:
     """Most that a second step takes over what is there before it, in tenths of one of the large weights."""
-    os.environ[SWITCH] = switch
+    os.environ[GRADIENTS.name] = switch
     model = Large()
     fully_shard(model, mp_policy=policy)
     for _ in range(2):
@@ -559,7 +559,7 @@ def test_ranks_that_collect_in_different_dtypes(size: int) -> None:
 
 def check_compiled() -> None:
     """No hook of a large layer breaks the graph of what is compiled."""
-    os.environ[SWITCH] = "uses"
+    os.environ[GRADIENTS.name] = "uses"
     inner = Wide()
     model = nn.Sequential(inner, nn.Tanh())
     fully_shard(inner)
@@ -586,7 +586,7 @@ def test_compiled_large_layers() -> None:
 
 def peak(switch: str) -> int:
     """Most that a second step takes over what is there before it, in weights of the model's size."""
-    os.environ[SWITCH] = switch
+    os.environ[GRADIENTS.name] = switch
     model = Tied(40_000, 256)
     fully_shard(model)
     weight = 40_000 * 256 * 4

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from fullshard.config.schema import RunConfig
+from fullshard.config.switches import CONFIG
 from fullshard.core.errors import ConfigError
-
-CONFIG_VARIABLE = "FULLSHARD_CONFIG"
-"""Path of the file with the resolved configuration, in JSON."""
 
 
 def hand_over(config: RunConfig, path: Path) -> dict[str, str]:
     """Write `config` to `path`, and give the variables that tell a worker of it."""
     path.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    return {CONFIG_VARIABLE: str(path)}
+    return {CONFIG.name: str(path)}
 
 
 def handed_over(environ: Mapping[str, str] | None = None) -> RunConfig | None:
@@ -27,13 +24,13 @@ def handed_over(environ: Mapping[str, str] | None = None) -> RunConfig | None:
     Raises:
         ConfigError: the file is gone or holds anything else.
     """
-    path = (os.environ if environ is None else environ).get(CONFIG_VARIABLE)
-    if path is None:
+    path = CONFIG.read(environ)
+    if not path:
         return None
     try:
         return RunConfig.model_validate_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValidationError, ConfigError) as error:
         raise ConfigError(
-            f"${CONFIG_VARIABLE} = {path} holds no resolved configuration: {error}",
+            f"${CONFIG.name} = {path} holds no resolved configuration: {error}",
             hint="start the script with `fullshard launch`, or unset the variable",
         ) from None

@@ -15,6 +15,7 @@ from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.native import NATIVE
 from fullshard.config.origin import Entry, Origin, entries_of
 from fullshard.config.settings import closest
+from fullshard.config.switches import faults
 from fullshard.config.transformers import TRANSFORMERS, read_fsdp_words
 from fullshard.core.paths import local_path
 
@@ -54,7 +55,7 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
     """What the variables say that Accelerate's launcher sets for its workers, and that people set by hand.
 
     Variables that are empty count as not set. A name that is close to a known one is a problem; another one that begins
-    like them (`FSDP_...`: a problem too; `ACCELERATE_...`: a note).
+    like them (`FSDP_...` and fullshard's own: a problem too; `ACCELERATE_...`: a note).
     """
     environ = os.environ if environ is None else environ
     entries, problems, notes, nobodys = [], [], [], set()
@@ -80,6 +81,7 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
                 notes.append(Note(origin, name, Status.NO_EFFECT, "has no effect here: nothing reads it"))
     reading = FLAT.read(_wished(entries))
     reading.notes = [note for note in reading.notes if note.origin not in nobodys]
+    problems += [Problem((Origin.variable(name),), message, hint) for name, message, hint in faults(environ)]
     reading.add(Reading(notes=notes, problems=problems))
     return reading
 

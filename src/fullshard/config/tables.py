@@ -1,4 +1,4 @@
-"""The tables of dialects as Markdown, for the documentation.
+"""The tables of dialects, and of fullshard's own variables, as Markdown, for the documentation.
 
     python -m fullshard.config.tables docs/configuration.md
 
@@ -16,6 +16,7 @@ from fullshard.config.accelerate import ACCELERATE, DYNAMO_KEYS, PARALLELISM_KEY
 from fullshard.config.deepspeed import DEEPSPEED, DEEPSPEED_SHORT
 from fullshard.config.dialect import Dialect, Key, Status
 from fullshard.config.fsdp import FSDP
+from fullshard.config.switches import SWITCHES
 from fullshard.config.xla import XLA_KEYS, XLA_SETTINGS
 
 TABLES = {
@@ -28,7 +29,16 @@ TABLES = {
     "deepspeed": DEEPSPEED,
     "deepspeed_config": DEEPSPEED_SHORT,
 }
-"""The tables of the page, by the name in their marks."""
+"""The tables of dialects on the page, by the name in their marks; that of variables is `switches`."""
+
+
+def switches_table() -> str:
+    """One row per variable of fullshard's own: what it is about, and its values, the first being the default."""
+    rows = ["| variable | of what | values |", "|---|---|---|"]
+    for switch in SWITCHES.values():
+        values = "; ".join(f"`{value}`: {does}" for value, does in switch.values.items()) or "set by the launcher"
+        rows.append(f"| `{switch.name}` | {switch.about} | {values} |")
+    return "\n".join(rows)
 
 
 def markdown_table(dialect: Dialect) -> str:
@@ -56,10 +66,14 @@ def fill_tables(page: str) -> str:
     """
     return re.sub(
         r"(<!-- table (\w+) -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}{markdown_table(TABLES[found[2]])}\n{found[3]}",
+        lambda found: f"{found[1]}{_table(found[2])}\n{found[3]}",
         page,
         flags=re.DOTALL,
     )
+
+
+def _table(name: str) -> str:
+    return switches_table() if name == "switches" else markdown_table(TABLES[name])
 
 
 def _status(key: Key) -> str:

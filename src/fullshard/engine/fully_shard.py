@@ -19,6 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, init_mesh
+from fullshard.config.switches import check_switches
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import EventSink
 from fullshard.core.offload import Offload
@@ -189,6 +190,13 @@ def shard_model(
     return model
 
 
+@functools.cache
+def _begin() -> None:
+    """Once in a process, when something is sharded for the first time."""
+    check_switches()
+    install()
+
+
 def _make_unit(
     plan: UnitPlan,
     *,
@@ -203,7 +211,7 @@ def _make_unit(
     sync_module_states: bool,
     weights: WeightSource | None = None,
 ) -> None:
-    install()
+    _begin()
     _check_not_managed(plan)
     below = {id(m) for root in plan.modules for m in root.modules()}
     materialize(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +24,9 @@ from typing import Any
 import torch
 
 from fullshard.comm.base import Work
-from fullshard.core.errors import ConfigError
+from fullshard.config.switches import OFFLOAD
 from fullshard.core.offload import Offload
 
-SWITCH = "FULLSHARD_OFFLOAD"
-"""Environment variable. `in-turn`: copies do not overlap with anything. `rehearse`: on a CPU, too, shards are moved."""
-
-_MODES = ("in-turn", "rehearse")
 LEAVING = 1
 """Gradients that may be on their way to the host before computing waits for the oldest; bounds what they keep."""
 
@@ -96,9 +91,7 @@ class Storage:
         Raises:
             ConfigError: `FULLSHARD_OFFLOAD` is something unknown.
         """
-        mode = os.environ.get(SWITCH, "")
-        if mode and mode not in _MODES:
-            raise ConfigError(f"${SWITCH} = {mode!r}", hint=f"use {' or '.join(_MODES)}, or leave it out")
+        mode = OFFLOAD.read()
         offload = offload_of(policy)
         if not offload or (device.type == "cpu" and mode != "rehearse"):
             return cls(Offload(), None)

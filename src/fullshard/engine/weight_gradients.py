@@ -19,7 +19,6 @@ could not be (`Gradient.takes_uses`, `Gradient.lend`).
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,11 +29,9 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from fullshard.comm import torch_private
+from fullshard.config.switches import GRADIENTS
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Product
-
-SWITCH = "FULLSHARD_GRADIENTS"
-"""Environment variable; `whole` leaves everything to autograd."""
 
 _LARGE_NBYTES = 2**20
 """Copying so many bytes takes longer than what Python does for a node."""
@@ -58,7 +55,7 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
             whether it did.
         wrap: put around hooks that compiled code must not contain.
     """
-    if os.environ.get(SWITCH, "uses") == "whole":
+    if GRADIENTS.read() == "whole":
         return
     in_place = bucket.mesh.reduce.pages.are_dear
     by_rows = in_place and bucket.mesh.world_size > 1

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fullshard.config.hardware import Hardware
+from fullshard.config.switches import SWITCHES
 from fullshard.core.sizes import format_nbytes
 
 PACKAGES = (
@@ -27,7 +28,7 @@ VARIABLES = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"),
     *("NCCL_SHM_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NET"),
     *("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NODELIST"),
-    *("FULLSHARD_CONFIG", "FULLSHARD_COMM", "HF_HOME", "HF_HUB_OFFLINE"),
+    *(*SWITCHES, "HF_HOME", "HF_HUB_OFFLINE"),
 )
 """Variables that are shown. Beside these only those of `FAMILIES` are."""
 

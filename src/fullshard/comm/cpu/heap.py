@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 
-SWITCH = "FULLSHARD_HEAP"
-"""Environment variable; `keep` leaves the heap as it is."""
+from fullshard.config.switches import HEAP
 
 TRIM_NBYTES = 2**26
 """Between one time and the next, of what was newly allocated."""
@@ -41,7 +39,7 @@ class Heap:
     """
 
     def __init__(self) -> None:
-        is_wanted = os.environ.get(SWITCH, "trim") != "keep"
+        is_wanted = HEAP.read() != "keep"
         library = ctypes.CDLL(None)
         self._trim = getattr(library, "malloc_trim", None) if is_wanted else None
         self._set_option = library.mallopt if self._trim is not None else None

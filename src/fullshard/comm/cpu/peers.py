@@ -29,11 +29,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
+from fullshard.config.switches import COMM
 
 logger = logging.getLogger(__name__)
-
-SWITCH = "FULLSHARD_COMM"
-"""Environment variable; `gloo` turns shared memory off."""
 
 FILE_NBYTES = 2**46
 """More than a host has, and little enough for every rank to map some of each."""
@@ -201,7 +199,7 @@ def _ranks_per_host(offers: Sequence[_Offer]) -> int:
         OSError: they are not laid out so that memory is worth sharing.
     """
     if any(offer.descriptor is None for offer in offers):
-        raise OSError(f"a rank has {SWITCH}=gloo, or a system without it")
+        raise OSError(f"a rank has {COMM.name}=gloo, or a system without it")
     hosts = [(name, len(list(run))) for name, run in groupby(offers, key=lambda offer: offer.namespace)]
     names, counts = {name for name, _ in hosts}, {count for _, count in hosts}
     if len(names) < len(hosts):
@@ -221,7 +219,7 @@ def host_memory_nbytes() -> int:
 def is_possible() -> bool:
     """Whether this process could share memory at all, and nobody has turned it off."""
     is_ordered = platform.machine() in ("x86_64", "AMD64")
-    is_wanted = os.environ.get(SWITCH, "auto") != "gloo"
+    is_wanted = COMM.read() != "gloo"
     return is_ordered and is_wanted and hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
 
 

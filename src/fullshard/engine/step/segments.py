@@ -14,7 +14,6 @@ kernels round the last few elements of a tensor differently, so there the same h
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -23,11 +22,9 @@ import torch
 from torch import optim
 
 from fullshard.comm import torch_private
+from fullshard.config.switches import OPTIMIZER
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.parameter import ShardedParameter, are_same
-
-SWITCH = "FULLSHARD_OPTIMIZER"
-"""Environment variable; `slices` turns segments off."""
 
 SEGMENT_NBYTES = 2**20
 """No segment is longer: time per tensor is nothing for a long one, and some optimizers take temporary memory of its
@@ -50,8 +47,9 @@ State = MutableMapping[torch.Tensor, dict[str, Any]]
 
 def use_segments(optimizer: optim.Optimizer) -> None:
     """From now on `optimizer` updates segments where it can. Nothing happens to one that cannot, or the second time."""
-    is_wanted = os.environ.get(SWITCH, "segments") != "slices"
-    if is_wanted and type(optimizer) in ELEMENT_WISE and torch_private.INIT_GROUP not in vars(optimizer):
+    if type(optimizer) not in ELEMENT_WISE or torch_private.INIT_GROUP in vars(optimizer):
+        return
+    if OPTIMIZER.read() == "segments":
         setattr(optimizer, torch_private.INIT_GROUP, _InitGroup(optimizer))
 
 
