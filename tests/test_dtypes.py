@@ -161,6 +161,19 @@ def test_what_is_rounded_to_be_sent() -> None:
     assert make_plan(dtypes, trainable=False, exact=True).gather_as is None  # a scale, float32 and exact
 
 
+def test_what_gradients_are_accumulated_in() -> None:
+    """No narrower than the sum over ranks, nor than the weights: the optimizer reads one as the other."""
+    for stored, reduce, expected in (
+        ("float32", "bfloat16", "float32"),
+        ("bfloat16", "float32", "float32"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "float16", "float32"),
+    ):
+        plan = make_plan(Dtypes(reduce_dtype=reduce), dtype=stored)
+        assert plan.main_gradient_dtype == expected
+        assert plan.main_gradient_nbytes == itemsize(expected) * plan.layout.shard_numel
+
+
 def test_intervals_are_aligned_for_the_narrowest_dtype_they_are_sent_in() -> None:
     assert [make_plan(Dtypes(*names)).layout.alignment for names in ((), ("bfloat16",), (None, "float16"))] == [4, 8, 8]
     assert make_plan(dtype="uint8", trainable=False).layout.alignment == 16

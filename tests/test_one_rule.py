@@ -17,6 +17,7 @@ from fullshard.config import fsdp, schema, sharding
 from fullshard.core.dtypes import COMPUTE
 from fullshard.core.requirements import OLDEST_TORCH
 from fullshard.core.schedule import SPENT, BackwardPrefetch, Reductions, count_kept, gathered_ahead
+from fullshard.core.sizes import all_reduce_nbytes
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.step.hooks import NEEDS_WHOLE_TENSORS
 from fullshard.engine.step.in_backward import STEPS_IN_PARTS
@@ -40,6 +41,11 @@ def test_no_optimizer_is_refused_and_taken() -> None:
     assert not NEEDS_WHOLE_TENSORS & {cls.__name__ for cls in (*ELEMENT_WISE, *STEPS_IN_PARTS)}
     known = {name for name in vars(optim) if isinstance(getattr(optim, name), type) and name != "Optimizer"}
     assert known <= NEEDS_WHOLE_TENSORS | {cls.__name__ for cls in STEPS_IN_PARTS}, "a new one of torch's"
+
+
+def test_what_an_all_reduce_sends() -> None:
+    """(R - 1)/R of the buffer in a reduce-scatter, and as much in the all-gather of the sum."""
+    assert [all_reduce_nbytes(120, ranks) for ranks in (1, 2, 3, 4)] == [0, 120, 160, 180]
 
 
 def test_what_is_kept_of_free_memory() -> None:
