@@ -136,7 +136,9 @@ def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = (1, 2, 3)) -> Progr
     """Programs of up to 12 operations."""
     return Program(
         world_size=draw(st.sampled_from(world_sizes)),
-        strategy=draw(st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])),
+        strategy=draw(
+            st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "SHARD_GRAD_OPTIMIZER", "SHARD_OPTIMIZER"])
+        ),
         units=tuple(draw(st.sets(st.integers(0, BLOCKS - 1)))),
         optimizers=tuple(draw(st.lists(st.sampled_from(["adamw", "momentum"]), min_size=1, max_size=2))),
         operations=tuple(draw(st.lists(_operations(), min_size=1, max_size=12))),

@@ -280,7 +280,7 @@ def test_plain_keys_are_used_without_a_word() -> None:
                 "training": {"gradient_accumulation_steps": 4},
             },
         ),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {}", {"sharding": {"strategy": "SHARD_GRAD_OP"}}),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {}", {"sharding": {"strategy": "SHARD_GRAD_OPTIMIZER"}}),
         (
             "distributed_type: FSDP\nxla: true\nxla_fsdp_grad_ckpt: true",
             {"sharding": {"activation_checkpointing": True}},
@@ -304,7 +304,7 @@ def test_accelerates_file(tmp_path: Path, text: str, changed: dict[str, Any]) ->
 def test_a_deepspeed_file_named_in_an_accelerate_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8")
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: zero.json\n"
-    assert read(tmp_path, text).config.sharding.strategy == "SHARD_GRAD_OP"
+    assert read(tmp_path, text).config.sharding.strategy == "SHARD_GRAD_OPTIMIZER"
     with pytest.raises(ConfigError, match=r"keep one of the two"):
         read(tmp_path, text + "  zero_stage: 3\n")
 
@@ -313,7 +313,7 @@ def test_a_deepspeed_file_named_in_an_accelerate_file_is_read(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("stage", "strategy"), [(0, "NO_SHARD"), (1, "SHARD_GRAD_OP"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD")]
+    ("stage", "strategy"), [(0, "NO_SHARD"), (1, "SHARD_OPTIMIZER"), (2, "SHARD_GRAD_OPTIMIZER"), (3, "FULL_SHARD")]
 )
 def test_a_zero_stage_is_a_strategy(tmp_path: Path, stage: int, strategy: str) -> None:
     found = read(tmp_path, json.dumps({"zero_optimization": {"stage": stage}}), "ds.json")

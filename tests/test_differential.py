@@ -208,7 +208,7 @@ def train(engine: Engine, plan: Plan) -> Record:
     return record
 
 
-# -- five strategies over one to four ranks ---------------------------------------------------------------------
+# -- all strategies over one to four ranks ----------------------------------------------------------------------
 
 SHARD_SIZES = {1: 1, 2: 1, 3: 3, 4: 2}
 """Ranks per shard group of the hybrid strategies, by world size."""
@@ -236,6 +236,8 @@ def grid_cases() -> list[Any]:
             for strategy in STRATEGIES:
                 hybrid = strategy.startswith("HYBRID")
                 quick = world_size == 2 or (world_size == 1 and not hybrid) or (world_size, strategy) in QUICK
+                if STRATEGIES[strategy].keeps_parameters:
+                    quick = world_size == 2 and name == "awkward"
                 marks = [] if quick else [pytest.mark.full]
                 shard_size = hybrid_shard_size if hybrid else None
                 cases.append(pytest.param(world_size, strategy, shard_size, name, marks=marks))

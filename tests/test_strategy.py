@@ -17,6 +17,8 @@ def test_the_rows_and_their_codes() -> None:
         ("NO_SHARD", 3),
         ("HYBRID_SHARD", 4),
         ("HYBRID_SHARD_ZERO2", 5),
+        ("SHARD_GRAD_OPTIMIZER", None),
+        ("SHARD_OPTIMIZER", None),
     ]
 
 
@@ -48,7 +50,33 @@ def test_the_row_that_differs_after_forward_alone() -> None:
         "NO_SHARD": (None, "NO_SHARD"),
         "HYBRID_SHARD": HYBRID,
         "HYBRID_SHARD_ZERO2": HYBRID,
+        "SHARD_GRAD_OPTIMIZER": (None, "SHARD_GRAD_OPTIMIZER"),
+        "SHARD_OPTIMIZER": (None, "SHARD_OPTIMIZER"),
     }
+
+
+def test_what_is_kept_from_step_to_step() -> None:
+    assert [row.name for row in STRATEGIES.values() if row.keeps_parameters] == [
+        "SHARD_GRAD_OPTIMIZER",
+        "SHARD_OPTIMIZER",
+    ]
+    assert [row.name for row in STRATEGIES.values() if row.keeps_gradients] == ["SHARD_OPTIMIZER"]
+
+
+def test_a_mesh_and_what_is_done_are_one_row() -> None:
+    for row in STRATEGIES.values():
+        sizes = (2 if Axis.REPLICATE in row.parameters else 1, 2 if row.shards else 1)
+        found = [
+            other.name
+            for other in STRATEGIES.values()
+            if other.is_that_of(
+                *sizes,
+                reshards_after_forward=row.reshard_after_forward,
+                keeps_parameters=row.keeps_parameters,
+                keeps_gradients=row.keeps_gradients,
+            )
+        ]
+        assert found == [row.name]
 
 
 @pytest.mark.parametrize("row", STRATEGIES.values(), ids=STRATEGIES)
@@ -59,9 +87,9 @@ def test_every_spelling_finds_the_row(row: Strategy) -> None:
         row.name.lower(),
         row.name.replace("_", "-"),
         f" {row.name} ",
-        row.code,
-        str(row.code),
     ]
+    if row.code is not None:
+        spellings += [row.code, str(row.code)]
     assert [parse_strategy(spelling) for spelling in spellings] == [row] * len(spellings)
 
 
@@ -73,7 +101,8 @@ def test_the_private_name_of_torch_is_accepted() -> None:
 def test_unknown_strategies_are_refused_with_the_list(value: object) -> None:
     with pytest.raises(ConfigError, match="unknown sharding strategy") as caught:
         parse_strategy(value)  # type: ignore[arg-type]
-    assert all(f"{row.name} ({row.code})" in str(caught.value) for row in STRATEGIES.values())
+    assert all(f"{row.name} ({row.code})" in str(caught.value) for row in STRATEGIES.values() if row.code)
+    assert all(row.name in str(caught.value) for row in STRATEGIES.values())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 96])

@@ -328,6 +328,8 @@ def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> Mode
         mesh.shard_size,
         mesh.replicate_size,
         returns_head=bool(begun) and plans[begun[0]].is_head,
+        keeps_parameters=not any(unit.reshard_after_backward for unit in units),
+        keeps_gradients=schedule_of(root).keeps_gradients,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fullshard.core.errors import ConfigError, MissingExtraError
 
-ONE_ENGINE = "there is one engine here; SHARD_GRAD_OP is ZeRO-2 and FULL_SHARD is ZeRO-3"
+ONE_ENGINE = "there is one engine here; SHARD_OPTIMIZER is ZeRO-1, SHARD_GRAD_OPTIMIZER ZeRO-2, FULL_SHARD ZeRO-3"
 _MODEL_PARALLEL = "tensor, context, sequence and pipeline parallelism are not supported"
 
 ARGUMENTS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.deepspeed import DEEPSPEED_SHORT, STEP_KEYS, make_hybrid
+from fullshard.config.deepspeed import DEEPSPEED_SHORT, STAGES, STEP_KEYS, make_hybrid
 from fullshard.config.dialect import (
     Dialect,
     Key,
@@ -208,8 +208,9 @@ def _finish(reading: Reading) -> None:
             )
     named = reading.setting("sharding.strategy") or "deepspeed_config_file" in reading.entries
     if kind is not None and name == "DEEPSPEED" and not named:
-        reading.settings.append(Setting("sharding.strategy", "SHARD_GRAD_OP", kind.origin, kind.key))
-        text = "is translated to sharding.strategy = SHARD_GRAD_OP (no zero_stage is given, and 2 is the default)"
+        strategy = STAGES[2]
+        reading.settings.append(Setting("sharding.strategy", strategy, kind.origin, kind.key))
+        text = f"is translated to sharding.strategy = {strategy} (no zero_stage is given, and 2 is the default)"
         reading.notes.append(Note(kind.origin, kind.key, Status.TRANSLATED, text))
 
 

@@ -27,8 +27,10 @@ from fullshard.config.dialect import (
 )
 from fullshard.config.origin import Entry
 from fullshard.core.errors import ConfigError
+from fullshard.core.strategy import STRATEGIES, parse_strategy
 
-_STAGES = ("NO_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP", "FULL_SHARD")
+STAGES = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OPTIMIZER", "FULL_SHARD")
+"""The strategy that each of ZeRO's stages is."""
 _AUTO = "auto leaves it to the script"
 
 
@@ -45,9 +47,9 @@ def _unless_auto(path: str) -> Any:
 
 def _stage(value: Any) -> Settings:
     stage = values.integer(value)
-    if not 0 <= stage < len(_STAGES):
+    if not 0 <= stage < len(STAGES):
         raise ConfigError(f"expected a stage from 0 to 3, got {value!r}", hint="stage 3 is FULL_SHARD")
-    return {"sharding.strategy": _STAGES[stage]}
+    return {"sharding.strategy": STAGES[stage]}
 
 
 _PARAMETERS, _OPTIMIZER = "sharding.cpu_offload", "sharding.offload_main_weights"
@@ -155,7 +157,7 @@ def _translated(name: str, target: str, because: str, read: Read) -> Key:
     return Key(name, Status.TRANSLATED, target, because=because, read=read)
 
 
-_STAGE_NAMES = "a stage is a strategy; stage 1 shards gradients as well"
+_STAGE_NAMES = "a stage is a strategy"
 
 
 def _offload_section(target: str, because: str) -> Dialect:
@@ -232,14 +234,15 @@ def _finish(reading: Reading) -> None:
 def make_hybrid(reading: Reading, because: Setting) -> None:
     """Turn the reading's strategy into the hybrid one that frees after forward, or keeps, as it did."""
     old = reading.setting("sharding.strategy")
-    if old is not None and old.value == "NO_SHARD":
-        message = f"{because.key} divides the ranks into shard groups, and {old.key} means NO_SHARD"
+    row = STRATEGIES["FULL_SHARD"] if old is None else parse_strategy(old.value)
+    if old is not None and not row.shards:
+        message = f"{because.key} divides the ranks into shard groups, and {old.key} means {row.name}"
         problem = Problem((because.origin, old.origin), message, f"leave {because.key} out, or shard")
         reading.problems.append(problem)
         return
-    if old is not None and old.value.startswith("HYBRID"):
+    if row.is_hybrid:
         return
-    name = "HYBRID_SHARD_ZERO2" if old is not None and old.value == "SHARD_GRAD_OP" else "HYBRID_SHARD"
+    name = "HYBRID_SHARD" if row.reshard_after_forward else "HYBRID_SHARD_ZERO2"
     reading.settings = [setting for setting in reading.settings if setting.path != "sharding.strategy"]
     reading.settings.append(Setting("sharding.strategy", name, because.origin, because.key))
     text = f"makes the strategy {name}: sharded inside a group, replicated across groups"

@@ -178,8 +178,8 @@ def _finish_strategy(reading: Reading) -> None:
     if strategy is None or reshard is None or reshard.value is None:
         return
     row = parse_strategy(strategy.value)
-    if row.name == "NO_SHARD" or reshard.value in (row.reshard_after_forward, "auto"):
-        return  # what NO_SHARD cannot honour is the schema's business
+    if reshard.value == "auto" or row.freeing(reshard.value) in (None, row):
+        return  # what a row cannot honour is the schema's business
     version = reading.entries.get("fsdp_version")
     if version is not None and str(version.value).strip() == "2":
         text = f"means {row.name} with {reshard.key} = {str(reshard.value).lower()}, which version 2 goes by"

@@ -334,7 +334,8 @@ class ShardingConfig(Settings):
         if other is not None:
             return other
         raise CombinationError(
-            f"reshard_after_forward = {self.reshard_after_forward} means nothing for {row.name}: it shards nothing",
+            f"reshard_after_forward = {self.reshard_after_forward} means nothing for {row.name}: it "
+            + ("keeps parameters whole" if row.shards else "shards nothing"),
             "reshard_after_forward",
             "strategy",
             hint="leave reshard_after_forward out, or use FULL_SHARD",

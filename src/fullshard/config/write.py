@@ -95,7 +95,7 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "fullshard configuration"
     sharding = schema["$defs"]["ShardingConfig"]["properties"]
-    names = [*STRATEGIES, *(row.code for row in STRATEGIES.values())]
+    names = [*STRATEGIES, *(row.code for row in STRATEGIES.values() if row.code)]
     sharding["strategy"] = {**sharding["strategy"], "enum": names}
     del sharding["strategy"]["type"]
     sharding["wrap_classes"] = {

@@ -123,6 +123,10 @@ class _Writer:
         row = sharding.resolved_strategy()
         if row.is_hybrid:
             return self._hybrid(row)
+        if row.code is None:
+            nearest = _like(row, {Axis.SHARD})
+            self._say("sharding.strategy", f"{row.name} is written as {nearest.name}: Accelerate has no word for it")
+            row = nearest
         if sharding.shard_size is not None:
             self._say("sharding.shard_size", f"left out: it is fixed by {row.name} and the number of processes")
         if not row.shards:

@@ -45,14 +45,14 @@ class Strategy:
 
     Attributes:
         name: the name users write, for example `FULL_SHARD`.
-        code: the number Accelerate gives it.
+        code: the number Accelerate gives it; None if it has none.
         parameters, gradients, optimizer_state: where each of them lives, all on the same axes. What is sharded is so
             by the same intervals.
         reshard_after_forward: whether unsharded parameters are dropped between forward and backward.
     """
 
     name: str
-    code: int
+    code: int | None
     parameters: Placements
     gradients: Placements
     optimizer_state: Placements
@@ -72,6 +72,16 @@ class Strategy:
     def is_hybrid(self) -> bool:
         """Whether it has shard groups and replicas of them, so that somebody has to say how large they are."""
         return len(self.optimizer_state) == len(Axis)
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters are whole on every rank, from when they are gathered to the next optimizer step."""
+        return self.parameters.get(Axis.SHARD) is Placement.REPLICATE
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are added up whole on every rank, and reduced with the last micro-batch of a step."""
+        return self.gradients.get(Axis.SHARD) is Placement.REPLICATE
 
     def freeing(self, after_forward: bool) -> Strategy | None:
         """The row that differs in nothing but, perhaps, what it does after forward; None if there is none."""
@@ -116,25 +126,38 @@ class Strategy:
             )
         return world_size // expected, expected
 
-    def is_that_of(self, replicate_size: int, shard_size: int, *, reshards_after_forward: bool) -> bool:
-        """Whether a mesh of this shape, with this done after forward, is this row."""
+    def is_that_of(
+        self,
+        replicate_size: int,
+        shard_size: int,
+        *,
+        reshards_after_forward: bool,
+        keeps_parameters: bool = False,
+        keeps_gradients: bool = False,
+    ) -> bool:
+        """Whether a mesh of this shape, with this done after forward and after backward, is this row."""
         axes = {axis for axis, size in ((Axis.REPLICATE, replicate_size), (Axis.SHARD, shard_size)) if size > 1}
-        frees = reshards_after_forward and Axis.SHARD in axes
-        return self.optimizer_state.keys() == axes and self.reshard_after_forward == frees
+        asked = (reshards_after_forward, keeps_parameters, keeps_gradients)
+        said = (self.reshard_after_forward, self.keeps_parameters, self.keeps_gradients)
+        return self.optimizer_state.keys() == axes and said == (asked if Axis.SHARD in axes else (False,) * 3)
 
 
-_SHARDED = ({Axis.SHARD: Placement.SHARD},) * 3
-_REPLICATED = ({Axis.REPLICATE: Placement.REPLICATE},) * 3
-_HYBRID = ({Axis.REPLICATE: Placement.REPLICATE, Axis.SHARD: Placement.SHARD},) * 3
+_S: Placements = {Axis.SHARD: Placement.SHARD}
+_WHOLE: Placements = {Axis.SHARD: Placement.REPLICATE}
+_R: Placements = {Axis.REPLICATE: Placement.REPLICATE}
+_RS: Placements = {Axis.REPLICATE: Placement.REPLICATE, Axis.SHARD: Placement.SHARD}
 
 STRATEGIES: dict[str, Strategy] = {
     row.name: row
     for row in (
-        Strategy("FULL_SHARD", 1, *_SHARDED, reshard_after_forward=True),
-        Strategy("SHARD_GRAD_OP", 2, *_SHARDED, reshard_after_forward=False),
-        Strategy("NO_SHARD", 3, *_REPLICATED, reshard_after_forward=False),
-        Strategy("HYBRID_SHARD", 4, *_HYBRID, reshard_after_forward=True),
-        Strategy("HYBRID_SHARD_ZERO2", 5, *_HYBRID, reshard_after_forward=False),
+        #         name                     parameters, gradients, optimizer state
+        Strategy("FULL_SHARD", 1, _S, _S, _S, reshard_after_forward=True),
+        Strategy("SHARD_GRAD_OP", 2, _S, _S, _S, reshard_after_forward=False),
+        Strategy("NO_SHARD", 3, _R, _R, _R, reshard_after_forward=False),
+        Strategy("HYBRID_SHARD", 4, _RS, _RS, _RS, reshard_after_forward=True),
+        Strategy("HYBRID_SHARD_ZERO2", 5, _RS, _RS, _RS, reshard_after_forward=False),
+        Strategy("SHARD_GRAD_OPTIMIZER", None, _WHOLE, _S, _S, reshard_after_forward=False),
+        Strategy("SHARD_OPTIMIZER", None, _WHOLE, _WHOLE, _S, reshard_after_forward=False),
     )
 }
 _ALIASES = {"_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2"}
@@ -153,5 +176,5 @@ def parse_strategy(value: str | int | Strategy) -> Strategy:
     for row in STRATEGIES.values():
         if key in (row.name, str(row.code)):
             return row
-    names = ", ".join(f"{row.name} ({row.code})" for row in STRATEGIES.values())
+    names = ", ".join(row.name if row.code is None else f"{row.name} ({row.code})" for row in STRATEGIES.values())
     raise ConfigError(f"unknown sharding strategy {value!r}", hint=f"use one of {names}")

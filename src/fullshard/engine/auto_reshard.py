@@ -24,7 +24,6 @@ from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.module import unit_of, units_of
 from fullshard.engine.schedule import Schedule, schedule_of
-from fullshard.engine.unit import Unit
 
 STEPS_BEFORE_MEASURING = 2
 """The second step is the first that runs beside the optimizer's state."""
@@ -77,7 +76,7 @@ def keep_unsharded(
     if not units:
         raise LifecycleError(f"{type(model).__name__} is not sharded", hint="shard it first")
     schedule = schedule_of(units[-1])
-    if budget_nbytes is not None or not any(map(_cost, units[:-1])):
+    if budget_nbytes is not None or not any(unit.freed_nbytes for unit in units[:-1]):
         say(str(_keep(schedule, budget_nbytes, "the budget that was given")))
         return
     measure = functools.partial(headroom_nbytes, units[-1].mesh.device, ranks_on_host=ranks_on_host)
@@ -109,21 +108,17 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> KeptUnits:
     """Let the last units in forward order stay, as many as the smallest of all ranks' budgets allows."""
     root = schedule.units[-1]
     inner = [unit for unit in schedule.units if unit.reshard_after_forward]  # the others are kept in any case
-    free = [unit for unit in inner if not _cost(unit)]
+    free = [unit for unit in inner if not unit.freed_nbytes]
     if len(free) == len(inner):
         budget_nbytes, why = None, "freeing them would give nothing back: ranks share memory, or own it all"
     else:
         budget_nbytes = min(root.mesh.all_gather_object(budget_nbytes))
     costly = [unit for unit in schedule.units_by_backward() if unit in inner and unit not in free]
-    costly = costly[: 0 if budget_nbytes is None else count_kept(map(_cost, costly), budget_nbytes)]
+    costly = costly[: 0 if budget_nbytes is None else count_kept([unit.freed_nbytes for unit in costly], budget_nbytes)]
     for unit in inner:
         unit.reshard_after_forward = unit not in free and unit not in costly
-    return KeptUnits(len(free) + len(costly), len(inner), sum(map(_cost, costly)), budget_nbytes, why)
-
-
-def _cost(unit: Unit) -> int:
-    """Bytes that freeing the unsharded unit gives back to this rank."""
-    return sum(bucket.full_nbytes for bucket in unit.buckets if not bucket.buffer.is_persistent)
+    nbytes = sum(unit.freed_nbytes for unit in costly)
+    return KeptUnits(len(free) + len(costly), len(inner), nbytes, budget_nbytes, why)
 
 
 def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:

@@ -184,11 +184,11 @@ class Bucket(BucketSpec):
     def issue_unshard(self, *, exactly: bool = False) -> None:
         """Launch the all-gather of everybody's compute shard into `full`; `exactly`: without packing it."""
         host = self.storage.host
-        is_outdated = self._compute_shard is not self.main and self._version != self.main._version
+        is_changed, self._version = self.is_outdated, self.main._version
+        is_outdated = self._compute_shard is not self.main and is_changed
         if host is None or not (self.is_gathered_from_host or is_outdated):
             # Within a backward only: what changes memory past torch, between steps, is not counted.
-            is_unchanged = torch_private.backward_under_way() != -1 and self._version == self.main._version
-            self._version = self.main._version
+            is_unchanged = torch_private.backward_under_way() != -1 and not is_changed
             self._gathering = self.buffer.gather(
                 self._compute_shard, tag=self.tag, exactly=exactly, is_unchanged=is_unchanged
             )
@@ -209,7 +209,11 @@ class Bucket(BucketSpec):
             cast.copy_(self.main)
         if cast is not self._compute_shard:
             self._compute_shard.copy_(cast, non_blocking=True)
-        self._version = self.main._version
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether `main` has changed since the last gather."""
+        return self._version != self.main._version
 
     def touch(self) -> None:
         """`main` is about to change, maybe in a way that torch does not count."""

@@ -186,6 +186,10 @@ def shard_model(
         )
     assemble([model], schedule)
     schedule.forward_prefetch, schedule.backward_prefetch = forward_prefetch, prefetch
+    schedule.keeps_parameters, schedule.keeps_gradients = row.keeps_parameters, row.keeps_gradients
+    for unit in schedule.units:
+        # Where freeing gives nothing back it tells the other ranks that main weights, which they read, may change.
+        unit.reshard_after_backward = not (row.keeps_parameters and unit.freed_nbytes)
     schedule.event_sink = event_sink
     return model
 

@@ -54,6 +54,8 @@ class Schedule:
         after_step: called with their number before the first forward after one.
         steppers: step their optimizers in backward.
         is_last_backward: whether the next backward ends an accumulation, so that they may.
+        keeps_parameters: whether what is unsharded stays so until a step, where freeing it gives anything back.
+        keeps_gradients: whether other backwards than the last leave gradients whole and unreduced.
         loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
     """
 
@@ -67,6 +69,7 @@ class Schedule:
         self.after_step: Callable[[int], None] | None = None
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
+        self.keeps_parameters = self.keeps_gradients = False
         self._part_handles: list[RemovableHandle] = []
         self._additions = Additions(())
         self._activations: Activations | None = None
@@ -142,6 +145,7 @@ class Schedule:
             self._is_verified = True
         for unit in self.units:
             unit.take_requires_grad()
+            unit.reshard_if_outdated()
             for bucket in unit.buckets:
                 if bucket.gradient is not None:
                     bucket.gradient.release_if_cleared()
@@ -198,7 +202,8 @@ class Schedule:
             self._order = self._forward
         for other in self.units:
             # Prefetched and not used, or kept for a backward that will not come.
-            if other.state is UnitState.GATHERING or not (torch.is_grad_enabled() or other.is_kept_for_backward):
+            keeps = torch.is_grad_enabled() or other.is_kept_for_backward or not other.reshard_after_backward
+            if other.state is UnitState.GATHERING or not keeps:
                 other.reshard()
             other.rest()
         if not failed:
@@ -270,7 +275,7 @@ class Schedule:
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
         gradient, unit = _gradient(bucket), owner_of(bucket)
-        if not unit.reduce_gradients:
+        if not unit.reduce_gradients or (self.keeps_gradients and not self.is_last_backward):
             return
         unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
         self._advance(bucket)  # an earlier reduction of it in the same backward
@@ -415,9 +420,18 @@ class Schedule:
             self.reset()
 
     def before_optimizer_step(self) -> None:
-        """Main weights are about to change: nothing gathered from the old ones may be left."""
+        """Main weights are about to change: nothing gathered from the old ones may be left.
+
+        Raises:
+            LifecycleError: gradients are kept for a last micro-batch that has not come.
+        """
         if self._depth:
             self._abandon_forward()
+        if self.keeps_gradients and not self.is_last_backward:
+            raise LifecycleError(
+                "an optimizer's step after a backward that was not to be the last: its gradients are not reduced",
+                hint="call model.set_is_last_backward(True) before the last backward of a step",
+            )
         self._stepped_since_forward = True  # once for several optimizers
         for unit in self.units:
             unit.reshard()

@@ -9,6 +9,7 @@ from fullshard.core.offload import Offload
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.precision import dtype_name
+from fullshard.engine.schedule import schedule_of
 from fullshard.engine.unit import Unit
 
 
@@ -53,7 +54,7 @@ class Sharding:
     def of(cls, units: Sequence[Unit]) -> Sharding:
         """Measure `units`."""
         buckets = [bucket for unit in units for bucket in unit.buckets]
-        mesh = units[0].mesh
+        mesh, schedule = units[0].mesh, schedule_of(units[0])
         largest = max(units, key=lambda unit: unit.full_nbytes)
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         total_numel = sum(bucket.layout.numel for bucket in buckets)
@@ -63,7 +64,12 @@ class Sharding:
         )
         frees = not kept or any(unit.reshard_after_forward for unit in units)
         sizes = mesh.replicate_size, mesh.shard_size
-        rows = (row.name for row in STRATEGIES.values() if row.is_that_of(*sizes, reshards_after_forward=frees))
+        done = {
+            "reshards_after_forward": frees,
+            "keeps_parameters": schedule.keeps_parameters,
+            "keeps_gradients": schedule.keeps_gradients,
+        }
+        rows = (row.name for row in STRATEGIES.values() if row.is_that_of(*sizes, **done))
         return cls(
             units=len(units),
             buckets=len(buckets),

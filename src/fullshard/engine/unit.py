@@ -227,6 +227,16 @@ class Unit:
         self._move(UnitState.SHARDED)
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 
+    def reshard_if_outdated(self) -> None:
+        """Free parameters that are kept from step to step, if main weights have changed otherwise than by a step."""
+        if self.state is UnitState.GATHERED and any(bucket.is_outdated for bucket in self.buckets):
+            self.reshard()
+
+    @property
+    def freed_nbytes(self) -> int:
+        """Bytes that resharding gives back: none where ranks share memory, or one owns everything."""
+        return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.buffer.is_persistent)
+
     def rest(self) -> None:
         """Make the modules hold sharded parameters, whether the memory of the unsharded ones is kept or not.
 

@@ -13,6 +13,7 @@ from fullshard.core.events import Event
 from fullshard.core.offload import Offload
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
+from fullshard.core.strategy import STRATEGIES, parse_strategy
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
@@ -142,6 +143,8 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     if on_host.activations:
         layout = layout.with_pages(lambda block: page_nbytes(block, job))
     shares_memory = is_cpu and 1 < layout.shard_size <= cluster.per_host
+    if shares_memory:  # parameters are whole all the time, and each micro-batch only says when it reads them
+        layout = dataclasses.replace(layout, keeps_parameters=False)
     kept = 0
     if budget is not None:
         kept = _count_kept(layout, budget, shares_memory=shares_memory)
@@ -175,7 +178,7 @@ def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
 
     Micro-batches that reduce are alike and nothing is under way between them, so one stands for all.
     """
-    if job.sync_each_micro_batch:
+    if job.sync_each_micro_batch and not job.row.keeps_parameters:
         return job.accumulation, dataclasses.replace(job.schedule, accumulation=1)
     return 1, job.schedule
 
@@ -383,11 +386,11 @@ def _candidates(model: ModelShape, job: Job, cluster: Cluster, strategies: Seque
 
 
 def _meshes(cluster: Cluster, strategies: Sequence[str]) -> Iterator[tuple[str, int | None]]:
-    wanted = strategies or ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+    wanted = strategies or tuple(STRATEGIES)
     sizes = [size for size in (2**power for power in range(1, 13)) if size < cluster.count and not cluster.count % size]
     useful = [size for size in sizes if size % cluster.per_host == 0 or cluster.per_host % size == 0]
     for strategy in wanted:
-        if strategy.startswith("HYBRID"):
+        if parse_strategy(strategy).is_hybrid:
             yield from ((strategy, size) for size in useful)
         elif cluster.count > 1 or strategy == "FULL_SHARD":
             yield strategy, None

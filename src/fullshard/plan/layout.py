@@ -67,6 +67,8 @@ class ModelLayout:
         calls: the same in the order their forwards begin, the root first.
         returns_head: whether the root returns what a head that is a unit returns, so that backward comes to that first.
         shard_size, replicate_size: ranks along the axes of the mesh.
+        keeps_parameters: whether what is unsharded stays so until the optimizer's step.
+        keeps_gradients: whether gradients are reduced with the last micro-batch of a step only.
     """
 
     units: tuple[UnitLayout, ...]
@@ -74,6 +76,8 @@ class ModelLayout:
     shard_size: int
     replicate_size: int
     returns_head: bool = False
+    keeps_parameters: bool = False
+    keeps_gradients: bool = False
 
     def keeping(self, count: int) -> ModelLayout:
         """The same with the last `count` of the units that are freed after forward kept until backward."""
@@ -154,7 +158,14 @@ def lay_out(
         )
     by_name = {unit.name: unit for unit in units}
     calls = tuple(by_name[unit.name] for unit in model.in_call_order())
-    return ModelLayout(tuple(units), calls, shard_size, replicate_size)
+    return ModelLayout(
+        tuple(units),
+        calls,
+        shard_size,
+        replicate_size,
+        keeps_parameters=strategy.keeps_parameters,
+        keeps_gradients=strategy.keeps_gradients,
+    )
 
 
 def _buckets(

@@ -159,13 +159,18 @@ class PlanSetting:
     shares_memory: bool = False
     widens: bool = False
 
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether no gradient stays whole from one micro-batch to the next."""
+        return self.job.sync_each_micro_batch and not self.layout.keeps_gradients
+
     def gathered_nbytes(self, unit: UnitLayout) -> int:
         """What unsharding `unit` takes."""
         return 0 if self.shares_memory else unit.gathered_nbytes
 
     def collected_dtype(self, bucket: BucketPlan) -> str:
         """In which the unsharded gradient is collected; one that several backwards add to, in that of the sum."""
-        is_added_to = self.job.accumulation > 1 and not self.job.sync_each_micro_batch
+        is_added_to = self.job.accumulation > 1 and not self.reduces_each_micro_batch
         return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.widens and not is_added_to)
 
     def collected_nbytes(self, bucket: BucketPlan) -> int:
@@ -448,7 +453,8 @@ class _Ledger:
     def _steps_in_backward(self) -> bool:
         """Whether the backward under way steps the optimizer: the last of a step, if any."""
         job = self.setting.job
-        return job.step_in_backward and (not job.sync_each_micro_batch or self.micro_batch == job.accumulation - 1)
+        is_last = not self.setting.reduces_each_micro_batch or self.micro_batch == job.accumulation - 1
+        return job.step_in_backward and is_last
 
     def _finish(self) -> list[dict[str, int]]:
         """At the first of the reductions that are done everything is known to be."""

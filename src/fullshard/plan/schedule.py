@@ -54,7 +54,8 @@ def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
         is_last = number == options.accumulation - 1
         run.forward(ahead=ahead)
         run.steps = options.step_in_backward and is_last
-        run.backward(reduces=options.sync_each_micro_batch or is_last)
+        run.backward(reduces=is_last or (options.sync_each_micro_batch and not model.keeps_gradients))
+    run.reshard_all()
     run.move_state(EventKind.TO_DEVICE)
     run.emit(EventKind.OPTIMIZER_STEP, model.root)
     run.move_state(EventKind.TO_HOST)
@@ -193,9 +194,8 @@ class _Run:
                 self.begin_backward(unit, previous)
             self.complete(unit, reduces=reduces, has_input_gradient=wants[unit.name])
             if wants[unit.name]:
-                self.awaiting.discard(unit.name)
                 self.emit(EventKind.BACKWARD_END, unit)
-                self.reshard(unit)
+                self.leave(unit)
                 if self.options.backward_prefetch == BackwardPrefetch.BACKWARD_POST:
                     self.prefetch(previous)
                 self.step_when_final()
@@ -224,9 +224,14 @@ class _Run:
                 self.launch(due, reduces=reduces)
         if not has_input_gradient and unit.trainable and unit.trainable == unit.buckets:
             # Nothing else tells that backward has left the unit.
-            self.awaiting.discard(unit.name)
-            self.reshard(unit)
+            self.leave(unit)
         self.step_when_final()
+
+    def leave(self, unit: UnitLayout) -> None:
+        """Backward is done with it."""
+        self.awaiting.discard(unit.name)
+        if not self.model.keeps_parameters:
+            self.reshard(unit)
 
     def launch(self, place: _Place, *, reduces: bool) -> None:
         if reduces:
@@ -260,18 +265,20 @@ class _Run:
             self.emit(EventKind.BUCKET_STEP, self.units[place[0]], self.bucket(place).main_gradient_nbytes)
 
     def finish(self, *, reduces: bool) -> None:
-        units = self.model.calls[::-1]  # inner units before those around them, as the engine keeps them
         if self.steps:
             self.awaiting.clear()
-            for unit in units:
-                self.reshard(unit)
+            self.reshard_all()
         for place in self.reductions.rest():
             self.launch(place, reduces=reduces)
         for place in self.reductions.launched[-REDUCTIONS_IN_FLIGHT:]:
             self.send_gradient(place)
         for place in list(self.reductions.waiting):
             self.finish_reduction(place)
-        for unit in units:
+        if not self.model.keeps_parameters:
+            self.reshard_all()
+
+    def reshard_all(self) -> None:
+        for unit in reversed(self.model.calls):  # inner units before those around them, as the engine keeps them
             self.reshard(unit)
 
 
