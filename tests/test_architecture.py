@@ -270,3 +270,13 @@ def test_every_private_name_of_torch_is_used() -> None:
         targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
         names += [target.id for target in targets if isinstance(target, ast.Name) and not is_private(target.id)]
     assert [n for n in names if f"torch_private.{n}" not in text and n not in ("SEMI_PUBLIC", "OVERRIDDEN")] == []
+
+
+def test_the_reading_path_is_as_long_as_it_says() -> None:
+    text = (PROJECT / "ARCHITECTURE.md").read_text().partition("## Reading order")[2]
+    found = re.search(r"About ([\d,]+) lines: (.*?)\. Then", text, re.DOTALL)
+    assert found is not None
+    files = re.findall(r"`([a-z_/]+)`", found[2])
+    length = sum(len((ROOT / f"{name}.py").read_text().splitlines()) for name in files)
+    assert len(files) == 8
+    assert abs(length - int(found[1].replace(",", ""))) <= 100
