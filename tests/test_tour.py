@@ -22,5 +22,5 @@ def test_every_stop_is_found() -> None:
 def test_the_lines_shown_are_in_the_file(file: str, lines: str) -> None:
     shown = lines.splitlines()
     assert 1 <= len(shown) <= 5
-    there = (SOURCE / f"{file}.py").read_text().splitlines()
+    there = [line.partition("  # ")[0] for line in (SOURCE / f"{file}.py").read_text().splitlines()]
     assert [line for line in shown if line not in there] == []
