@@ -301,7 +301,7 @@ def _large(directory: str) -> None:
     from fullshard.engine import shard_model
 
     torch.manual_seed(0)
-    layers = nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(40)])
+    layers = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(40)])
     shard_model(layers, unit_modules=list(layers))
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
     for parameter in layers.parameters():
