@@ -68,4 +68,5 @@ def _is_function_of(code: CodeType, path: str) -> bool:
 
 if __name__ == "__main__":
     script, wanted, *rest = [*sys.argv[1:], ""]
-    print(CALLED, *run(script, wanted, rest[:-1]), flush=True)
+    # In one piece: unbuffered, `print` writes each word by itself, and another rank's line may fall between two.
+    sys.stdout.write(" ".join([CALLED, *run(script, wanted, rest[:-1])]) + "\n")
