@@ -25,7 +25,7 @@ from typing import Literal
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.activations import BACKWARD_LOSS_NBYTES, layer_activations
 from fullshard.plan.job import Job
-from fullshard.plan.memory import STATE_NBYTES, fragments_nbytes
+from fullshard.plan.memory import fragments_nbytes
 from fullshard.plan.methods import apply_method
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
@@ -88,7 +88,7 @@ def _persistent(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str
         "frozen parameters": on_device * frozen // ranks,
         "scales": sum(p.nbytes for p in model.parameters if p.role == "scale"),
         "main weights": on_device * trained * width // ranks,
-        "optimizer state": round(on_device * trained * STATE_NBYTES[job.optimizer] * width / 4 / ranks),
+        "optimizer state": round(on_device * trained * job.planned_optimizer.state_nbytes * width / 4 / ranks),
     }
 
 

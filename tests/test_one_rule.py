@@ -14,14 +14,22 @@ from torch import optim
 
 from fullshard.comm import packing
 from fullshard.config import fsdp, schema, sharding
+from fullshard.config.settings import About
 from fullshard.core.dtypes import COMPUTE
 from fullshard.core.requirements import OLDEST_TORCH
+from fullshard.core.route import Route
 from fullshard.core.schedule import SPENT, BackwardPrefetch, Reductions, count_kept, gathered_ahead
 from fullshard.core.sizes import all_reduce_nbytes
+from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.step.hooks import NEEDS_WHOLE_TENSORS
 from fullshard.engine.step.in_backward import STEPS_IN_PARTS
 from fullshard.engine.step.segments import ELEMENT_WISE
+from fullshard.plan import job
+from fullshard.plan.evaluate import evaluate
+from fullshard.plan.hardware import DEVICES, Cluster
+from fullshard.plan.library import load_model
+from fullshard.plan.optimizers import OPTIMIZERS
 
 PROJECT = Path(__file__).parents[1]
 
@@ -29,6 +37,8 @@ PROJECT = Path(__file__).parents[1]
 def test_names_that_types_spell_out() -> None:
     assert get_args(sharding.BackwardPrefetch) == fsdp._PREFETCH == tuple(map(str, BackwardPrefetch))
     assert set(get_args(schema.PrecisionMode)) == set(COMPUTE)
+    assert set(get_args(job.Optimizer)) == set(OPTIMIZERS)
+    assert set(About.of(schema.SETTINGS["sharding.strategy"]).answers) == set(STRATEGIES)
     assert set(get_args(schema.Packing)) == {dtype_name(dtype) for dtype in packing._PACKINGS}
 
 
@@ -46,6 +56,35 @@ def test_no_optimizer_is_refused_and_taken() -> None:
 def test_what_an_all_reduce_sends() -> None:
     """(R - 1)/R of the buffer in a reduce-scatter, and as much in the all-gather of the sum."""
     assert [all_reduce_nbytes(120, ranks) for ranks in (1, 2, 3, 4)] == [0, 120, 160, 180]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host", "expected"),
+    [
+        (1, 1, Route.NONE),
+        (2, 2, Route.SHARED_MEMORY),
+        (2, 8, Route.SHARED_MEMORY),
+        (4, 2, Route.TWO_LEVELS),
+        (4, 1, Route.POINT_TO_POINT),
+        (4, None, Route.POINT_TO_POINT),
+    ],
+)
+def test_how_ranks_reach_one_another(ranks: int, per_host: int | None, expected: Route) -> None:
+    assert Route.of(ranks, on_cpu=True, per_host=per_host) is expected
+    assert Route.of(ranks, on_cpu=False, per_host=per_host) is (Route.NONE if ranks == 1 else Route.NATIVE)
+
+
+def test_a_shard_group_inside_a_host_shares_memory_however_many_hosts_there_are() -> None:
+    model = load_model("Llama-3.1-8B")[0]
+
+    def route(shard_size: int | None, hosts: int) -> Route:
+        strategy = "HYBRID_SHARD" if shard_size else "FULL_SHARD"
+        cluster = Cluster(DEVICES["CPU"], 12, hosts)
+        return evaluate(model, job.Job.of({"strategy": strategy, "shard_size": shard_size}), cluster).setting.route
+
+    assert [route(2, 3), route(None, 1)] == [Route.SHARED_MEMORY] * 2
+    assert [route(None, 3), route(6, 4)] == [Route.TWO_LEVELS] * 2
+    assert [route(6, 3), route(None, 12)] == [Route.POINT_TO_POINT] * 2, "hosts with different parts of the group"
 
 
 def test_what_is_kept_of_free_memory() -> None:

@@ -26,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fullshard.api.planning import model_shape
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.shared_memory import MappedBuffer
+from fullshard.core.route import Route
 from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
@@ -148,10 +149,8 @@ def predict(case: Case) -> Memory:
         shape = model_shape(build(case))
     job = case.job
     layout = lay_out(shape, strategy=job.row, world_size=case.world_size, shard_size=case.shard_size, dtypes=job.dtypes)
-    shares_memory = layout.shard_size > 1 and not case.gloo
-    setting = PlanSetting(
-        shape, layout, job, peers_at_once=case.gloo, on_cpu=True, shares_memory=shares_memory, widens=shares_memory
-    )
+    route = Route.of(layout.shard_size, on_cpu=True, per_host=None if case.gloo else layout.shard_size)
+    setting = PlanSetting(shape, layout, job, on_cpu=True, route=route)
     return memory_of(predict_step(layout, job.schedule), setting, ranks_per_host=case.world_size)
 
 

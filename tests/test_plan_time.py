@@ -22,7 +22,8 @@ from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.hardware import DEVICES, Device, find_device, parse_cluster, write_calibration
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
-from fullshard.plan.time import LAYER_OPS, OPTIMIZER_NBYTES
+from fullshard.plan.optimizers import OPTIMIZERS
+from fullshard.plan.time import LAYER_OPS
 
 MEASURED = dataclasses.replace(
     DEVICES["CPU"],
@@ -85,7 +86,7 @@ def test_optimizers_read_and_write_what_is_said(kind: str) -> None:
         parameter.grad = torch.ones(1000)
         with Counting() as counting:
             optimizer.step()
-    assert 4 * counting.elements / 1000 == OPTIMIZER_NBYTES[kind]
+    assert 4 * counting.elements / 1000 == OPTIMIZERS[kind].step_nbytes
 
 
 def plan(device: Device, count: int, **job: Any) -> Plan:

@@ -90,9 +90,10 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
         return reading
     origin = Origin.argument("parallelism_config")
     said = plugin.setting("sharding.strategy")
-    keeps = said is not None and not parse_strategy(said.value).reshard_after_forward
-    strategy = "NO_SHARD" if shards == 1 else "HYBRID_SHARD_ZERO2" if keeps else "HYBRID_SHARD"
-    reading.settings.append(Setting("sharding.strategy", strategy, origin, "dp_replicate_size"))
+    row = parse_strategy("NO_SHARD" if shards == 1 else said.value if said is not None else "FULL_SHARD")
+    if shards > 1:
+        row = row.in_groups()
+    reading.settings.append(Setting("sharding.strategy", row.name, origin, "dp_replicate_size"))
     if shards > 1:
         reading.settings.append(Setting("sharding.shard_size", shards, origin, "dp_shard_size"))
     return reading

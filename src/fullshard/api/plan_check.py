@@ -27,7 +27,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import units_of
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.unit import Unit
-from fullshard.plan.job import STATE_NBYTES, Job
+from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
@@ -184,7 +184,7 @@ class PlanCheck:
         """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         own = [p for bucket in trained for p in bucket.sharded_parameters if id(p) in held]
-        planned = round(sum(p.numel() for p in own) * STATE_NBYTES[self._job.optimizer])
+        planned = round(sum(p.numel() for p in own) * self._job.planned_optimizer.state_nbytes)
         found = _storage_nbytes(
             value
             for parameter in own

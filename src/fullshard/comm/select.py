@@ -14,6 +14,7 @@ from fullshard.comm.cpu.peers import Peers, connect
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.cpu.two_level import TwoLevelCollectives
 from fullshard.comm.torch_dist import Alone, NativeCollectives
+from fullshard.core.route import Route
 
 
 def collectives_for(
@@ -53,17 +54,18 @@ class Candidate:
 def choices_for(group: dist.ProcessGroup | None, device: torch.device) -> list[Candidate]:
     """All collectives that work for a group, the one to use first. A collective."""
     if group is None or dist.get_world_size(group) == 1:
-        return [Candidate(Alone(pages_of(device)), "none", "one rank has nobody to communicate with")]
+        return [Candidate(Alone(pages_of(device)), Route.NONE.value, "one rank has nobody to communicate with")]
     if device.type != "cpu":
         return [Candidate(NativeCollectives(group), dist.get_backend(group), "it is made for the devices' own links")]
-    point_to_point = Candidate(GlooCollectives(group), "point to point", "Gloo's own are slower")
+    point_to_point = Candidate(GlooCollectives(group), Route.POINT_TO_POINT.value, "Gloo's own are slower")
     own = Candidate(NativeCollectives(group), "gloo", "never: each byte of a reduce-scatter is sent twice")
 
     def make(peers: Peers) -> Candidate:
-        if peers.num_hosts == 1:
-            return Candidate(SharedMemoryCollectives(group, peers), "shared memory", "all ranks are on one host")
+        route = Route.of(dist.get_world_size(group), on_cpu=True, per_host=peers.size)
+        if route is Route.SHARED_MEMORY:
+            return Candidate(SharedMemoryCollectives(group, peers), route.value, "all ranks are on one host")
         reason = f"{peers.num_hosts} hosts have {peers.size} ranks each"
-        return Candidate(TwoLevelCollectives(group, peers), "shared memory and streams between hosts", reason)
+        return Candidate(TwoLevelCollectives(group, peers), route.value, reason)
 
     shared, problem = connect(group, make)
     if shared is not None:

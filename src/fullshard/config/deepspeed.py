@@ -242,7 +242,7 @@ def make_hybrid(reading: Reading, because: Setting) -> None:
         return
     if row.is_hybrid:
         return
-    name = "HYBRID_SHARD" if row.reshard_after_forward else "HYBRID_SHARD_ZERO2"
+    name = row.in_groups().name
     reading.settings = [setting for setting in reading.settings if setting.path != "sharding.strategy"]
     reading.settings.append(Setting("sharding.strategy", name, because.origin, because.key))
     text = f"makes the strategy {name}: sharded inside a group, replicated across groups"

@@ -17,6 +17,7 @@ from fullshard.config.settings import About, SettingsError, plain_message
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 from fullshard.core.sizes import GIB
+from fullshard.core.strategy import STRATEGIES
 
 Settings = Mapping[str, Any]
 
@@ -279,12 +280,12 @@ def _precisions(answers: Answers) -> Sequence[str]:
 
 def _strategies(answers: Answers) -> Sequence[str]:
     is_large = answers.num_processes is None or answers.num_processes >= 4
-    hybrid = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if is_large else ()
-    return "FULL_SHARD", "SHARD_GRAD_OP", *hybrid, "NO_SHARD"
+    names = About.of(SETTINGS["sharding.strategy"]).answers
+    return [name for name in names if is_large or not STRATEGIES[name].is_hybrid]
 
 
 def _is_hybrid(answers: Answers) -> bool:
-    return str(answers["strategy"]).startswith("HYBRID")
+    return "strategy" in answers.given and STRATEGIES[answers["strategy"]].is_hybrid
 
 
 def _recommended_shard_size(answers: Answers) -> str:
@@ -310,7 +311,7 @@ def _read_path(text: str, _: Answers) -> Path:
 
 
 def _shards(answers: Answers) -> bool:
-    return answers["strategy"] != "NO_SHARD" and answers.num_processes != 1
+    return STRATEGIES[answers.given.get("strategy", "FULL_SHARD")].shards and answers.num_processes != 1
 
 
 def _advanced(answers: Answers) -> bool:

@@ -28,9 +28,11 @@ class ShardingConfig(Settings):
         ask="How shall the model be divided?",
         answers={
             "FULL_SHARD": "FULL_SHARD (ZeRO-3): shards weights, gradients and optimizer state; least memory",
-            "SHARD_GRAD_OP": "SHARD_GRAD_OP (ZeRO-2): keeps weights whole from forward to backward; less traffic",
+            "SHARD_GRAD_OP": "SHARD_GRAD_OP: keeps weights whole from forward to backward; less traffic",
             "HYBRID_SHARD": "HYBRID_SHARD: FULL_SHARD in groups, copies across them; for slow links of hosts",
             "HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2: the same with SHARD_GRAD_OP in each group",
+            "SHARD_GRAD_OPTIMIZER": "SHARD_GRAD_OPTIMIZER (ZeRO-2): keeps weights whole between optimizer steps",
+            "SHARD_OPTIMIZER": "SHARD_OPTIMIZER (ZeRO-1): keeps gradients whole, too; less traffic when accumulating",
             "NO_SHARD": "NO_SHARD (DDP): every rank holds all; for models that fit many times over",
         },
     )

@@ -15,7 +15,7 @@ from fullshard.config.dialect import shown
 from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.schema import SETTINGS, RunConfig
 from fullshard.config.settings import About
-from fullshard.core.strategy import STRATEGIES, Axis, Strategy
+from fullshard.core.strategy import STRATEGIES, Axis, Strategy, parse_strategy
 
 _WRAPS = {
     "auto": "TRANSFORMER_BASED_WRAP",
@@ -166,8 +166,9 @@ class _Writer:
 
     def _version_2(self, row: Strategy) -> dict[str, Any]:
         sharding = self.config.sharding
-        if sharding.strategy == "SHARD_GRAD_OP":
-            self._say("sharding.strategy", "SHARD_GRAD_OP is written as fsdp_reshard_after_forward")
+        said = parse_strategy(sharding.strategy)
+        if said.code is not None and not (said.is_hybrid or said.reshard_after_forward):
+            self._say("sharding.strategy", f"{said.name} is written as fsdp_reshard_after_forward")
         if sharding.reshard_after_forward in (None, "auto"):
             self._say("sharding.reshard_after_forward", f"written as {shown(row.reshard_after_forward)}")
         return {"fsdp_version": 2, "fsdp_reshard_after_forward": row.reshard_after_forward}

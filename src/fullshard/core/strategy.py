@@ -88,6 +88,11 @@ class Strategy:
         rows = (row for row in STRATEGIES.values() if row.placements == self.placements)
         return next((row for row in rows if row.reshard_after_forward == after_forward), None)
 
+    def in_groups(self) -> Strategy:
+        """The hybrid row that does after forward what this one does."""
+        rows = (row for row in STRATEGIES.values() if row.is_hybrid)
+        return next(row for row in rows if row.reshard_after_forward == self.reshard_after_forward)
+
     def shard_size_on(self, ranks_per_host: int, shard_size: int | None) -> int | None:
         """Ranks per shard group if `shard_size` was asked for; a hybrid strategy that was told none has one host's."""
         return ranks_per_host if self.is_hybrid and shard_size is None else shard_size

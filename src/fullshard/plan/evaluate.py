@@ -11,6 +11,7 @@ from typing import Any
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.core.offload import Offload
+from fullshard.core.route import Route
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.core.strategy import STRATEGIES, parse_strategy
@@ -142,12 +143,13 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     )
     if on_host.activations:
         layout = layout.with_pages(lambda block: page_nbytes(block, job))
-    shares_memory = is_cpu and 1 < layout.shard_size <= cluster.per_host
-    if shares_memory:  # parameters are whole all the time, and each micro-batch only says when it reads them
+    per_host = min(layout.shard_size, cluster.per_host)
+    route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=None if layout.shard_size % per_host else per_host)
+    if route.shares_memory:  # parameters are whole all the time, and each micro-batch only says when it reads them
         layout = dataclasses.replace(layout, keeps_parameters=False)
     kept = 0
     if budget is not None:
-        kept = _count_kept(layout, budget, shares_memory=shares_memory)
+        kept = _count_kept(layout, budget, shares_memory=route.shares_memory)
         layout = layout.keeping(kept)
     repeats, step = _repeats(job)
     events = predict_step(layout, step)
@@ -157,10 +159,8 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         job,
         on_host=on_host,
         framework=cluster.device.framework,
-        peers_at_once=is_cpu and cluster.hosts > 1,
         on_cpu=is_cpu,
-        shares_memory=shares_memory,
-        widens=is_cpu and min(layout.shard_size, cluster.per_host) > 1,
+        route=route,
     )
     few = dataclasses.replace(job.schedule, accumulation=min(2, job.accumulation))  # they show all there ever is
     memory = memory_of(events if few == step else predict_step(layout, few), setting, ranks_per_host=cluster.per_host)
@@ -278,8 +278,8 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "FULL_SHARD", {"strategy": "FULL_SHARD", "shard_size": None}
     if not job.wrap_embeddings:
         yield "the input embedding and the head as units of their own", {"wrap_embeddings": True}
-    if job.optimizer in ("adamw", "adamw-fused"):
-        yield "8-bit AdamW", {"optimizer": "adamw-8bit"}
+    if job.planned_optimizer.in_8_bits:
+        yield "8-bit AdamW", {"optimizer": job.planned_optimizer.in_8_bits}
     if job.method != "full" and not job.on_host:
         yield "the frozen base on the host", {"offload_compute_shards": True}
     if job.method == "full" and not job.on_host:

@@ -14,6 +14,7 @@ from fullshard.core.dtypes import COMPUTE, Dtypes
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy, parse_strategy
+from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 from fullshard.plan.schedule import ScheduleOptions
 
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "sgd", "sgd-momentum", "none"]
@@ -21,17 +22,6 @@ Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["flash", "sdpa", "eager"]
 Loss = Literal["eager", "fused"]
-
-STATE_NBYTES = {
-    "adamw": 8.0,
-    "adamw-fused": 8.0,
-    # One byte per state and element, and a float32 scale per block of 256 (bitsandbytes' blockwise 8-bit optimizers).
-    "adamw-8bit": 2.0 + 2 * 4 / 256,
-    "sgd": 0.0,
-    "sgd-momentum": 4.0,
-    "none": 0.0,
-}
-"""Bytes of optimizer state per trained parameter, in float32 main weights."""
 
 
 def _checkpointing(kind: str) -> Mapping[str, Any]:
@@ -92,8 +82,8 @@ class Job(View):
         """Raise `ConfigError` if the fields do not go together."""
         # What this engine does not compile is planned all the same, to compare others with.
         self.run_config(compile=False)
-        if self.step_in_backward and self.optimizer == "adamw-8bit":
-            raise ConfigError("step_in_backward is for torch's own optimizers, and adamw-8bit is none")
+        if self.step_in_backward and not self.planned_optimizer.is_torchs:
+            raise ConfigError(f"step_in_backward is for torch's own optimizers, and {self.optimizer} is none")
         if self.step_in_backward and self.on_host.optimizer_state:
             raise ConfigError("step_in_backward with main weights or optimizer state on the host is not supported")
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
@@ -114,6 +104,11 @@ class Job(View):
     def row(self) -> Strategy:
         """The strategy's row."""
         return parse_strategy(self.strategy)
+
+    @property
+    def planned_optimizer(self) -> OptimizerRow:
+        """What is known of the optimizer."""
+        return OPTIMIZERS[self.optimizer]
 
     @property
     def on_host(self) -> Offload:
@@ -146,7 +141,7 @@ class Job(View):
             self.backward_prefetch,
             self.sync_each_micro_batch,
             self.step_in_backward,
-            state_nbytes=STATE_NBYTES[self.optimizer],
+            state_nbytes=self.planned_optimizer.state_nbytes,
         )
 
     @property

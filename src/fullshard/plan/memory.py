@@ -25,9 +25,10 @@ from fullshard.core.bucket import BucketPlan
 from fullshard.core.dtypes import collected, itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.core.offload import Offload
+from fullshard.core.route import Route
 from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import LayerActivations, LogitsNbytes, layer_activations, logits_nbytes
-from fullshard.plan.job import STATE_NBYTES, Job
+from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.shapes import ModelShape
 
@@ -139,14 +140,10 @@ class PlanSetting:
         job: the run.
         on_host: what lives in host memory beside the device's, as the layout has it.
         framework: bytes the framework holds on the device from the start.
-        peers_at_once: whether the interval of every other rank is received into a buffer of its own before they are
-            summed, which the engine does over Gloo (between hosts without accelerators).
         on_cpu: whether torch's CPU rules hold: optimizers take one parameter after the other, and a product in half
             precision has a float32 copy of its result for a moment.
-        shares_memory: whether the ranks of a shard group are on one host's CPU. Unsharded parameters are then one
-            piece of memory for all of them: their main weights, or copies of those that last, in the dtype they
-            compute in. Each rank counts its own part.
-        widens: whether reductions cast what they read, so that gradients are collected in the dtype they are made in.
+        route: how the ranks of a shard group reach one another. Where they share memory, unsharded parameters are
+            main weights, or copies of those that last, in the dtype they compute in. Each rank counts its own part.
     """
 
     model: ModelShape
@@ -154,10 +151,8 @@ class PlanSetting:
     job: Job
     on_host: Offload = field(default_factory=Offload)
     framework: int = 0
-    peers_at_once: bool = False
     on_cpu: bool = False
-    shares_memory: bool = False
-    widens: bool = False
+    route: Route = Route.NATIVE
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -166,12 +161,12 @@ class PlanSetting:
 
     def gathered_nbytes(self, unit: UnitLayout) -> int:
         """What unsharding `unit` takes."""
-        return 0 if self.shares_memory else unit.gathered_nbytes
+        return 0 if self.route.shares_memory else unit.gathered_nbytes
 
     def collected_dtype(self, bucket: BucketPlan) -> str:
         """In which the unsharded gradient is collected; one that several backwards add to, in that of the sum."""
         is_added_to = self.job.accumulation > 1 and not self.reduces_each_micro_batch
-        return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.widens and not is_added_to)
+        return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.route.widens and not is_added_to)
 
     def collected_nbytes(self, bucket: BucketPlan) -> int:
         """Bytes of the unsharded gradient as it is collected."""
@@ -179,7 +174,7 @@ class PlanSetting:
 
     def copies_nbytes(self, bucket: BucketPlan) -> int:
         """What lasts of a bucket in the dtype it is computed in, besides its main weights."""
-        if not self.shares_memory or bucket.dtype == bucket.compute_dtype:
+        if not self.route.shares_memory or bucket.dtype == bucket.compute_dtype:
             return 0
         return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)
 
@@ -239,7 +234,7 @@ def persistent_of(setting: PlanSetting) -> dict[str, int]:
 
 
 def _state_nbytes(setting: PlanSetting) -> int:
-    return round(STATE_NBYTES[setting.job.optimizer] * state_numel(setting))
+    return round(setting.job.planned_optimizer.state_nbytes * state_numel(setting))
 
 
 @dataclass(slots=True)
@@ -418,7 +413,7 @@ class _Ledger:
         done = {id(g.bucket) for g in self.launched}
         bucket = next(b for b in unit.trainable if b.reduce_nbytes == nbytes and id(b) not in done)
         shard_size = self.setting.layout.shard_size
-        extra = bucket.reduced_nbytes * (shard_size - 1) if self.setting.peers_at_once else 0
+        extra = bucket.reduced_nbytes * (shard_size - 1) if self.setting.route.receives_apart else 0
         self.now["reduce buffers"] += extra
         self.launched.append(_Gradient(bucket, extra))
         moments.append(self.nbytes)
@@ -443,7 +438,7 @@ class _Ledger:
     def _stays(self, bucket: BucketPlan) -> bool:
         """Whether the sum is made in this rank's reduce input, which is long."""
         is_cast = self.setting.collected_dtype(bucket) != bucket.reduce_dtype
-        return self.setting.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES and not is_cast
+        return self.setting.route.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES and not is_cast
 
     def _held_nbytes(self, bucket: BucketPlan) -> int:
         """What the reduced gradient keeps."""
@@ -523,7 +518,7 @@ class _Ledger:
 
     def _temporaries(self, buckets: Sequence[BucketPlan]) -> int:
         """What updating these buckets, which are on the device, needs for a moment."""
-        if self.setting.job.optimizer != "adamw":
+        if not self.setting.job.planned_optimizer.has_temporaries:
             return 0
         if not self.setting.on_cpu:
             # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
@@ -591,4 +586,4 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
 def _checkpoint(setting: PlanSetting) -> int:
     """Every parameter in its stored dtype and the optimizer's state, once."""
     stored = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in setting.layout.buckets)
-    return stored + round(STATE_NBYTES[setting.job.optimizer] * state_numel(setting) * setting.layout.shard_size)
+    return stored + round(setting.job.planned_optimizer.state_nbytes * state_numel(setting) * setting.layout.shard_size)

@@ -35,7 +35,7 @@ from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import layer_activations
 from fullshard.plan.hardware import Cluster
-from fullshard.plan.job import STATE_NBYTES, Job
+from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.memory import PlanSetting, state_numel
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
@@ -51,21 +51,6 @@ processors (PyTorch issue 179937 reports 30 to 40 % in single products; over a s
 
 PCIE = 25e9
 """Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
-
-OPTIMIZER_NBYTES = {
-    "adamw": 21 * 4.0,
-    "adamw-fused": 7 * 4.0,
-    "adamw-8bit": 3 * 4.0 + 2 * (2.0 + 2 * 4 / 256),
-    "sgd": 3 * 4.0,
-    "sgd-momentum": 8 * 4.0,
-    "none": 0.0,
-}
-"""Bytes read and written per trained element. Fused: weight, gradient and moments read, weight and moments written.
-Otherwise each operation of torch's loop goes through memory on its own: decay 2, first moment 3, second moment 2 + 4,
-its root 2, that scaled 2, epsilon 2, the update 4, as torch/optim/adamw.py has them; momentum 2 + 3, the update 3."""
-
-OPTIMIZER_OPS = {"adamw": 11, "sgd": 1, "sgd-momentum": 3}
-"""Operations per parameter, of the loops."""
 
 LAYER_OPS = (73, 138)
 """ATen operations of a layer's forward and of its backward, counted in a Llama layer (`tests/test_plan_time.py`)."""
@@ -187,7 +172,7 @@ def _copies(setting: PlanSetting, cluster: Cluster) -> float:
     device, layout, job = cluster.device, setting.layout, setting.job
     moved = fresh = 0
     for bucket in layout.buckets:
-        if setting.shares_memory:  # nothing is new, and what is there is not copied
+        if setting.route.shares_memory:  # nothing is new, and what is there is not copied
             copied = setting.copies_nbytes(bucket)
             moved += bucket.main_nbytes + copied if copied else 0  # backward finds what forward has cast
         elif not bucket.shares_main:
@@ -195,7 +180,7 @@ def _copies(setting: PlanSetting, cluster: Cluster) -> float:
             fresh += 2 * _fresh(bucket.full_nbytes)
         if bucket.trainable:
             moved += bucket.layout.full_numel * itemsize(bucket.compute_dtype) + setting.collected_nbytes(bucket)
-            fresh += 0 if setting.shares_memory else _fresh(bucket.reduce_nbytes)
+            fresh += 0 if setting.route.shares_memory else _fresh(bucket.reduce_nbytes)
     seconds = moved * job.accumulation / (device.memory_bandwidth * device.link_efficiency)
     if device.fresh_bandwidth:
         seconds += fresh * job.accumulation / device.fresh_bandwidth
@@ -203,7 +188,7 @@ def _copies(setting: PlanSetting, cluster: Cluster) -> float:
         if bucket.main_is_on_host and not bucket.is_gathered_from_host:
             seconds += bucket.compute_shard_nbytes / PCIE
     if setting.on_host.optimizer_state and not setting.on_host.main_weights:
-        seconds += 2 * state_numel(setting) * STATE_NBYTES[job.optimizer] / PCIE
+        seconds += 2 * state_numel(setting) * job.planned_optimizer.state_nbytes / PCIE
     return seconds
 
 
@@ -213,13 +198,13 @@ def _fresh(nbytes: int) -> int:
 
 def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:
     """What it reads and writes; on the host's memory with offload."""
-    device, optimizer = cluster.device, setting.job.optimizer
+    device, optimizer = cluster.device, setting.job.planned_optimizer
     bandwidth = device.memory_bandwidth * device.link_efficiency
     if setting.on_host.main_weights:
         bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
     parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
-    calls = parameters * OPTIMIZER_OPS.get(optimizer, 0) * device.op_seconds
-    return state_numel(setting) * OPTIMIZER_NBYTES[optimizer] / bandwidth + calls
+    calls = parameters * optimizer.ops * device.op_seconds
+    return state_numel(setting) * optimizer.step_nbytes / bandwidth + calls
 
 
 @dataclass(slots=True)
@@ -271,7 +256,7 @@ class _Clock:
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
                 sent = gather_message_nbytes(unit) * self.setting.layout.shard_size
-                nbytes = 0 if self.setting.shares_memory else sent
+                nbytes = 0 if self.setting.route.shares_memory else sent
                 copied = sum(b.compute_shard_nbytes for b in unit.buckets if b.is_gathered_from_host)
                 there = self._copy("to device", copied)
                 self.gathered[unit.name] = max(self._collective(self.setting.layout, nbytes, after=there), there)
@@ -302,7 +287,7 @@ class _Clock:
                     self._wait(self.reduced.pop()[1])
                 shard_size = self.setting.layout.shard_size
                 sent = reduce_message_nbytes(event, unit, shard_size) * shard_size
-                done = self._collective(self.setting.layout, event.nbytes if self.setting.shares_memory else sent)
+                done = self._collective(self.setting.layout, event.nbytes if self.setting.route.shares_memory else sent)
                 done = max(done, self._all_reduce(self.setting.layout, event.nbytes))
                 self.reduced.append((unit.name, done))
             case EventKind.TO_HOST if event.what == "gradient":

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.config.switches import COMM
+from fullshard.core.route import Route
 
 logger = logging.getLogger(__name__)
 
@@ -206,9 +207,10 @@ def _ranks_per_host(offers: Sequence[_Offer]) -> int:
         raise OSError("the ranks of a host do not follow one another")
     if len(counts) > 1:
         raise OSError(f"the hosts have different numbers of ranks: {[count for _, count in hosts]}")
-    if counts == {1}:
+    [per_host] = counts
+    if Route.of(len(offers), on_cpu=True, per_host=per_host) is Route.POINT_TO_POINT:
         raise OSError("every rank is on a host of its own")
-    return counts.pop()
+    return per_host
 
 
 def host_memory_nbytes() -> int:

@@ -32,6 +32,7 @@ from fullshard.comm.cpu.pages import CpuPages
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.send_queue import SendQueues
 from fullshard.comm.packing import Packing
+from fullshard.core.route import Route
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _BUFFERS_START = FILE_NBYTES // 4
@@ -87,7 +88,7 @@ class SharedMemoryCollectives(GlooCollectives):
 class SharedPages(CpuPages):
     """Those that the ranks of a host read one another's gradients and weights in. See `HostPages`."""
 
-    widens = True
+    widens = Route.SHARED_MEMORY.widens
 
     def __init__(self, buckets: SharedBuckets, queues: SendQueues) -> None:
         self._buckets, self._queues = buckets, queues
@@ -175,7 +176,7 @@ class MappedBuffer:
     """
 
     is_zeroed = False
-    is_persistent = True
+    is_persistent = Route.SHARED_MEMORY.shares_memory
 
     def __init__(
         self, buffers: SharedBuckets, place: tuple[int, int], numel: int, dtype: torch.dtype, *, holds_main: bool

@@ -39,6 +39,7 @@ from fullshard.comm.cpu.shared_memory import (
     SharedPages,
 )
 from fullshard.comm.packing import Packing
+from fullshard.core.route import Route
 from fullshard.core.sizes import round_up
 
 _PAGE_NBYTES = mmap.PAGESIZE
@@ -92,6 +93,8 @@ class TwoLevelCollectives(SharedMemoryCollectives):
 
 class _TwoLevelPages(SharedPages):
     """See `SharedPages`; other hosts read what is sent to them."""
+
+    widens = Route.TWO_LEVELS.widens
 
     def __init__(
         self, buckets: SharedBuckets, queues: SendQueues, progress: ProgressThread, received: _ReceivePool
@@ -184,7 +187,7 @@ class TwoLevelBuffer(MappedBuffer):
     """
 
     is_zeroed = True
-    is_persistent = False
+    is_persistent = Route.TWO_LEVELS.shares_memory
 
     def __init__(
         self,
