@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.api.plan_check import PlanCheck
-from fullshard.comm.base import ResizedBuffer
+from fullshard.comm.base import BufferSpec, ResizedBuffer
 from fullshard.comm.packing import packing_for
 from fullshard.comm.torch_dist import Alone, CompletedWork
 from fullshard.core.events import Event, EventKind
@@ -218,7 +218,9 @@ def test_page_locked_memory_is_read_beside_the_host(
     main = torch.arange(512.0)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda *_: pins)  # without an accelerator nothing is
     packs = None if packing is None else packing_for(packing)
-    buffer = ResizedBuffer(Alone(), 512, torch.float32, torch.device("meta"), packs)
+    buffer = ResizedBuffer(
+        Alone(), BufferSpec(512, torch.float32, torch.device("meta"), holds_main=False, packing=packs)
+    )
     said: list[bool] = []
 
     class Copies(TorchDispatchMode):

@@ -75,6 +75,42 @@ class FullBuffer(Protocol):
         return
 
 
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """A buffer for a bucket.
+
+    Attributes:
+        numel: elements, padding included.
+        dtype: of `full`.
+        device: where it is.
+        holds_main: main weights have the same dtype, and may be given a place in it.
+        packing: how intervals are sent, if they are.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    holds_main: bool
+    packing: Packing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How gradients are summed.
+
+    Attributes:
+        tag: see `Collectives`.
+        divisor: what the sum is divided by.
+        packing: how intervals are sent, if they are; they are added up as if they were not.
+        dtype: what the sum is made and returned in.
+    """
+
+    tag: int
+    divisor: float
+    packing: Packing | None
+    dtype: torch.dtype
+
+
 class HostPages:
     """What is done about pages of host memory, by itself nothing: the allocator of an accelerator needs no help.
 
@@ -130,16 +166,11 @@ class Collectives(Protocol):
         holds_main: bool,
         packing: Packing | None = None,
     ) -> FullBuffer:
-        """A buffer for a bucket of `numel` elements, padding included. All ranks make the same ones in the same order.
+        """A buffer for a bucket; see `BufferSpec`. All ranks make the same ones in the same order."""
+        return self._buffer(BufferSpec(numel, dtype, device, holds_main, packing if self.sends else None))
 
-        Args:
-            numel: elements.
-            dtype: of `full`.
-            device: where it is.
-            holds_main: main weights have the same dtype, and may be given a place in it.
-            packing: how intervals are sent, if they are.
-        """
-        return ResizedBuffer(self, numel, dtype, device, packing)
+    def _buffer(self, spec: BufferSpec) -> FullBuffer:
+        return ResizedBuffer(self, spec)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """Fill `full` (1-D, size x S elements) in place from every rank's own S-element interval of it."""
@@ -156,20 +187,18 @@ class Collectives(Protocol):
     ) -> Work:
         """Sum `full` (1-D, size x S elements) over the ranks, in rank order where the backend leaves the choice.
 
-        With a `packing`, what is sent is packed; it is added up in the dtype of `full` all the same.
-
-        Args:
-            full: as above.
-            tag: see `Collectives`.
-            divisor: what the sum is divided by.
-            packing: how intervals are sent, if they are.
-            dtype: what the sum is made and returned in, if another than that of `full`; unless `pages` widen, of a copy
-                of `full` in it.
+        The rest is as in `Reduction`. In another dtype than that of `full` a copy is summed, unless `pages` widen.
 
         Returns:
             Work for this rank's S elements of the sum over `divisor`, in memory that does not keep `full` alive.
             `full` belongs to it and may be overwritten.
         """
+        if dtype is not None and dtype != full.dtype and not self.pages.widens:
+            full = full.to(dtype)
+        return self._reduce(full, Reduction(tag, divisor, packing, dtype or full.dtype))
+
+    def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
+        """See `reduce_scatter`; `full` is in the dtype of the sum unless `pages` widen."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
@@ -193,16 +222,9 @@ class ResizedBuffer:
     is_zeroed = False
     is_persistent = False
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: Packing | None = None,
-    ) -> None:
-        self._collectives, self._packing = collectives, packing
-        self.full = torch.empty(numel, dtype=dtype, device=device)
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._collectives, self._packing = collectives, spec.packing
+        self.full = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
         self._storage, self._whole_nbytes = self.full.untyped_storage(), self.full.nbytes
         self._own = own_interval(self.full, collectives.rank, collectives.size)
 

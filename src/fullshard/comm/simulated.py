@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.base import Collectives, HostPages, Work, own_interval
+from fullshard.comm.base import Collectives, HostPages, Reduction, Work, own_interval
 from fullshard.comm.cpu.pages import pages_of
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import CompletedWork
 from fullshard.core.sizes import all_reduce_nbytes
 
@@ -39,20 +38,11 @@ class SimulatedCollectives(Collectives):
         """Count, and leave `full` as it is."""
         return self._done(full, full.nbytes // self.size * (self.size - 1))
 
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        *,
-        tag: int,
-        divisor: float = 1.0,
-        packing: Packing | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Work:
+    def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Count, and take this rank's own interval for the sum."""
-        full = full.to(dtype or full.dtype)
         own = own_interval(full, self.rank, self.size)
-        nbytes = own.nbytes if packing is None else packing.nbytes(own.numel())
-        return self._done(own / divisor, nbytes * (self.size - 1))
+        nbytes = own.nbytes if how.packing is None else how.packing.nbytes(own.numel())
+        return self._done(own / how.divisor, nbytes * (self.size - 1))
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Count, and take this rank's own values for the sum."""

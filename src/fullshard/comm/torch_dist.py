@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import Collectives, FullBuffer, HostPages, ResizedBuffer, Work, own_interval
+from fullshard.comm.base import (
+    BufferSpec,
+    Collectives,
+    FullBuffer,
+    HostPages,
+    Reduction,
+    ResizedBuffer,
+    Work,
+    own_interval,
+)
 from fullshard.comm.packing import Packing
 
 
@@ -117,36 +126,17 @@ class Alone(Collectives):
     def __init__(self, pages: HostPages | None = None) -> None:
         self.pages = pages or HostPages()
 
-    def full_buffer(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        holds_main: bool,
-        packing: Packing | None = None,
-    ) -> FullBuffer:
-        """See `Collectives.full_buffer`. Nothing is sent, so nothing is packed."""
-        if holds_main:
-            return PersistentBuffer(torch.zeros(numel, dtype=dtype, device=device))
-        return ResizedBuffer(self, numel, dtype, device)
+    def _buffer(self, spec: BufferSpec) -> FullBuffer:
+        if spec.holds_main:
+            return PersistentBuffer(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device))
+        return ResizedBuffer(self, spec)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """`full` is whole already."""
         return CompletedWork(full)
 
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        *,
-        tag: int,
-        divisor: float = 1.0,
-        packing: Packing | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Work:
-        """`full` is the sum already."""
-        full = full.to(dtype or full.dtype)
-        return CompletedWork(full.div_(divisor) if divisor != 1 else full)
+    def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
+        return CompletedWork(full.div_(how.divisor) if how.divisor != 1 else full)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """`tensor` is the sum already."""
@@ -166,35 +156,26 @@ class NativeCollectives(Collectives):
         own = own_interval(full, self.rank, self.size)
         return PendingWork([all_gather_single(full, own, group=self.group, async_op=True)], full)
 
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        *,
-        tag: int,
-        divisor: float = 1.0,
-        packing: Packing | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Work:
+    def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """One reduce-scatter into this rank's interval; packed, one all-to-all and a sum."""
-        full = full.to(dtype or full.dtype)
-        if packing is not None:
-            return self._reduce_packed(full, tag, divisor, packing)
+        if how.packing is not None:
+            return self._reduce_packed(full, how, how.packing)
         own = own_interval(full, self.rank, self.size)
-        return PendingSum([reduce_scatter_single(own, full, group=self.group, async_op=True)], [own], divisor)
+        return PendingSum([reduce_scatter_single(own, full, group=self.group, async_op=True)], [own], how.divisor)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """One all-reduce."""
         return PendingWork([dist.all_reduce(tensor, group=self.group, async_op=True)], tensor)
 
-    def _reduce_packed(self, full: torch.Tensor, tag: int, divisor: float, packing: Packing) -> Work:
+    def _reduce_packed(self, full: torch.Tensor, how: Reduction, packing: Packing) -> Work:
         own = own_interval(full, self.rank, self.size).clone()  # does not keep `full` alive
         leaving = torch.empty(self.size * packing.nbytes(own.numel()), dtype=torch.uint8, device=full.device)
         for to in range(self.size):
             if to != self.rank:
                 packing.pack(own_interval(full, to, self.size), own_interval(leaving, to, self.size))
         arriving = torch.empty_like(leaving)
-        works = self._exchange(leaving, arriving, tag)
-        return PendingPackedSum(works, arriving, packing, own, self.rank, self.size, divisor)
+        works = self._exchange(leaving, arriving, how.tag)
+        return PendingPackedSum(works, arriving, packing, own, self.rank, self.size, how.divisor)
 
     def _exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
         """Begin to send every rank its interval of `leaving`, and to receive this rank's of theirs."""

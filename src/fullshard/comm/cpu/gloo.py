@@ -7,9 +7,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import HostPages, Work, own_interval
+from fullshard.comm.base import HostPages, Reduction, Work, own_interval
 from fullshard.comm.cpu.pages import CpuPages
-from fullshard.comm.packing import Packing
 from fullshard.comm.torch_dist import NativeCollectives, PendingSum, PendingWork
 
 
@@ -31,28 +30,19 @@ class GlooCollectives(NativeCollectives):
             works.append(send(own, self.group, to, tag))
         return PendingWork(works, full)
 
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        *,
-        tag: int,
-        divisor: float = 1.0,
-        packing: Packing | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Work:
+    def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
-        full = full.to(dtype or full.dtype)
-        if packing is not None:
-            return self._reduce_packed(full, tag, divisor, packing)
+        if how.packing is not None:
+            return self._reduce_packed(full, how, how.packing)
         own = own_interval(full, self.rank, self.size)
         received = own.new_empty((self.size - 1) * own.numel())
         contributions = [own] * self.size
         works = []
         for index, (to, source) in enumerate(self._rounds()):
             contributions[source] = received.narrow(0, index * own.numel(), own.numel())
-            works.append(receive(contributions[source], self.group, source, tag))
-            works.append(send(own_interval(full, to, self.size), self.group, to, tag))
-        return PendingSum(works, contributions, divisor)
+            works.append(receive(contributions[source], self.group, source, how.tag))
+            works.append(send(own_interval(full, to, self.size), self.group, to, how.tag))
+        return PendingSum(works, contributions, how.divisor)
 
     def _exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
         works = []

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from fullshard.comm.base import own_interval
+from fullshard.comm.base import Reduction, own_interval
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.heap import heap
 from fullshard.comm.cpu.peers import Peers, host_memory_nbytes
@@ -148,9 +148,9 @@ class SendQueues:
         # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
         self._peers.wait_until(lambda: int(self._own.read.min()) > number, patiently=patiently)
 
-    def send(self, full: torch.Tensor, tag: int, divisor: float, dtype: torch.dtype) -> _ReduceScatter:
-        """Begin to average `full` over the ranks of this host, in `dtype`."""
-        reduction = _ReduceScatter(self, *self.post(full, tag), tag, divisor, dtype)
+    def send(self, full: torch.Tensor, how: Reduction) -> _ReduceScatter:
+        """Begin to average `full` over the ranks of this host."""
+        reduction = _ReduceScatter(self, *self.post(full, how.tag), how)
         self._under_way.append(reduction)
         return reduction
 
@@ -159,9 +159,10 @@ class SendQueues:
         while not reduction.is_done:
             first = self._under_way[0]
             assert first.full is not None  # noqa: S101 -- it is not done
-            self.wait_for(first.number, first.tag)
+            how = first.how
+            self.wait_for(first.number, how.tag)
             first.result = self.sum_interval(
-                first.number, first.full, self._peers.rank, first.dtype, first.divisor, may_keep=True
+                first.number, first.full, self._peers.rank, how.dtype, how.divisor, may_keep=True
             )
             self.mark_read(first.number)
             first.full = None
@@ -177,12 +178,10 @@ class _ReduceScatter:
         result: this rank's interval of the average.
     """
 
-    __slots__ = ("_queues", "divisor", "dtype", "full", "number", "result", "tag")
+    __slots__ = ("_queues", "full", "how", "number", "result")
 
-    def __init__(
-        self, queues: SendQueues, full: torch.Tensor, number: int, tag: int, divisor: float, dtype: torch.dtype
-    ) -> None:
-        self._queues, self.number, self.tag, self.divisor, self.dtype = queues, number, tag, divisor, dtype
+    def __init__(self, queues: SendQueues, full: torch.Tensor, number: int, how: Reduction) -> None:
+        self._queues, self.number, self.how = queues, number, how
         self.full: torch.Tensor | None = full
         self.result: torch.Tensor | None = None
 

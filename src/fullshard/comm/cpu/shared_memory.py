@@ -25,13 +25,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import FullBuffer, ResizedBuffer, Work
+from fullshard.comm.base import BufferSpec, FullBuffer, Reduction, ResizedBuffer, Work
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.cpu.pages import CpuPages
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.send_queue import SendQueues
-from fullshard.comm.packing import Packing
 from fullshard.core.route import Route
 
 _PAGE_NBYTES = mmap.PAGESIZE
@@ -55,34 +54,18 @@ class SharedMemoryCollectives(GlooCollectives):
         self._buffers, self._queues = SharedBuckets(peers), SendQueues(peers)
         self.pages = SharedPages(self._buffers, self._queues)
 
-    def full_buffer(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        holds_main: bool,
-        packing: Packing | None = None,
-    ) -> FullBuffer:
-        """See `Collectives.full_buffer`. All ranks ask for the same ones in the same order."""
-        if numel == 0:
-            return ResizedBuffer(self, numel, dtype, device)
-        place = self._buffers.place(numel * dtype.itemsize)
+    def _buffer(self, spec: BufferSpec) -> FullBuffer:
+        place = self._buffers.place(spec)
         if place is None:
-            return ResizedBuffer(self, numel, dtype, device)
-        return MappedBuffer(self._buffers, place, numel, dtype, holds_main=holds_main)
+            return ResizedBuffer(self, spec)
+        return self._mapped(place, spec)
 
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        *,
-        tag: int,
-        divisor: float = 1.0,
-        packing: Packing | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Work:
-        """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
-        return self._queues.send(full, tag, divisor, dtype or full.dtype)
+    def _mapped(self, place: tuple[int, int], spec: BufferSpec) -> MappedBuffer:
+        return MappedBuffer(self._buffers, place, spec)
+
+    def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
+        """A tensor that is not from `staging` is copied first."""
+        return self._queues.send(full, how)
 
 
 class SharedPages(CpuPages):
@@ -128,10 +111,10 @@ class SharedBuckets:
         self._end = header
         self._number = 0
 
-    def place(self, nbytes: int) -> tuple[int, int] | None:
-        """(number, first byte) for a new bucket of `nbytes` bytes; None if there is no room for it."""
-        number, start = self._number, self._end
-        if number == MAX_BUFFERS or start + nbytes > len(self.shared):
+    def place(self, spec: BufferSpec) -> tuple[int, int] | None:
+        """(number, first byte) for a new bucket; None if it has no elements, or there is no room for it."""
+        number, start, nbytes = self._number, self._end, spec.numel * spec.dtype.itemsize
+        if not nbytes or number == MAX_BUFFERS or start + nbytes > len(self.shared):
             return None
         self._number += 1
         self._end += -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
@@ -178,19 +161,18 @@ class MappedBuffer:
     is_zeroed = False
     is_persistent = Route.SHARED_MEMORY.shares_memory
 
-    def __init__(
-        self, buffers: SharedBuckets, place: tuple[int, int], numel: int, dtype: torch.dtype, *, holds_main: bool
-    ) -> None:
+    def __init__(self, buffers: SharedBuckets, place: tuple[int, int], spec: BufferSpec) -> None:
         self._buffers = buffers
         self._number, self._start = place
-        peers, whole = buffers.peers, slice(self._start, self._start + numel * dtype.itemsize)
+        peers, dtype = buffers.peers, spec.dtype
+        whole = slice(self._start, self._start + spec.numel * dtype.itemsize)
         shown = memoryview(buffers.own)[whole]
         self.full = torch.frombuffer(shown, dtype=torch.uint8).view(dtype)
         nbytes = self.full.nbytes // (peers.num_hosts * peers.size)
         begin = self._start + peers.group_rank(peers.rank) * nbytes
         interval = memoryview(buffers.shared)[begin : begin + nbytes]
         self._interval = torch.frombuffer(interval, dtype=torch.uint8).view(dtype)
-        self.main = self._interval if holds_main else None
+        self.main = self._interval if spec.holds_main else None
         self._offers = 0
         # With the memory and not with this object: a tensor may outlive it.
         weakref.finalize(shown, _end, buffers, self._number, os.getpid()).atexit = False

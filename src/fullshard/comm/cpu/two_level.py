@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import FullBuffer, ResizedBuffer, Work, WorkOf
+from fullshard.comm.base import BufferSpec, Reduction, Work, WorkOf
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.gloo import receive, send
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
@@ -59,36 +59,14 @@ class TwoLevelCollectives(SharedMemoryCollectives):
         self._reductions = _Reductions(_Channel(group, peers, 1), self._queues)
         self.pages = _TwoLevelPages(self._buffers, self._queues, self._gathers.progress, self._received)
 
-    def full_buffer(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        holds_main: bool,
-        packing: Packing | None = None,
-    ) -> FullBuffer:
-        """See `Collectives.full_buffer`. All ranks ask for the same ones in the same order."""
-        place = self._buffers.place(numel * dtype.itemsize) if numel else None
-        if place is None:
-            return ResizedBuffer(self, numel, dtype, device, packing)
+    def _mapped(self, place: tuple[int, int], spec: BufferSpec) -> MappedBuffer:
         # Main weights are exact, and what is computed with is what unpacking gives: they cannot be one.
-        holds_main = holds_main and packing is None
-        return TwoLevelBuffer(
-            self._gathers, self._received, self._buffers, place, numel, dtype, holds_main=holds_main, packing=packing
-        )
+        spec = replace(spec, holds_main=spec.holds_main and spec.packing is None)
+        return TwoLevelBuffer(self._gathers, self._received, self._buffers, place, spec)
 
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        *,
-        tag: int,
-        divisor: float = 1.0,
-        packing: Packing | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Work:
-        """See `Collectives.reduce_scatter`. A tensor that is not from `staging` is copied first."""
-        return self._reductions.begin(full, tag, divisor, packing, dtype or full.dtype)
+    def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
+        """A tensor that is not from `staging` is copied first."""
+        return self._reductions.begin(full, how)
 
 
 class _TwoLevelPages(SharedPages):
@@ -195,14 +173,10 @@ class TwoLevelBuffer(MappedBuffer):
         received: _ReceivePool,
         buffers: SharedBuckets,
         place: tuple[int, int],
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        holds_main: bool,
-        packing: Packing | None,
+        spec: BufferSpec,
     ) -> None:
-        super().__init__(buffers, place, numel, dtype, holds_main=holds_main)
-        self._channel, self._received, self._packing = channel, received, packing
+        super().__init__(buffers, place, spec)
+        self._channel, self._received, self._packing = channel, received, spec.packing
         self._bringing: Future[None] | None = None
         peers, nbytes = channel.peers, self._interval.nbytes
         own, after = (self._start + peers.group_rank(0, host) * nbytes for host in (peers.host, peers.host + 1))
@@ -375,17 +349,15 @@ class _Reductions:
     def __init__(self, channel: _Channel, queues: SendQueues) -> None:
         self._channel, self._queues = channel, queues
 
-    def begin(self, full: torch.Tensor, tag: int, divisor: float, packing: Packing | None, dtype: torch.dtype) -> Work:
+    def begin(self, full: torch.Tensor, how: Reduction) -> Work:
         """Let the ranks of this host read `full`, and have the rest done by the thread."""
-        full, number = self._queues.post(full, tag)
-        reduce = partial(self._reduce, full, number, tag, divisor, packing, dtype)
-        return WorkOf(self._channel.progress.submit(reduce).result)
+        full, number = self._queues.post(full, how.tag)
+        return WorkOf(self._channel.progress.submit(partial(self._reduce, full, number, how)).result)
 
-    def _reduce(
-        self, full: torch.Tensor, number: int, tag: int, divisor: float, packing: Packing | None, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _reduce(self, full: torch.Tensor, number: int, how: Reduction) -> torch.Tensor:
         """What the thread does for one reduce-scatter."""
         channel, queues, own_host = self._channel, self._queues, self._channel.peers.host
+        tag, packing, dtype = how.tag, how.packing, how.dtype
         queues.wait_for(number, tag, patiently=True)
         arriving, leaving = {}, []
         for host in channel.others:
@@ -406,7 +378,7 @@ class _Reductions:
             if packing is not None:
                 packing.unpack(place, theirs)  # which was packed, and is not needed any more
                 sums[host] = theirs
-        average([sums[host] for host in range(channel.peers.num_hosts)], total, divisor)
+        average([sums[host] for host in range(channel.peers.num_hosts)], total, how.divisor)
         for work, _ in leaving:
             work.wait()
         return total
