@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fullshard.api.collectives import broadcast_object, send_to_device
 from fullshard.api.dealing import Deal
 from fullshard.api.dispatching import dispatched
+from fullshard.api.forwarding import forwarded
 from fullshard.api.state import GradientState
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, DataError
@@ -270,14 +271,8 @@ class _DealtSampler(Sampler[Any]):
         self._next = (0, 0, 0)
         self.last_real: int | None = None
 
-    @property
-    def even_batches(self) -> bool:
-        """Whether an incomplete last step is filled up, under Accelerate's name; scripts set it."""
-        return self._deal.even
-
-    @even_batches.setter
-    def even_batches(self, even_batches: bool) -> None:
-        self._deal.even = even_batches
+    even_batches: bool = forwarded("_deal.even", may_set=True)
+    """Whether an incomplete last step is filled up, under Accelerate's name; scripts set it."""
 
     def prepare(self, seed: int, epoch: int, skip: int) -> None:
         self._next = (seed, epoch, skip)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.api.accelerator_state import AcceleratorState
+from fullshard.api.forwarding import forwarded
 from fullshard.api.gathering import Gathering
 from fullshard.api.options import DistributedType, Handlers
 from fullshard.config.schema import RunConfig
@@ -32,30 +33,20 @@ class Facts(Gathering):
     fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
     flag_tensor = None
 
-    @property
-    def distributed_type(self) -> DistributedType:
-        """Always FSDP, on one rank too."""
-        return self.state.distributed_type
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several ranks."""
-        return self.state.use_distributed
-
-    @property
-    def mixed_precision(self) -> str:
-        """The precision mode: `no`, `fp32`, `bf16` or `fp16`."""
-        return self.state.mixed_precision
+    distributed_type: DistributedType = forwarded("state.distributed_type")
+    """Always FSDP, on one rank too."""
+    use_distributed: bool = forwarded("state.use_distributed")
+    """Whether there are several ranks."""
+    mixed_precision: str = forwarded("state.mixed_precision")
+    """The precision mode: `no`, `fp32`, `bf16` or `fp16`."""
 
     @property
     def native_amp(self) -> bool:
         """Whether models run under autocast."""
         return self.mixed_precision in ("bf16", "fp16")
 
-    @property
-    def parallelism_config(self) -> Any:
-        """What the script gave."""
-        return self.state.parallelism_config
+    parallelism_config: Any = forwarded("state.parallelism_config")
+    """What the script gave."""
 
     @property
     def torch_device_mesh(self) -> Any:
@@ -80,10 +71,8 @@ class Facts(Gathering):
         """Which part of its replica this rank holds."""
         return self.process_index % self._shard_size()
 
-    @property
-    def autocast_handler(self) -> Any:
-        """How autocast runs."""
-        return self.handlers.autocast
+    autocast_handler: Any = forwarded("handlers.autocast")
+    """How autocast runs."""
 
     @property
     def scaler_handler(self) -> Any:
@@ -100,34 +89,16 @@ class Facts(Gathering):
         """Arguments for DDP that the script gave; they have no effect. None: none."""
         return self.handlers.given.get("DistributedDataParallelKwargs")
 
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all ranks together."""
-        return bool(self.dataloader_config.split_batches)
-
-    @property
-    def dispatch_batches(self) -> bool:
-        """Whether rank 0 reads for all ranks."""
-        return bool(self.dataloader_config.dispatch_batches)
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether an incomplete last step of an epoch is filled up, in loaders that are prepared from now on."""
-        return bool(self.dataloader_config.even_batches)
-
-    @even_batches.setter
-    def even_batches(self, even_batches: bool) -> None:
-        self.dataloader_config.even_batches = even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether the script asked for seeded samplers; they always are."""
-        return bool(self.dataloader_config.use_seedable_sampler)
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return bool(self.dataloader_config.non_blocking)
+    split_batches: bool = forwarded("dataloader_config.split_batches", bool)
+    """Whether a loader's batch size is that of all ranks together."""
+    dispatch_batches: bool = forwarded("dataloader_config.dispatch_batches", bool)
+    """Whether rank 0 reads for all ranks."""
+    even_batches: bool = forwarded("dataloader_config.even_batches", bool, may_set=True)
+    """Whether an incomplete last step of an epoch is filled up, in loaders that are prepared from now on."""
+    use_seedable_sampler: bool = forwarded("dataloader_config.use_seedable_sampler", bool)
+    """Whether the script asked for seeded samplers; they always are."""
+    non_blocking: bool = forwarded("dataloader_config.non_blocking", bool)
+    """Whether batches are copied to the device without waiting."""
 
     @property
     def use_stateful_dataloader(self) -> bool:
@@ -146,10 +117,8 @@ class Facts(Gathering):
         directory: str | None = self.project_configuration.logging_dir
         return directory
 
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next checkpoint."""
-        return int(self.project_configuration.iteration)
+    save_iteration: int = forwarded("project_configuration.iteration", int)
+    """Number of the next checkpoint."""
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -162,14 +131,8 @@ class Facts(Gathering):
             raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
         self.gradient_state.plugin_kwargs["num_steps"] = steps
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends a step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync_gradients: bool) -> None:
-        self.gradient_state.sync_gradients = sync_gradients
+    sync_gradients: bool = forwarded("gradient_state.sync_gradients", may_set=True)
+    """Whether the current micro-batch ends a step."""
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a model, or a module in it, is spread over several devices (Transformers' `device_map`)."""

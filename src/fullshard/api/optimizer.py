@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fullshard.api.forwarding import forwarded
 from fullshard.api.state import GradientState
 from fullshard.core.errors import ConfigError
 from fullshard.engine import clip_grad_norm_, repoint
@@ -44,32 +45,12 @@ class AcceleratedOptimizer(Optimizer):
         """Whether the last step was left out because a scaled gradient overflowed."""
         return self._was_skipped
 
-    @property
-    def state(self) -> Any:
-        """State per parameter."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Default hyper-parameters."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    state: Any = forwarded("optimizer.state", may_set=True)
+    """State per parameter."""
+    param_groups: list[dict[str, Any]] = forwarded("optimizer.param_groups", may_set=True)
+    """Parameter groups."""
+    defaults: dict[str, Any] = forwarded("optimizer.defaults", may_set=True)
+    """Default hyper-parameters."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters if the current micro-batch ends a step."""

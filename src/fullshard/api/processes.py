@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from fullshard.api.forwarding import forwarded
 from fullshard.api.state import ProcessState
 from fullshard.core.errors import ConfigError
 
@@ -25,25 +26,14 @@ class Processes:
     def __init__(self, process: ProcessState) -> None:
         self.process = process
 
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.process.device
-
-    @property
-    def num_processes(self) -> int:
-        """World size."""
-        return self.process.environment.world_size
-
-    @property
-    def process_index(self) -> int:
-        """Rank."""
-        return self.process.environment.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank on this host."""
-        return self.process.environment.local_rank
+    device: torch.device = forwarded("process.device")
+    """Where this rank computes."""
+    num_processes: int = forwarded("process.environment.world_size")
+    """World size."""
+    process_index: int = forwarded("process.environment.rank")
+    """Rank."""
+    local_process_index: int = forwarded("process.environment.local_rank")
+    """Rank on this host."""
 
     @property
     def is_main_process(self) -> bool:

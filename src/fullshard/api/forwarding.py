@@ -1,0 +1,24 @@
+"""Names under which an object has what another one, which it holds, has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+
+def forwarded(path: str, kind: Callable[[Any], Any] | None = None, *, may_set: bool = False) -> Any:
+    """A property.
+
+    Args:
+        path: of what it stands for, dotted, from the object.
+        kind: makes the value of what is found there.
+        may_set: whether it can be set.
+    """
+    found = attrgetter(path)
+    holder, _, name = path.rpartition(".")
+
+    def put(self: Any, value: Any) -> None:
+        setattr(attrgetter(holder)(self), name, value)
+
+    return property(found if kind is None else lambda self: kind(found(self)), put if may_set else None)
