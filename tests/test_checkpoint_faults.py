@@ -25,7 +25,7 @@ from torch import nn
 
 from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint, storage, verify_checkpoint
 from fullshard.checkpoint.save import prepare_save
-from fullshard.checkpoint.torch_format import PendingTorchFormat
+from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import shard_model
 from tests.distributed import run_ranks
@@ -202,11 +202,11 @@ def test_a_disk_that_fills_up_meanwhile(disk: Path, how: str) -> None:
 
 def _no_torchs_format(root: str, how: str, quota: int) -> list[str]:
     model, saver = _model(540), AsyncSaver()  # 1.1 MiB, half of it in each rank's file
-    pending = PendingTorchFormat(prepare_save(Path(root) / "good", saver.memory, model=model))
+    pending = with_torch_format(prepare_save(Path(root) / "good", saver.memory, model=model))
 
     def complete() -> None:
         if how == "waited":
-            pending.complete(pending.ranks)
+            pending.complete(pending.destination.ranks)
         else:
             saver.begin(pending)
             saver.wait()

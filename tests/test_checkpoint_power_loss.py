@@ -119,7 +119,7 @@ def _save(path: Path) -> None:
 
 def _save_parts(path: Path) -> None:
     pending = prepare_parts(path, {"part_0": {"model": _model()}, "part_1": {"model": _model()}}, overwrite=True)
-    pending.complete(pending.ranks)
+    pending.complete(pending.destination.ranks)
 
 
 def _export(path: Path) -> None:

@@ -27,7 +27,7 @@ from fullshard.checkpoint.adapters import is_adapted, save_adapters
 from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, is_for_others, part_paths, read_manifest
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
-from fullshard.checkpoint.torch_format import PendingTorchFormat
+from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
@@ -197,11 +197,11 @@ def save(
         named = {f"{PART_PREFIX}{number}": part for number, part in enumerate(arguments)}
         pending = prepare_parts(path, named, memory, total_limit=total_limit, overwrite=overwrite)
     if torch_format:
-        pending = PendingTorchFormat(pending)
+        pending = with_torch_format(pending)
     if saver is not None:
         saver.begin(pending)
         return
-    pending.complete(pending.ranks)
+    pending.complete(pending.destination.ranks)
     if whole_weights:
         # Into the complete checkpoint: what resumes a run must not wait for what only other programs read.
         for number, (model, _) in enumerate(parts):

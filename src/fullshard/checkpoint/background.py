@@ -102,7 +102,7 @@ class AsyncSaver:
         self.make_room()
         pending = prepare_save(path, self.memory, **arguments)
         self.begin(pending)
-        return pending.final
+        return pending.destination.final
 
     def make_room(self) -> None:
         """See to it that no save is under way, or raise. A collective.
@@ -125,10 +125,10 @@ class AsyncSaver:
 
     def begin(self, pending: Pending) -> None:
         """Write what was prepared with `memory` after `make_room`. A collective."""
-        self._ranks = pending.ranks
+        self._ranks = pending.destination.ranks
         if self._background is None:
             self._background = self._ranks.apart()
-        self._path, self._error = pending.final, None
+        self._path, self._error = pending.destination.final, None
         self._thread = threading.Thread(target=self._write, args=(pending, self._background), name="fullshard-save")
         # Not a daemon: an interpreter that ends waits for it. Then, and only then, it looks for an error nobody saw.
         atexit.register(self._report)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import shutil
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +18,9 @@ from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.save import Destination
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
-from fullshard.checkpoint.storage import (
-    TensorEntry,
-    TensorFileWriter,
-    commit_directory,
-    make_temp_directory,
-    temp_directory,
-)
+from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter
 from fullshard.checkpoint.tensors import (
     LocalTensor,
     dtype_name,
@@ -38,7 +31,6 @@ from fullshard.checkpoint.tensors import (
     tensor_bytes,
 )
 from fullshard.core.errors import CheckpointError
-from fullshard.core.paths import local_path
 
 
 def export_hf(
@@ -78,13 +70,11 @@ def export_hf(
         ConfigError: `max_shard_size` or `dtype` that cannot be understood.
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
-    final = local_path(path).absolute()
-    ranks = Ranks.of(model)
-    export_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
-    temp = temp_directory(final, export_id)
-    try:
+    destination = Destination.of(model, path)
+    final, ranks, temp = destination.final, destination.ranks, destination.temp
+    with destination.discarded_on_failure():
         plan, convert = ranks.together(f"exporting {final}", lambda: _plan(model, ranks.rank, limit=limit, cast=cast))
-        ranks.on_rank_0(f"exporting {final}", lambda: make_temp_directory(final, export_id, overwrite=overwrite))
+        destination.make("exporting", overwrite=overwrite)
         _write_weights(temp, plan, convert, ranks)
 
         def finish() -> None:
@@ -92,13 +82,9 @@ def export_hf(
             _write_configuration(temp, model, cast, convert.merged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temp)
-            commit_directory(temp, final, export_id)
+            destination.commit()
 
         ranks.on_rank_0(f"exporting {final}", finish)
-    except BaseException:
-        if ranks.rank == 0:
-            shutil.rmtree(temp, ignore_errors=True)
-        raise
     return final
 
 

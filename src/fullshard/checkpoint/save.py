@@ -11,12 +11,14 @@ Until the rename nothing looks like a checkpoint, and nothing old is touched bef
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -83,19 +85,69 @@ def save_checkpoint(
         path, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra, objects=objects,
         weights=weights, total_limit=total_limit, overwrite=overwrite,
     )  # fmt: skip
-    return pending.complete(pending.ranks)
+    return pending.complete(pending.destination.ranks)
 
 
-class Pending(Protocol):
-    """A save whose state is collected but not written: `complete` does that, at once or in another thread."""
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A directory to be: all ranks fill a temporary one, which gets its name when it is complete.
+
+    Attributes:
+        ranks: all of them.
+        final: the directory.
+        save_id: what distinguishes this from other attempts.
+    """
+
+    ranks: Ranks
+    final: Path
+    save_id: str
+
+    @classmethod
+    def of(cls, model: nn.Module, path: str | Path) -> Destination:
+        """Agree on one. A collective of the ranks of `model`."""
+        ranks = Ranks.of(model)
+        return cls(ranks, local_path(path).absolute(), ranks.broadcast(uuid.uuid4().hex[:16]))
 
     @property
-    def ranks(self) -> Ranks:
-        """Those that collected it."""
+    def temp(self) -> Path:
+        """The temporary directory."""
+        return temp_directory(self.final, self.save_id)
 
-    @property
-    def final(self) -> Path:
-        """The directory it will be."""
+    def make(self, doing: str, *, overwrite: bool) -> None:
+        """Make the temporary directory; see `make_temp_directory`."""
+        self.ranks.on_rank_0(
+            f"{doing} {self.final}", lambda: make_temp_directory(self.final, self.save_id, overwrite=overwrite)
+        )
+
+    def commit(self) -> None:
+        """Give it its name; see `commit_directory`. Rank 0 alone."""
+        commit_directory(self.temp, self.final, self.save_id)
+
+    @contextlib.contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        """Nothing is left of it if the block fails."""
+        try:
+            yield
+        except BaseException:
+            if self.ranks.rank == 0:
+                discard_directory(self.temp)
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(ABC):
+    """A save whose state is collected but not written: `complete` does that, at once or in another thread.
+
+    Attributes:
+        destination: what it will be, and the ranks that collected it.
+        total_limit: see `save_checkpoint`.
+        then: what is to be made of the complete checkpoint, in words and as a function that rank 0 calls with its
+            directory. The checkpoint is there even if that fails.
+    """
+
+    destination: Destination
+    total_limit: int | None
+    then: tuple[str, Callable[[Path], None]] | None = field(default=None, kw_only=True)
 
     def complete(self, ranks: Ranks) -> Path:
         """Write it and make it count. A collective over `ranks`, which another thread must have for itself.
@@ -103,6 +155,19 @@ class Pending(Protocol):
         Raises:
             CheckpointError: as for `save_checkpoint`.
         """
+        final = self.destination.final
+        with self.destination.discarded_on_failure():
+            commit = self._write(ranks)
+            ranks.on_rank_0(f"committing {final}", commit)
+        ranks.on_rank_0(f"{final} is saved; tidying up beside it", lambda: _tidy_up(final, self.total_limit))
+        if self.then is not None:
+            what, make = self.then
+            ranks.on_rank_0(f"{final} is saved; {what}", lambda: make(final))
+        return final
+
+    @abstractmethod
+    def _write(self, ranks: Ranks) -> Callable[[], None]:
+        """Write everything but what makes it count, which rank 0 does by calling the result."""
 
 
 def prepare_save(
@@ -126,67 +191,43 @@ def prepare_save(
         raise ConfigError(
             f"total_limit = {total_limit} would keep no checkpoint", hint="use 1 or more, or None for all"
         )
-    final = local_path(path).absolute()
-    ranks = Ranks.of(model)
-    save_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
-    temp = temp_directory(final, save_id)
-    try:
-        ranks.on_rank_0(
-            f"saving {final}", lambda: make_temp_directory(final, save_id, overwrite=arguments.get("overwrite", False))
+    destination = Destination.of(model, path)
+    ranks = destination.ranks
+    with destination.discarded_on_failure():
+        destination.make("saving", overwrite=arguments.get("overwrite", False))
+        writer = ranks.together(
+            "collecting the state", lambda: RankWriter(destination.temp, destination.save_id, ranks.rank, arguments)
         )
-        writer = ranks.together("collecting the state", lambda: RankWriter(temp, save_id, ranks.rank, arguments))
         nbytes = sum(ranks.gather(writer.nbytes))
-        ranks.on_rank_0(f"saving {final}", lambda: require_room(temp, nbytes))
+        ranks.on_rank_0(f"saving {destination.final}", lambda: require_room(destination.temp, nbytes))
         if memory is not None:
             ranks.together("copying the state to host memory", lambda: writer.stage(memory))
-    except BaseException:
-        if ranks.rank == 0:
-            discard_directory(temp)
-        raise
-    return PendingSave(ranks, final, writer, total_limit, parts)
+    return PendingSave(destination, total_limit, writer, parts)
 
 
 @dataclass(frozen=True, slots=True)
-class PendingSave:
-    """A save whose state is collected but not written.
+class PendingSave(Pending):
+    """That of one checkpoint.
 
     Attributes:
-        ranks: those that collected it.
-        final: the directory it will be.
         writer: this rank's part.
-        total_limit: see `save_checkpoint`.
         parts: see `Manifest.parts`.
     """
 
-    ranks: Ranks
-    final: Path
     writer: RankWriter
-    total_limit: int | None
     parts: int
 
-    def complete(self, ranks: Ranks) -> Path:
-        """Write it and make it count. A collective over `ranks`, which another thread must have for itself.
+    def _write(self, ranks: Ranks) -> Callable[[], None]:
+        writer = self.writer
+        report = ranks.together(f"writing {self.destination.final}", writer.write)
+        reports = ranks.gather(report.model_dump(mode="json"))
 
-        Raises:
-            CheckpointError: as for `save_checkpoint`.
-        """
-        final, writer = self.final, self.writer
-        try:
-            report = ranks.together(f"writing {final}", writer.write)
-            reports = ranks.gather(report.model_dump(mode="json"))
+        def commit() -> None:
+            manifest = writer.manifest([RankReport.model_validate(r) for r in reports], parts=self.parts)
+            write_file(self.destination.temp / MANIFEST_NAME, encode_manifest(manifest))
+            self.destination.commit()
 
-            def commit() -> None:
-                manifest = writer.manifest([RankReport.model_validate(r) for r in reports], parts=self.parts)
-                write_file(writer.directory / MANIFEST_NAME, encode_manifest(manifest))
-                commit_directory(writer.directory, final, writer.save_id)
-
-            ranks.on_rank_0(f"committing {final}", commit)
-        except BaseException:
-            if ranks.rank == 0:
-                discard_directory(writer.directory)
-            raise
-        ranks.on_rank_0(f"{final} is saved; tidying up beside it", lambda: _tidy_up(final, self.total_limit))
-        return final
+        return commit
 
 
 def prepare_parts(
@@ -206,48 +247,30 @@ def prepare_parts(
         total_limit: checkpoints beside it to keep, as for `save_checkpoint`.
         overwrite: replace `path` if it exists.
     """
-    final = local_path(path).absolute()
-    ranks = Ranks.of(next(iter(parts.values()))["model"])
-    save_id: str = ranks.broadcast(uuid.uuid4().hex[:16])
-    temp = temp_directory(final, save_id)
-    try:
-        ranks.on_rank_0(f"saving {final}", lambda: make_temp_directory(final, save_id, overwrite=overwrite))
-        pending = [prepare_save(temp / name, memory, len(parts), **part) for name, part in parts.items()]
-    except BaseException:
-        if ranks.rank == 0:
-            discard_directory(temp)
-        raise
-    return PendingParts(ranks, final, temp, save_id, tuple(pending), total_limit)
+    destination = Destination.of(next(iter(parts.values()))["model"], path)
+    with destination.discarded_on_failure():
+        destination.make("saving", overwrite=overwrite)
+        pending = [prepare_save(destination.temp / name, memory, len(parts), **part) for name, part in parts.items()]
+    return PendingParts(destination, total_limit, tuple(pending))
 
 
 @dataclass(frozen=True, slots=True)
-class PendingParts:
-    """See `PendingSave`."""
+class PendingParts(Pending):
+    """That of several."""
 
-    ranks: Ranks
-    final: Path
-    temp: Path
-    save_id: str
     parts: tuple[PendingSave, ...]
-    total_limit: int | None
 
-    def complete(self, ranks: Ranks) -> Path:
-        """See `PendingSave.complete`."""
+    def _write(self, ranks: Ranks) -> Callable[[], None]:
+        for part in self.parts:
+            part.complete(ranks)
 
         def commit() -> None:
-            (self.temp / LATEST_NAME).unlink(missing_ok=True)  # of the parts, among which none is the latest
-            commit_directory(self.temp, self.final, self.save_id)
+            (self.destination.temp / LATEST_NAME).unlink(
+                missing_ok=True
+            )  # of the parts, among which none is the latest
+            self.destination.commit()
 
-        try:
-            for part in self.parts:
-                part.complete(ranks)
-            ranks.on_rank_0(f"committing {self.final}", commit)
-        except BaseException:
-            if ranks.rank == 0:
-                discard_directory(self.temp)
-            raise
-        ranks.on_rank_0(f"{self.final} is saved; tidying up", lambda: _tidy_up(self.final, self.total_limit))
-        return self.final
+        return commit
 
 
 def _tidy_up(final: Path, total_limit: int | None) -> None:

@@ -9,13 +9,12 @@ step-1000/
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from fullshard.checkpoint.format import part_paths
 from fullshard.checkpoint.offline import open_source, write_dcp
 from fullshard.checkpoint.offline.source import nbytes_of
-from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending
 from fullshard.checkpoint.storage import (
     discard_directory,
@@ -27,34 +26,13 @@ from fullshard.checkpoint.storage import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PendingTorchFormat:
-    """A save that writes torch's format into the checkpoint once that is complete. See `Pending`.
+def with_torch_format(pending: Pending) -> Pending:
+    """A save that writes torch's format into the checkpoint, too, once that is complete.
 
     Rank 0 makes it from the files, one tensor at a time: no rank gathers anything, so it may go on in the background.
+    The disk needs room for it twice.
     """
-
-    pending: Pending
-
-    @property
-    def ranks(self) -> Ranks:
-        """See `Pending.ranks`."""
-        return self.pending.ranks
-
-    @property
-    def final(self) -> Path:
-        """See `Pending.final`."""
-        return self.pending.final
-
-    def complete(self, ranks: Ranks) -> Path:
-        """See `Pending.complete`. If torch's format cannot be written, the checkpoint is there nevertheless.
-
-        Raises:
-            CheckpointError: as for `save_checkpoint`, or the disk has no room for it twice.
-        """
-        path = self.pending.complete(ranks)
-        ranks.on_rank_0(f"{path} is saved; writing torch's format into it", lambda: write_torch_format(path, path))
-        return path
+    return replace(pending, then=("writing torch's format into it", lambda path: write_torch_format(path, path)))
 
 
 def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> None:
