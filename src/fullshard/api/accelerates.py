@@ -11,7 +11,7 @@ from fullshard.config.dialect import Reading, Setting
 from fullshard.config.handover import handed_over
 from fullshard.config.origin import Origin
 from fullshard.core.errors import ConfigError
-from fullshard.core.strategy import parse_strategy
+from fullshard.core.strategy import Axis, parse_strategy
 from fullshard.launch.environment import read_rank_environment
 
 
@@ -92,7 +92,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     said = plugin.setting("sharding.strategy")
     row = parse_strategy("NO_SHARD" if shards == 1 else said.value if said is not None else "FULL_SHARD")
     if shards > 1:
-        row = row.in_groups()
+        row = row.over(*Axis)
     reading.settings.append(Setting("sharding.strategy", row.name, origin, "dp_replicate_size"))
     if shards > 1:
         reading.settings.append(Setting("sharding.shard_size", shards, origin, "dp_shard_size"))

@@ -31,6 +31,7 @@ from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
+from fullshard.observe.files import whole_file
 
 _WHOLE = "model"
 _HOOKS = "files-of-hooks.json"
@@ -293,12 +294,11 @@ def save_model(model: nn.Module, directory: Path, max_shard_size: int | str, env
 def save_object(obj: Any, path: Path, *, safe: bool) -> None:
     """Write an object to a file, which appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    if safe:
-        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in obj.items()}, temp)
-    else:
-        torch.save(obj, temp)
-    temp.replace(path)
+    with whole_file(path) as temp:
+        if safe:
+            safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in obj.items()}, temp)
+        else:
+            torch.save(obj, temp)
 
 
 def _foreign_entries(path: Path) -> list[str]:

@@ -141,7 +141,8 @@ def consolidate(
     overwrite: _Overwrite = False,
 ) -> None:
     """Put the model together in safetensors files. Holds 16 MiB of a tensor at a time."""
-    _weights(checkpoint, output, dtype, max_shard_size, config_from, index, overwrite=overwrite, needs_config=False)
+    options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
+    _weights(checkpoint, output, index, **options)
 
 
 @app.command()
@@ -164,7 +165,8 @@ def export(
 ) -> None:
     """Write a checkpoint for other programs. Holds 16 MiB of a tensor at a time; for torch's format a whole one."""
     if to is Target.HF:
-        _weights(checkpoint, output, dtype, max_shard_size, config_from, index, overwrite=overwrite, needs_config=True)
+        options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
+        _weights(checkpoint, output, index, needs_config=True, **options)
         return
     if config_from is not None:
         raise ConfigError("--config-from has no effect with torch's format, which holds no configuration")
@@ -193,7 +195,7 @@ def reshard(
     checkpoint = trainer_state(checkpoint)
     if not (checkpoint / MANIFEST_NAME).is_file():
         raise ConfigError(f"{checkpoint} is no checkpoint of ours", hint="fullshard ckpt import takes those of others")
-    _native(checkpoint, output, world_size, shard_size, overwrite=overwrite)
+    _native(checkpoint, output, world_size=world_size, shard_size=shard_size, overwrite=overwrite)
 
 
 @app.command("import")
@@ -214,9 +216,11 @@ def import_(
     """Make a checkpoint of ours out of one of Hugging Face, Accelerate, Trainer, torch, torch_xla or TorchAcc."""
     if optimizer is not None and no_optimizer:
         raise ConfigError("--optimizer names the class of what --no-optimizer leaves out", hint="give one of them")
+    from fullshard.checkpoint.shards import parse_dtype
+
     _native(
-        checkpoint, output, world_size, shard_size, overwrite=overwrite, kind=optimizer, dtype=dtype, index=index,
-        with_optimizer=not no_optimizer,
+        checkpoint, output, index=index, with_optimizer=not no_optimizer, world_size=world_size, shard_size=shard_size,
+        dtype=parse_dtype(dtype), optimizer_kind=optimizer, overwrite=overwrite,
     )  # fmt: skip
 
 
@@ -241,51 +245,23 @@ def prune(
     typer.echo(f"{len(found.kept)} whole checkpoints are kept")
 
 
-def _weights(
-    checkpoint: Path,
-    output: Path,
-    dtype: str | None,
-    max_shard_size: str,
-    config_from: Path | None,
-    index: int,
-    *,
-    overwrite: bool,
-    needs_config: bool,
-) -> None:
+def _weights(checkpoint: Path, output: Path, index: int, **options: Any) -> None:
     from fullshard.checkpoint.offline import write_weights
 
     with _open(checkpoint, optimizer=False, index=index) as source:
         with _progress("writing", _total(source.contents, model_only=True)) as tick:
-            copied = write_weights(
-                source, output, dtype=dtype, max_shard_size=max_shard_size, config_from=config_from,
-                needs_config=needs_config, overwrite=overwrite, progress=tick,
-            )  # fmt: skip
+            copied = write_weights(source, output, progress=tick, **options)
         _done(output)
         if copied:
             typer.echo(f"copied: {', '.join(copied)}")
 
 
-def _native(
-    checkpoint: Path,
-    output: Path,
-    world_size: int,
-    shard_size: int | None,
-    *,
-    overwrite: bool,
-    kind: str | None = None,
-    dtype: str | None = None,
-    index: int = 0,
-    with_optimizer: bool = True,
-) -> None:
+def _native(checkpoint: Path, output: Path, *, index: int = 0, with_optimizer: bool = True, **options: Any) -> None:
     from fullshard.checkpoint.offline import write_native
-    from fullshard.checkpoint.shards import parse_dtype
 
     with _open(checkpoint, optimizer=with_optimizer, index=index) as source:
         with _progress("writing", _total(source.contents)) as tick:
-            notes = write_native(
-                source, output, world_size=world_size, shard_size=shard_size, dtype=parse_dtype(dtype),
-                optimizer_kind=kind, overwrite=overwrite, progress=tick,
-            )  # fmt: skip
+            notes = write_native(source, output, progress=tick, **options)
         _done(output)
         for note in notes:
             typer.echo(f"note: {note}")

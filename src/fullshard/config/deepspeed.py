@@ -27,7 +27,7 @@ from fullshard.config.dialect import (
 )
 from fullshard.config.origin import Entry
 from fullshard.core.errors import ConfigError
-from fullshard.core.strategy import STRATEGIES, parse_strategy
+from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 
 STAGES = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OPTIMIZER", "FULL_SHARD")
 """The strategy that each of ZeRO's stages is."""
@@ -242,7 +242,7 @@ def make_hybrid(reading: Reading, because: Setting) -> None:
         return
     if row.is_hybrid:
         return
-    name = row.in_groups().name
+    name = row.over(*Axis).name
     reading.settings = [setting for setting in reading.settings if setting.path != "sharding.strategy"]
     reading.settings.append(Setting("sharding.strategy", name, because.origin, because.key))
     text = f"makes the strategy {name}: sharded inside a group, replicated across groups"

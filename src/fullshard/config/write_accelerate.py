@@ -15,7 +15,7 @@ from fullshard.config.dialect import shown
 from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.schema import SETTINGS, RunConfig
 from fullshard.config.settings import About
-from fullshard.core.strategy import STRATEGIES, Axis, Strategy, parse_strategy
+from fullshard.core.strategy import Axis, Strategy, parse_strategy
 
 _WRAPS = {
     "auto": "TRANSFORMER_BASED_WRAP",
@@ -124,7 +124,7 @@ class _Writer:
         if row.is_hybrid:
             return self._hybrid(row)
         if row.code is None:
-            nearest = _like(row, {Axis.SHARD})
+            nearest = row.over(Axis.SHARD)
             self._say("sharding.strategy", f"{row.name} is written as {nearest.name}: Accelerate has no word for it")
             row = nearest
         if sharding.shard_size is not None:
@@ -143,12 +143,12 @@ class _Writer:
         replicas, size = row.mesh_shape(total, size)
         if replicas == 1:
             self._say("sharding.shard_size", "left out: one shard group holds all processes")
-            plain = _like(row, {Axis.SHARD})
+            plain = row.over(Axis.SHARD)
             self._say("sharding.strategy", f"{row.name} over one shard group is written as {plain.name}")
             return self._version_2(plain), {}
         if size == 1:
             self._say("sharding.shard_size", "left out: shard groups of one rank shard nothing")
-            plain = _like(row, set())
+            plain = row.over(Axis.REPLICATE)
             self._say("sharding.strategy", f"{row.name} with shard groups of one rank is written as {plain.name}")
             return self._version_1(plain, "version 2 of Accelerate's FSDP cannot replicate"), {}
         if self.config.sharding.shard_size is None:
@@ -257,10 +257,3 @@ class _Writer:
 
     def _say(self, path: str, text: str) -> None:
         self.remarks.append(Remark(path, text))
-
-
-def _like(row: Strategy, axes: set[Axis]) -> Strategy:
-    """The strategy that shards over `axes` only (none: replicates) and is otherwise like `row`."""
-    wanted = axes or {Axis.REPLICATE}
-    same = [other for other in STRATEGIES.values() if set(other.optimizer_state) == wanted]
-    return next((other for other in same if other.reshard_after_forward == row.reshard_after_forward), same[0])

@@ -88,10 +88,10 @@ class Strategy:
         rows = (row for row in STRATEGIES.values() if row.placements == self.placements)
         return next((row for row in rows if row.reshard_after_forward == after_forward), None)
 
-    def in_groups(self) -> Strategy:
-        """The hybrid row that does after forward what this one does."""
-        rows = (row for row in STRATEGIES.values() if row.is_hybrid)
-        return next(row for row in rows if row.reshard_after_forward == self.reshard_after_forward)
+    def over(self, *axes: Axis) -> Strategy:
+        """The row of these axes that does after forward what this one does, or the first of them if none does."""
+        rows = [row for row in STRATEGIES.values() if set(row.optimizer_state) == set(axes)]
+        return next((row for row in rows if row.reshard_after_forward == self.reshard_after_forward), rows[0])
 
     def shard_size_on(self, ranks_per_host: int, shard_size: int | None) -> int | None:
         """Ranks per shard group if `shard_size` was asked for; a hybrid strategy that was told none has one host's."""

@@ -30,7 +30,7 @@ from fullshard.launch.bootstrap import LAUNCHER_PID
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause
 from fullshard.launch.logs import RankLogs
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
-from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, usable_cpu_count
+from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, threads_of_each
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
 from fullshard.launch.rendezvous_server import RendezvousClient, RendezvousServer
 from fullshard.launch.streams import STREAMS, StreamPlan
@@ -288,13 +288,9 @@ class Agent(LocalElasticAgent):
 
 
 def worker_variables(nproc: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables the workers need that are not set yet.
-
-    Threads are shared out, because `nproc` processes with a thread per core each slow one another down.
-    """
+    """Variables the workers need that are not set yet."""
     environ = os.environ if environ is None else environ
-    wanted = {"OMP_NUM_THREADS": str(max(1, usable_cpu_count() // nproc))}
-    return {name: value for name, value in wanted.items() if name not in environ}
+    return {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(threads_of_each(nproc))}
 
 
 def _show_cursor() -> None:

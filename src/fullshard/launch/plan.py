@@ -15,7 +15,7 @@ from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS, LaunchConfig, RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.launch import bootstrap
-from fullshard.launch.processes import usable_cpu_count
+from fullshard.launch.processes import threads_of_each, usable_cpu_count
 from fullshard.launch.slurm import devices_per_host
 
 DETECTED = Origin(Precedence.DEFAULT, "found on this host")
@@ -129,8 +129,7 @@ def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ
     if launch.num_cpu_threads_per_process is not None:
         variables["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
     elif "OMP_NUM_THREADS" not in environ:
-        # Processes with a thread per core each would slow one another down.
-        variables["OMP_NUM_THREADS"] = str(max(1, usable_cpu_count() // per_host))
+        variables["OMP_NUM_THREADS"] = str(threads_of_each(per_host))
     if launch.gpu_ids is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpu_ids)
     if device == "cpu":

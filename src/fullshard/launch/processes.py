@@ -18,6 +18,11 @@ _PATIENCE_SECONDS = 1.0
 """How long a killed process may take to be gone."""
 
 
+def threads_of_each(nproc: int) -> int:
+    """Threads per process: with one per core each, `nproc` processes would slow one another down."""
+    return max(1, usable_cpu_count() // nproc)
+
+
 def adopt_orphans() -> None:
     """Become the parent of every process below whose own parent ends, so that `end_descendants` finds it (Linux)."""
     if sys.platform == "linux":

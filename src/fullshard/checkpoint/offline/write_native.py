@@ -29,7 +29,7 @@ from fullshard.checkpoint.format import (
     rank_file_name,
 )
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
-from fullshard.checkpoint.offline.source import Contents, Kind, Source, chunks, dtype_of, nbytes_of, stream
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, chunks, dtype_of, stream
 from fullshard.checkpoint.storage import (
     TensorEntry,
     TensorFileWriter,
@@ -112,11 +112,6 @@ def write_native(
             raise CheckpointError(f"{source.path} is no complete checkpoint:\n" + "\n".join(problems))
         write_file(temp / MANIFEST_NAME, encode_manifest(manifest))
     return notes
-
-
-def total_nbytes(contents: Contents) -> int:
-    """Bytes of all tensors of model and optimizer."""
-    return sum(nbytes_of(record) for _, _, record in contents.tensors())
 
 
 def _renamed(source: Source, dtype: torch.dtype | None, optimizer_kind: str | None) -> Contents:

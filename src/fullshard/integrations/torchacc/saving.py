@@ -13,7 +13,6 @@ ranks; these functions are for scripts that have them.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import re
@@ -35,6 +34,7 @@ from fullshard.engine import ShardedParameter
 from fullshard.engine.interop import optimizer_of
 from fullshard.integrations.torchacc.process import joined
 from fullshard.launch.environment import run_on_main
+from fullshard.observe.files import whole_file
 
 METADATA_FORMAT = "fullshard.torchacc/1"
 CONSOLIDATED = "consolidated.pth"
@@ -245,18 +245,15 @@ def _write(value: Any, path: Path) -> None:
     """Write the file under another name first, so that a crash leaves what was there."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a directory", hint="name a file in it")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            torch.save(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            with temporary.open("wb") as file:
+                torch.save(value, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
     except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise CheckpointError(f"cannot write {path}: {error}") from error
     if unsafe:
         warnings.warn(f"{path} holds {', '.join(unsafe)}: torch.load(weights_only=True) refuses it", stacklevel=4)
