@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.torch_dist import CompletedWork
+from fullshard.comm.torch_dist import completed
 from fullshard.config.hardware import DetectedDevice, Hardware
 from fullshard.core.sizes import MIB
 from fullshard.launch import doctor, doctor_ranks
@@ -220,7 +220,7 @@ class _Swapped(GlooCollectives):
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Any:
         super().all_gather(full, tag=tag).wait()
-        return CompletedWork(full.copy_(full.flip(0)))
+        return completed(full.copy_(full.flip(0)))
 
 
 def _swapped() -> str:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.api.plan_check import PlanCheck
 from fullshard.comm.base import BufferSpec, ResizedBuffer
 from fullshard.comm.packing import packing_for
-from fullshard.comm.torch_dist import Alone, CompletedWork
+from fullshard.comm.torch_dist import Alone, completed
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import units_of, unsharded
 from fullshard.engine.offload import Host
@@ -187,7 +187,7 @@ def test_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(torch.device("cuda"), pins=False, overlaps=True)
     full, main = torch.empty(4), torch.arange(4.0)
     with host.copying_to_device():
-        work = host.arriving(CompletedWork(full.copy_(main)))
+        work = host.arriving(completed(full.copy_(main)))
     work.wait()
     assert log.said == [
         "to device waits for computing",  # what used the memory before
@@ -197,7 +197,7 @@ def test_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
         "computing waits for the event of to device",
     ]
     log.said.clear()
-    leaving = [host.send(CompletedWork(torch.full((4,), float(i)))) for i in range(2)]
+    leaving = [host.send(completed(torch.full((4,), float(i)))) for i in range(2)]
     sent = ["to host waits for computing", "onto to host", "off to host", "to host records"]
     assert log.said == [*sent, *sent, "computing waits for the event of to host"]  # before the first is freed
     log.said.clear()

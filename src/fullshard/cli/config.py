@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,7 +119,7 @@ def explain(context: typer.Context) -> None:
     rows = list(explained(resolved))
     notes = [str(note) for note in resolved.notes]
     if as_json:
-        print(json.dumps({"settings": [_as_data(row) for row in rows], "notes": notes}, indent=2))
+        print(json.dumps({"settings": [asdict(row) for row in rows], "notes": notes}, indent=2))
         return
     if line.option("config_file") is None:
         print("no file is named")
@@ -139,12 +140,6 @@ def _with_file_as_flag(arguments: list[str]) -> list[str]:
     if after.target is not None:
         raise ConfigError(f"one file at a time, got {line.target} and {after.target}", hint="name one")
     return ["--config_file", line.target, *before, *line.arguments]
-
-
-def _as_data(row: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(row)
 
 
 def _print_rows(rows: list[Any]) -> None:
@@ -179,16 +174,11 @@ def _print_rows(rows: list[Any]) -> None:
     Console().print(table)
 
 
-def _load(file: Path) -> Any:
-    from fullshard.config.load import load_file
-
-    return load_file(file)
-
-
 def _resolve(file: Path) -> Any:
+    from fullshard.config.load import load_file
     from fullshard.config.resolve import resolve
 
-    return resolve([_load(file)])
+    return resolve([load_file(file)])
 
 
 def _put(text: str, output: Path | None, overwrite: bool) -> None:

@@ -251,7 +251,17 @@ class ResizedBuffer:
         rank, size = self._collectives.rank, self._collectives.size
         messages = torch.empty(size * packing.nbytes(main.numel()), dtype=torch.uint8, device=self.full.device)
         packing.pack(main, own_interval(messages, rank, size))
-        return _Unpacking(self._collectives.all_gather(messages, tag=tag), packing, self.full, size)
+        arriving = [self._collectives.all_gather(messages, tag=tag)]
+
+        def wait() -> torch.Tensor:
+            """Wait for the messages and unpack them all; the second time there are none."""
+            while arriving:
+                messages = arriving.pop().wait()
+                for source in range(size):
+                    packing.unpack(own_interval(messages, source, size), own_interval(self.full, source, size))
+            return self.full
+
+        return WorkOf(wait)
 
     def free(self) -> None:
         """Resize to nothing."""
@@ -259,21 +269,3 @@ class ResizedBuffer:
 
     def wait_for_readers(self) -> None:
         """Nothing: what the others read is a copy of the main weights, made when the gather was launched."""
-
-
-@dataclass(slots=True)
-class _Unpacking:
-    """An all-gather of packed intervals under way."""
-
-    messages: Work | None
-    packing: Packing
-    full: torch.Tensor
-    size: int
-
-    def wait(self) -> torch.Tensor:
-        """Wait for them, and unpack them all."""
-        if self.messages is not None:
-            messages, self.messages = self.messages.wait(), None
-            for rank in range(self.size):
-                self.packing.unpack(own_interval(messages, rank, self.size), own_interval(self.full, rank, self.size))
-        return self.full

@@ -13,7 +13,7 @@ import torch
 from fullshard.comm.base import Collectives, HostPages, Reduction, Work, own_interval
 from fullshard.comm.cpu.pages import pages_of
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.torch_dist import CompletedWork
+from fullshard.comm.torch_dist import completed
 from fullshard.core.sizes import all_reduce_nbytes
 
 
@@ -51,7 +51,7 @@ class SimulatedCollectives(Collectives):
     def _done(self, result: torch.Tensor, nbytes: int) -> Work:
         self.sent_nbytes += nbytes
         self.calls += self.size > 1
-        return CompletedWork(result)
+        return completed(result)
 
 
 def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: torch.device) -> Mesh:

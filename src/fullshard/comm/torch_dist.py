@@ -15,76 +15,40 @@ from fullshard.comm.base import (
     Reduction,
     ResizedBuffer,
     Work,
+    WorkOf,
     own_interval,
 )
 from fullshard.comm.packing import Packing
 
 
-@dataclass(slots=True)
-class CompletedWork:
+def completed(result: torch.Tensor) -> Work:
     """Work that needed no communication."""
-
-    result: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        """The result."""
-        return self.result
+    return WorkOf(lambda: result)
 
 
-@dataclass(slots=True)
-class PendingWork:
-    """Work of one or more `torch.distributed` operations that fill `result`."""
+def filling(result: torch.Tensor, works: list[dist.Work]) -> Work:
+    """Operations that fill `result`."""
 
-    works: list[dist.Work]
-    result: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        """Wait for all of them."""
-        for work in self.works:
+    def wait() -> torch.Tensor:
+        for work in works:
             work.wait()
-        return self.result
+        return result
+
+    return WorkOf(wait)
 
 
-@dataclass(slots=True)
-class PendingSum:
+def summing(works: list[dist.Work], contributions: list[torch.Tensor], divisor: float) -> Work:
     """Contributions under way, to be added up in rank order, so the sum is deterministic, and divided."""
 
-    works: list[dist.Work]
-    contributions: list[torch.Tensor]
-    divisor: float
+    def wait() -> torch.Tensor:
+        while works:
+            works.pop().wait()  # it holds what it received
+        total = contributions[0]
+        while len(contributions) > 1:  # each is freed as soon as it is in the sum
+            total.add_(contributions.pop(1))
+        return total / divisor  # never a view, so that the unsharded buffer is freed
 
-    def wait(self) -> torch.Tensor:
-        """Wait, then add up."""
-        while self.works:
-            self.works.pop().wait()  # it holds what it received
-        total = self.contributions[0]
-        while len(self.contributions) > 1:  # each is freed as soon as it is in the sum
-            total.add_(self.contributions.pop(1))
-        return total / self.divisor  # never a view, so that the unsharded buffer is freed
-
-
-@dataclass(slots=True)
-class PendingPackedSum:
-    """Packed contributions under way, to be added up in rank order together with this rank's own."""
-
-    works: list[dist.Work]
-    messages: torch.Tensor
-    packing: Packing
-    own: torch.Tensor
-    rank: int
-    size: int
-    divisor: float
-
-    def wait(self) -> torch.Tensor:
-        """Wait, then unpack and add up."""
-        while self.works:
-            self.works.pop().wait()
-        total, term = torch.zeros_like(self.own), torch.empty_like(self.own)
-        for source in range(self.size):
-            if source != self.rank:
-                self.packing.unpack(own_interval(self.messages, source, self.size), term)
-            total.add_(self.own if source == self.rank else term)
-        return total.div_(self.divisor)
+    return WorkOf(wait)
 
 
 @dataclass(slots=True)
@@ -107,7 +71,7 @@ class PersistentBuffer:
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Nothing to do."""
-        return CompletedWork(self.full)
+        return completed(self.full)
 
     def free(self) -> None:
         """Nothing to do."""
@@ -133,14 +97,14 @@ class Alone(Collectives):
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """`full` is whole already."""
-        return CompletedWork(full)
+        return completed(full)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        return CompletedWork(full.div_(how.divisor) if how.divisor != 1 else full)
+        return completed(full.div_(how.divisor) if how.divisor != 1 else full)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """`tensor` is the sum already."""
-        return CompletedWork(tensor)
+        return completed(tensor)
 
 
 class NativeCollectives(Collectives):
@@ -154,18 +118,18 @@ class NativeCollectives(Collectives):
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """One in-place all-gather."""
         own = own_interval(full, self.rank, self.size)
-        return PendingWork([all_gather_single(full, own, group=self.group, async_op=True)], full)
+        return filling(full, [all_gather_single(full, own, group=self.group, async_op=True)])
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """One reduce-scatter into this rank's interval; packed, one all-to-all and a sum."""
         if how.packing is not None:
             return self._reduce_packed(full, how, how.packing)
         own = own_interval(full, self.rank, self.size)
-        return PendingSum([reduce_scatter_single(own, full, group=self.group, async_op=True)], [own], how.divisor)
+        return summing([reduce_scatter_single(own, full, group=self.group, async_op=True)], [own], how.divisor)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """One all-reduce."""
-        return PendingWork([dist.all_reduce(tensor, group=self.group, async_op=True)], tensor)
+        return filling(tensor, [dist.all_reduce(tensor, group=self.group, async_op=True)])
 
     def _reduce_packed(self, full: torch.Tensor, how: Reduction, packing: Packing) -> Work:
         own = own_interval(full, self.rank, self.size).clone()  # does not keep `full` alive
@@ -175,7 +139,19 @@ class NativeCollectives(Collectives):
                 packing.pack(own_interval(full, to, self.size), own_interval(leaving, to, self.size))
         arriving = torch.empty_like(leaving)
         works = self._exchange(leaving, arriving, how.tag)
-        return PendingPackedSum(works, arriving, packing, own, self.rank, self.size, how.divisor)
+
+        def wait() -> torch.Tensor:
+            """Wait, then unpack and add up in rank order, together with this rank's own."""
+            while works:
+                works.pop().wait()
+            total, term = torch.zeros_like(own), torch.empty_like(own)
+            for source in range(self.size):
+                if source != self.rank:
+                    packing.unpack(own_interval(arriving, source, self.size), term)
+                total.add_(own if source == self.rank else term)
+            return total.div_(how.divisor)
+
+        return WorkOf(wait)
 
     def _exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
         """Begin to send every rank its interval of `leaving`, and to receive this rank's of theirs."""

@@ -24,11 +24,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fullshard.core.errors import WrapError
+from fullshard.wrap.forwards import inner_forward
 
 IGNORED = -100
 """The label of a token that is no target."""
 
 _INNER = "_fullshard_forward_with_whole_logits"
+_ASKED = "_fullshard_chunked_loss"
 _TARGETS = "_fullshard_targets"
 
 
@@ -69,8 +71,7 @@ def use_chunked_loss(model: nn.Module, *, tokens: int) -> None:
     head = _head(model)
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
-    # None stands for the class's forward, which a deep copy then resolves on the copy.
-    model.__dict__[_INNER] = (model.__dict__.get("forward"), names, tokens)
+    model.__dict__[_INNER], model.__dict__[_ASKED] = model.__dict__.get("forward"), (names, tokens)
     # The signature stays visible: Transformers' Trainer reads from it which columns of the data the model takes.
     model.forward = MethodType(functools.wraps(getattr(forward, "__func__", forward))(_forward_with_loss), model)
     head.__dict__[_INNER] = head.__dict__.get("forward")
@@ -94,13 +95,8 @@ def _head(model: nn.Module) -> nn.Module:
     return head
 
 
-def _inner(module: nn.Module, replaced: Any) -> Any:
-    return replaced if replaced is not None else MethodType(type(module).forward, module)
-
-
 def _forward_with_loss(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    replaced, names, tokens = self.__dict__[_INNER]
-    inner = _inner(self, replaced)
+    inner, (names, tokens) = inner_forward(self, _INNER), self.__dict__[_ASKED]
     kwargs.update(zip(names, args, strict=False))
     labels, shifted = kwargs.pop("labels", None), kwargs.get("shift_labels")
     if labels is None and shifted is None:
@@ -143,7 +139,7 @@ def _with_loss(model: Any, output: Any, targets: _Targets, count: Any) -> Any:
 def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     targets: _Targets | None = self.__dict__.get(_TARGETS)
     if targets is None:
-        logits: torch.Tensor = _inner(self, self.__dict__[_INNER])(hidden)
+        logits: torch.Tensor = inner_forward(self, _INNER)(hidden)
         return logits
     flat = hidden.reshape(-1, hidden.shape[-1])
     if len(flat) != len(targets.labels):

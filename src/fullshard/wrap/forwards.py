@@ -75,8 +75,8 @@ def checkpoint_modules(
         # None stands for the class's forward, which a deep copy then resolves on the copy.
         module.__dict__["_recomputed_forward"] = module.__dict__.get("forward")
         module.__dict__["_recomputed_buffers"] = [inner for inner in module.modules() if inner._buffers]
-        forward = _reentrant_forward if reentrant else _selective_forward if selective else _checkpointed_forward
-        module.forward = MethodType(forward, module)
+        module.__dict__["_recomputed_by"] = _reentrantly if reentrant else _selectively if selective else _wholly
+        module.forward = MethodType(_checkpointed_forward, module)
     return chosen
 
 
@@ -96,14 +96,16 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
             raise WrapError(
                 f"the {type(module).__name__} to compile is sharded already", hint="compile modules before sharding"
             )
-        if getattr(module.forward, "__func__", None) is _selective_forward:
+        if module.__dict__.get("_recomputed_by") is _selectively:
             raise WrapError(
                 f"the {type(module).__name__} to compile is checkpointed selectively, which looks at single operations",
                 hint="checkpoint all of it, or nothing: compiled graphs recompute what is cheap by themselves",
             )
         if "_recomputed_forward" in module.__dict__:
             # The graph goes inside the checkpoint, which then sees one opaque function and needs no tracing itself.
-            module.__dict__["_recomputed_forward"] = torch.compile(_inner_forward(module), **options)
+            module.__dict__["_recomputed_forward"] = torch.compile(
+                inner_forward(module, "_recomputed_forward"), **options
+            )
         else:
             module.forward = torch.compile(module.forward, **options)
 
@@ -120,26 +122,40 @@ def is_unit(module: nn.Module) -> bool:
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
-def _inner_forward(module: nn.Module) -> Callable[..., Any]:
-    replaced: Callable[..., Any] | None = module.__dict__["_recomputed_forward"]
+def inner_forward(module: nn.Module, key: str) -> Callable[..., Any]:
+    """The forward that was replaced, and is kept in the module's `__dict__` under `key`; None stands for the class's.
+
+    So a deep copy, whose `__dict__` holds None too, runs the class's on itself.
+    """
+    replaced: Callable[..., Any] | None = module.__dict__[key]
     return replaced if replaced is not None else MethodType(type(module).forward, module)
 
 
 def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    inner = _inner_forward(self)
+    inner = inner_forward(self, "_recomputed_forward")
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     args, kwargs = _without_cache(self, args, kwargs)
-    return checkpoint(_with_buffers(self, inner), *args, use_reentrant=False, **kwargs)
+    return self.__dict__["_recomputed_by"](_with_buffers(self, inner), *args, **kwargs)
 
 
-def _selective_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    inner = _inner_forward(self)
-    if not torch.is_grad_enabled():
-        return inner(*args, **kwargs)
-    args, kwargs = _without_cache(self, args, kwargs)
-    run = _with_buffers(self, inner)
+def _wholly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _selectively(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(run, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+
+
+def _reentrantly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    keys = tuple(kwargs)
+
+    # Reentrant checkpointing takes positional arguments only, and only tensors among them get gradients.
+    def positional(*flat: Any) -> Any:
+        split = len(flat) - len(keys)
+        return run(*flat[:split], **dict(zip(keys, flat[split:], strict=True)))
+
+    return checkpoint(positional, *args, *kwargs.values(), use_reentrant=True)
 
 
 def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,21 +213,6 @@ def _selective_contexts() -> Any:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _reentrant_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    inner = _inner_forward(self)
-    if not torch.is_grad_enabled():
-        return inner(*args, **kwargs)
-    args, kwargs = _without_cache(self, args, kwargs)
-    keys, run = tuple(kwargs), _with_buffers(self, inner)
-
-    # Reentrant checkpointing takes positional arguments only, and only tensors among them get gradients.
-    def positional(*flat: Any) -> Any:
-        split = len(flat) - len(keys)
-        return run(*flat[:split], **dict(zip(keys, flat[split:], strict=True)))
-
-    return checkpoint(positional, *args, *kwargs.values(), use_reentrant=True)
 
 
 def _without_cache(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fullshard.comm.base import HostPages, Reduction, Work, own_interval
 from fullshard.comm.cpu.pages import CpuPages
-from fullshard.comm.torch_dist import NativeCollectives, PendingSum, PendingWork
+from fullshard.comm.torch_dist import NativeCollectives, filling, summing
 
 
 class GlooCollectives(NativeCollectives):
@@ -28,7 +28,7 @@ class GlooCollectives(NativeCollectives):
         for to, source in self._rounds():
             works.append(receive(own_interval(full, source, self.size), self.group, source, tag))
             works.append(send(own, self.group, to, tag))
-        return PendingWork(works, full)
+        return filling(full, works)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
@@ -42,7 +42,7 @@ class GlooCollectives(NativeCollectives):
             contributions[source] = received.narrow(0, index * own.numel(), own.numel())
             works.append(receive(contributions[source], self.group, source, how.tag))
             works.append(send(own_interval(full, to, self.size), self.group, to, how.tag))
-        return PendingSum(works, contributions, how.divisor)
+        return summing(works, contributions, how.divisor)
 
     def _exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
         works = []
