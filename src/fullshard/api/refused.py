@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.errors import ConfigError
+from fullshard.core.imports import import_extra
 
 ONE_ENGINE = "there is one engine here; SHARD_OPTIMIZER is ZeRO-1, SHARD_GRAD_OPTIMIZER ZeRO-2, FULL_SHARD ZeRO-3"
 _MODEL_PARALLEL = "tensor, context, sequence and pipeline parallelism are not supported"
@@ -73,7 +73,4 @@ def from_accelerate(name: str) -> Any:
     if name not in ACCELERATES_OWN:
         reason = f" ({NAMES[name]})" if name in NAMES else ""
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}{reason}")
-    try:
-        return getattr(importlib.import_module("accelerate"), name)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("accelerate", extra="sft", purpose=f"fullshard.{name}") from error
+    return getattr(import_extra("accelerate", extra="sft", purpose=f"fullshard.{name}"), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 
 from fullshard.api.checkpointing import Checkpointing
 from fullshard.api.options import ProfileKwargs
-from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.errors import ConfigError
+from fullshard.core.imports import import_extra
 
 
 class Reporting(Checkpointing):
@@ -129,12 +129,7 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
 
 
 def _accelerates() -> Any:
-    try:
-        return importlib.import_module("accelerate.tracking")
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "accelerate", extra="sft", purpose="log_with, whose trackers are Accelerate's"
-        ) from error
+    return import_extra("accelerate.tracking", extra="sft", purpose="log_with, whose trackers are Accelerate's")
 
 
 def _profiler(handler: Any) -> torch.profiler.profile:

@@ -18,8 +18,9 @@ from fullshard.api.planning import model_shape
 from fullshard.api.sharding import torch_dtype
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.simulated import SimulatedCollectives, simulated_mesh
-from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventSink
+from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, describe, meta_parameters, shard_model
 from fullshard.engine.materialize import WEIGHTS
@@ -212,15 +213,12 @@ def _second_step(
 
 def transformers_model(values: dict[str, Any]) -> Callable[[], nn.Module]:
     """Builds the causal language model that a `config.json` describes."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise MissingExtraError("transformers", extra="hf", purpose="simulating a Transformers model") from None
+    transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
 
     def build() -> nn.Module:
-        config = AutoConfig.for_model(**values)
+        config = transformers.AutoConfig.for_model(**values)
         config.use_cache = False
-        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         return model
 
     return build

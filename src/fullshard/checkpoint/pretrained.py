@@ -28,7 +28,8 @@ from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of
 from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match
 from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest, stand_in
 from fullshard.checkpoint.weight_files import model_directory, stored_tensors
-from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.engine.fully_shard import meta_parameters
@@ -476,7 +477,4 @@ def _replace_linear_layers(model: nn.Module, quantization_config: Any) -> None:
 
 
 def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        raise MissingExtraError("transformers", extra="hf", purpose="loading a pretrained model") from None
+    return import_extra("transformers", extra="hf", purpose="loading a pretrained model")

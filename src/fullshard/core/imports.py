@@ -1,14 +1,36 @@
-"""Acting on a module of another library when, and only when, somebody imports it."""
+"""Other libraries: those that may not be installed, and acting on a module when, and only when, somebody imports it."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+from fullshard.core.errors import MissingExtraError
 
 Action = Callable[[ModuleType], None]
+
+
+def import_extra(name: str, *, extra: str, purpose: str, package: str | None = None) -> Any:
+    """A module of an optional dependency.
+
+    Args:
+        name: the module.
+        extra: the extra of fullshard that brings it.
+        purpose: what it is wanted for.
+        package: the one that is missing if it cannot be imported; default: the one it is in.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(package or name.partition(".")[0], extra=extra, purpose=purpose) from error
 
 
 def after_import(name: str, action: Action) -> None:

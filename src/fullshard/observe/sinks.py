@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from fullshard.core.errors import MissingExtraError
+from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
 from fullshard.observe.files import write_text
 from fullshard.observe.metrics import StepMetrics
@@ -127,10 +127,9 @@ class TensorboardSink:
     """
 
     def __init__(self, directory: Path, *, last_step: int = 0) -> None:
-        try:
-            module = importlib.import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise MissingExtraError("tensorboard", extra="track", purpose="writing TensorBoard events") from error
+        module = import_extra(
+            "torch.utils.tensorboard", extra="track", purpose="writing TensorBoard events", package="tensorboard"
+        )
         self._writer = module.SummaryWriter(str(local_path(directory)), purge_step=last_step + 1 if last_step else None)
 
     def write(self, metrics: StepMetrics) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.errors import ConfigError
 from fullshard.core.events import EventKind
+from fullshard.core.imports import import_extra
 from fullshard.core.sizes import GIB
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.hardware import Cluster
@@ -25,13 +26,11 @@ def draw(plan: Plan, path: Path) -> None:
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(FORMATS)}")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", extra="plots", purpose="drawing a plan") from None
+    matplotlib = import_extra("matplotlib", extra="plots", purpose="drawing a plan")
+    from matplotlib.figure import Figure
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.fonttype": "none"}):  # text stays text
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         figure = Figure(figsize=(9, 8), layout="constrained")
         upper, lower = figure.subplots(2, 1)
         _draw_step(upper, plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import random
 import sysconfig
@@ -11,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.core.errors import DataError, MissingExtraError
+from fullshard.core.errors import DataError
+from fullshard.core.imports import import_extra
 
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".py"})
 """Files of a directory that are read as text. A file that is named itself is text whatever its suffix."""
@@ -161,10 +161,7 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise MissingExtraError("pyarrow", extra="hf", purpose=f"reading {path}") from None
+    parquet = import_extra("pyarrow.parquet", extra="hf", purpose=f"reading {path}")
     try:
         file = parquet.ParquetFile(path)
     except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
@@ -180,10 +177,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def _hub_corpus(name: str, *, text_field: str, max_nbytes: int | None) -> Corpus:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise MissingExtraError("datasets", extra="hf", purpose=f"reading the hub dataset {name!r}") from None
+    datasets = import_extra("datasets", extra="hf", purpose=f"reading the hub dataset {name!r}")
     repository, _, configuration = name.partition(":")
     try:
         # Streamed, so that --max-data-mb reads no more than it needs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from torch import nn
 
 from fullshard.checkpoint import from_pretrained
 from fullshard.checkpoint.weight_files import weights_file
-from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.errors import ConfigError
+from fullshard.recipes.tokenizer import transformers
 
 
 def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) -> tuple[nn.Module, str]:
@@ -29,18 +29,18 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
         ConfigError: no such model, not a causal language model, or one that does not fit the tokenizer or `seq_len`.
         MissingExtraError: without the `hf` extra.
     """
-    transformers = _transformers()
+    library = transformers()
     config = default_config(tokenizer, seq_len=seq_len) if source is None else read_config(source)
     _check_fits(config, source, tokenizer=tokenizer, seq_len=seq_len)
     if source is not None and _has_weights(source):
         try:
-            loaded = from_pretrained(transformers.AutoModelForCausalLM, source, dtype=torch.float32)
+            loaded = from_pretrained(library.AutoModelForCausalLM, source, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot load the model {source!r}: {error}") from error
         return loaded, f"weights from {source}"
     torch.manual_seed(seed)
     try:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise ConfigError(f"{source!r} is not a causal language model: {error}") from error
     return model, f"random weights of seed {seed}"
@@ -48,7 +48,7 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
 
 def default_config(tokenizer: Any, *, seq_len: int) -> Any:
     """A Llama of about 12 M parameters."""
-    return _transformers().LlamaConfig(
+    return transformers().LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=384,
         intermediate_size=1024,
@@ -72,7 +72,7 @@ def read_config(source: str) -> Any:
     if path.suffix == ".json" and not path.is_file():
         raise ConfigError(f"no file {source!r}", hint="check --model")
     try:
-        return _transformers().AutoConfig.from_pretrained(source)
+        return transformers().AutoConfig.from_pretrained(source)
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise ConfigError(
             f"cannot read the configuration of a model from {source!r}: {error}",
@@ -96,10 +96,3 @@ def _has_weights(source: str) -> bool:
     if path.is_dir():
         return weights_file(path) is not None
     return not path.exists()  # a hub name; a config.json brings none
-
-
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        raise MissingExtraError("transformers", extra="hf", purpose="training a language model") from None

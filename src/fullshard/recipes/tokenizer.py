@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.errors import ConfigError
+from fullshard.core.imports import import_extra
 from fullshard.recipes.corpus import Corpus
 
 END_OF_TEXT = "<|endoftext|>"
@@ -29,9 +30,9 @@ def load_tokenizer(source: str | Path) -> Any:
     Raises:
         ConfigError: there is none that can be read, or it has no end-of-text token to put between documents.
     """
-    transformers = _transformers()
+    library = transformers()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
+        tokenizer = library.AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read a tokenizer from {str(source)!r}: {error}") from error
     if tokenizer.eos_token_id is None:
@@ -62,7 +63,7 @@ def prepare_trained_tokenizer(directory: Path, corpus: Corpus, *, vocab_size: in
 
 def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
     """A byte-level BPE tokenizer: every text round-trips, nothing is unknown. The same documents give the same one."""
-    transformers = _transformers()
+    library = transformers()
     tokenizers = importlib.import_module("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,7 +75,7 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    return transformers.PreTrainedTokenizerFast(
+    return library.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -82,8 +83,6 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
     )
 
 
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        raise MissingExtraError("transformers", extra="hf", purpose="training a language model") from None
+def transformers() -> Any:
+    """The library, if it is installed."""
+    return import_extra("transformers", extra="hf", purpose="training a language model")

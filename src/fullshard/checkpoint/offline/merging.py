@@ -24,7 +24,8 @@ from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
 from fullshard.checkpoint.offline.native import NativeSource
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
-from fullshard.core.errors import CheckpointError, MissingExtraError
+from fullshard.core.errors import CheckpointError
+from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.engine.fully_shard import meta_parameters
 from fullshard.engine.module import clean_name
@@ -255,7 +256,4 @@ def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[st
 
 
 def _import(package: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise MissingExtraError(package, extra=extra, purpose="merging an adapter") from None
+    return import_extra(package, extra=extra, purpose="merging an adapter")

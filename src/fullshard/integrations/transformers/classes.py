@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
-from fullshard.core.errors import ConfigError, MissingExtraError
+from fullshard.core.errors import ConfigError
+from fullshard.core.imports import import_extra
 from fullshard.integrations.transformers.arguments import ShardedArguments
 from fullshard.integrations.transformers.trainer import ShardedTraining
 
@@ -36,11 +36,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package = _HOMES[name]
-    try:
-        module = importlib.import_module(package)
-    except ImportError:
-        extra = "sft" if package == "trl" else "hf"
-        raise MissingExtraError(package, extra=extra, purpose=f"{name} on fullshard's engine") from None
+    extra = "sft" if package == "trl" else "hf"
+    module = import_extra(package, extra=extra, purpose=f"{name} on fullshard's engine")
     value = sharded(getattr(module, name))
     globals()[name] = value
     return value
