@@ -27,7 +27,12 @@ from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS
 _TOLD: list[PartialState] = []
 """The state that was made last, for when Accelerate is imported after it."""
 
-_DEBUG = [os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "y", "on", "t")]
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+_DEBUG = [_flag("ACCELERATE_DEBUG_MODE")]
 """One for the process, like Accelerate's."""
 
 
@@ -237,7 +242,3 @@ def _dynamo_plugin(backend: str) -> Any:
     plugin = TorchDynamoPlugin(backend="no")
     plugin.backend = DynamoBackend.__members__.get(backend.upper(), backend)  # torch takes backends it does not list
     return plugin
-
-
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,13 +17,13 @@ def hand_over(config: RunConfig, path: Path) -> dict[str, str]:
     return {CONFIG.name: str(path)}
 
 
-def handed_over(environ: Mapping[str, str] | None = None) -> RunConfig | None:
+def handed_over() -> RunConfig | None:
     """The configuration that a launcher handed to this process; None if none did.
 
     Raises:
         ConfigError: the file is gone or holds anything else.
     """
-    path = CONFIG.read(environ)
+    path = CONFIG.read()
     if not path:
         return None
     try:

@@ -26,7 +26,6 @@ def plot_losses(
     losses: Sequence[float],
     unigram_entropy: float | None = None,
     held_out_loss: float | None = None,
-    title: str = "Training loss",
 ) -> None:
     """Draw the training loss over the steps into a PNG file, whole or not at all.
 
@@ -36,7 +35,6 @@ def plot_losses(
         losses: loss of each step, nats per token.
         unigram_entropy: drawn as a line: what a model that knows only how frequent each token is would reach.
         held_out_loss: drawn as a point at the last step.
-        title: heading of the picture.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -54,7 +52,7 @@ def plot_losses(
     axes.xaxis.set_major_locator(importlib.import_module("matplotlib.ticker").MaxNLocator(integer=True))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title)
+    axes.set_title("Training loss")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     with whole_file(path) as temporary:

@@ -95,9 +95,8 @@ def _embedding(name: str, rows: int, width: int) -> Weights:
     return [ParameterShape(f"{name}.weight", (rows, width), role="embedding")]
 
 
-def _head(name: str, width: int, vocab: int, *, bias: bool = False) -> Weights:
-    weights = [ParameterShape(f"{name}.weight", (vocab, width), role="head")]
-    return [*weights, ParameterShape(f"{name}.bias", (vocab,))] if bias else weights
+def _head(name: str, width: int, vocab: int) -> Weights:
+    return [ParameterShape(f"{name}.weight", (vocab, width), role="head")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,20 +180,6 @@ class ModelShape:
         """The transformer layers."""
         return [unit.block for unit in self.units if unit.block is not None]
 
-    @property
-    def active_numel(self) -> int:
-        """Parameters that one token is multiplied with: no embedding table, and only its own experts."""
-        total = 0
-        for unit in self.units:
-            for parameter in unit.parameters:
-                if parameter.role == "embedding" and not self.tied:
-                    continue
-                share = 1.0
-                if unit.block is not None and unit.block.experts and ".experts." in parameter.name:
-                    share = unit.block.experts_per_token / unit.block.experts
-                total += round(parameter.numel * share)
-        return total
-
     def in_call_order(self) -> list[UnitShape]:
         """The units in the order their forwards begin: the root, then the others."""
         if not self.calls:

@@ -115,9 +115,8 @@ def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, 
     )
 
 
-def forward_flops(unit: UnitShape, job: Job, *, vocab_tokens: int | None = None) -> float:
+def forward_flops(unit: UnitShape, job: Job) -> float:
     """FLOP of one unit's forward for one micro-batch."""
-    tokens = job.tokens if vocab_tokens is None else vocab_tokens
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
@@ -127,7 +126,7 @@ def forward_flops(unit: UnitShape, job: Job, *, vocab_tokens: int | None = None)
         if block is not None and block.experts and ".experts." in parameter.name:
             share = block.experts_per_token / block.experts
         elements = parameter.numel * (2 if parameter.exact else 1)  # two 4-bit elements in a byte
-        flops += 2 * elements * share * tokens
+        flops += 2 * elements * share * job.tokens
     return flops + (_attention_flops(block, job) if block is not None else 0.0)
 
 

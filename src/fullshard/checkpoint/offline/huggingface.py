@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,12 +27,10 @@ class HuggingFaceSource(Source):
 
     title = "Hugging Face directory (safetensors)"
 
-    def __init__(self, path: Path, *, notes: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._stored = dict(stored_tensors(path))
-        self.contents = Contents(
-            parameters={n: tensor_record(s.shape, s.dtype, where=n) for n, s in self._stored.items()}, notes=notes
-        )
+        self.contents = Contents({n: tensor_record(s.shape, s.dtype, where=n) for n, s in self._stored.items()})
 
     def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
         """See `Source.read`."""

@@ -11,14 +11,15 @@ from fullshard.checkpoint.verify import pieces_of
 
 _DIGITS = string.digits + string.ascii_lowercase + string.ascii_uppercase
 _MAX_ROWS = 40
+_WIDTH = 48
+"""Letters of a line."""
 
 
-def ownership(records: Mapping[str, TensorRecord], *, width: int = 48) -> list[tuple[str, str]]:
+def ownership(records: Mapping[str, TensorRecord]) -> list[tuple[str, str]]:
     """Lines of the picture: a part of the model, and the owners along its elements.
 
     Args:
-        records: with pieces.
-        width: letters per line. Rank 10 is `a`, rank 36 is `A`; above 61 ranks repeat.
+        records: with pieces. Rank 10 is `a`, rank 36 is `A`; above 61 ranks repeat.
     """
     groups: dict[str, list[TensorRecord]] = {}
     for name, record in records.items():
@@ -26,7 +27,7 @@ def ownership(records: Mapping[str, TensorRecord], *, width: int = 48) -> list[t
     if len(groups) > _MAX_ROWS:  # repeated layers look alike
         kept, every = list(groups), -(-len(groups) // _MAX_ROWS)
         groups = {part: groups[part] for part in kept[::every]}
-    return [(part, _line(members, width)) for part, members in groups.items() if any(r.numel for r in members)]
+    return [(part, _line(members)) for part, members in groups.items() if any(r.numel for r in members)]
 
 
 def rank_letter(rank: int) -> str:
@@ -40,7 +41,7 @@ def _part(name: str) -> str:
     return match[1] if match else name.rpartition(".")[0] or name
 
 
-def _line(members: list[TensorRecord], width: int) -> str:
+def _line(members: list[TensorRecord]) -> str:
     total = sum(record.numel for record in members)
     edges: list[tuple[int, int]] = []  # (end, rank), in the order of the elements
     start = 0
@@ -48,8 +49,8 @@ def _line(members: list[TensorRecord], width: int) -> str:
         edges += [(start + piece.interval.stop, piece.rank) for piece in pieces_of(record)]
         start += record.numel
     letters, at = [], 0
-    for column in range(width):
-        middle = (2 * column + 1) * total // (2 * width)
+    for column in range(_WIDTH):
+        middle = (2 * column + 1) * total // (2 * _WIDTH)
         while edges[at][0] <= middle:
             at += 1
         letters.append(rank_letter(edges[at][1]))
