@@ -7,9 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+_Task = tuple[Callable[[], Any], Future[Any]]
+"""Something to do, and what comes of it."""
 
 
 class ProgressThread:
@@ -25,7 +27,7 @@ class ProgressThread:
 
     def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
         self._name, self._on_failure = name, on_failure
-        self._tasks: SimpleQueue[_Task[Any] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._failure: list[BaseException] = []
         self._thread: Thread | None = None
         self._lock = Lock()
@@ -38,9 +40,9 @@ class ProgressThread:
                 self._thread = Thread(target=_work, args=arguments, name=self._name, daemon=True)
                 self._thread.start()
                 weakref.finalize(self, self._tasks.put, None).atexit = False
-        task = _Task(do)
-        self._tasks.put(task)
-        return task.future
+        future: Future[Result] = Future()
+        self._tasks.put((do, future))
+        return future
 
     def check(self) -> None:
         """Raise what has failed, if anything has."""
@@ -53,24 +55,17 @@ class ProgressThread:
             self.submit(lambda: None).result()
 
 
-class _Task(Generic[Result]):
-    """Something to do, and what came of it."""
-
-    def __init__(self, do: Callable[[], Result]) -> None:
-        self.do = do
-        self.future: Future[Result] = Future()
-
-
-def _work(tasks: SimpleQueue[_Task[Any] | None], failure: list[BaseException], on_failure: Callable[[], None]) -> None:
+def _work(tasks: SimpleQueue[_Task | None], failure: list[BaseException], on_failure: Callable[[], None]) -> None:
     """Body of the thread. It does not know the `ProgressThread`, which would otherwise never be freed."""
     while (task := tasks.get()) is not None:
+        do, future = task
         try:
             if failure:
                 raise failure[0]
-            task.future.set_result(task.do())
+            future.set_result(do())
         except BaseException as error:
             if not failure:
                 failure.append(error)
                 on_failure()
-            task.future.set_exception(error)
-        del task  # with what it holds, before waiting for the next
+            future.set_exception(error)
+        del task, do, future  # with what it holds, before waiting for the next

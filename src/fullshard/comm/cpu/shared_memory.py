@@ -19,13 +19,14 @@ import mmap
 import os
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import BufferSpec, FullBuffer, Reduction, ResizedBuffer, Work
+from fullshard.comm.base import BufferSpec, FullBuffer, Reduction, ResizedBuffer, Work, WorkOf
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.cpu.pages import CpuPages
@@ -96,7 +97,7 @@ class SharedBuckets:
         offered, freed: shape (ranks, buckets); each row is written by its rank.
         shared: the buckets, as all ranks see them.
         own: the same, but what this rank writes there is seen by itself alone.
-        pending: gathers that this rank could not offer yet, because a peer reads what it would write over.
+        pending: offers for gathers that this rank could not make yet, because a peer reads what it would write over.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -107,7 +108,7 @@ class SharedBuckets:
         self.own = peers.map(0, _BUFFERS_START, nbytes, private=True)
         counts = np.frombuffer(self.shared, dtype=np.int64, count=header // 8)
         self.offered, self.freed = counts.reshape(2, peers.size, MAX_BUFFERS)
-        self.pending: deque[_Gather] = deque()
+        self.pending: deque[Callable[[], bool]] = deque()
         self._end = header
         self._number = 0
 
@@ -146,8 +147,8 @@ class SharedBuckets:
 
     def offer_pending(self) -> None:
         """Offer what can be offered by now."""
-        for gather in [gather for gather in self.pending if gather.offer_if_free()]:
-            self.pending.remove(gather)
+        for offer in [offer for offer in self.pending if offer()]:
+            self.pending.remove(offer)
 
 
 class MappedBuffer:
@@ -191,10 +192,10 @@ class MappedBuffer:
         """Offer this rank's interval, which others see as it was put there until it is put there again."""
         is_there = self.main is not None or (is_unchanged and self._offers > 0)
         self._offers += 1
-        gather = _Gather(self, self._offers, None if is_there else main)
-        if not gather.offer_if_free():
-            self._buffers.pending.append(gather)
-        return gather
+        offer = partial(self.offer, None if is_there else main, self._offers)
+        if not offer():
+            self._buffers.pending.append(offer)
+        return WorkOf(partial(self.wait, self._offers))
 
     def free(self) -> None:
         """Drop this rank's view of the pages, and say that it reads no more."""
@@ -230,23 +231,6 @@ class MappedBuffer:
 
         self._buffers.peers.wait_until(is_whole)
         return self.full
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Gather:
-    """An all-gather under way, the bucket's `number`th."""
-
-    buffer: MappedBuffer
-    number: int
-    main: torch.Tensor | None
-
-    def offer_if_free(self) -> bool:
-        """See `MappedBuffer.offer`."""
-        return self.buffer.offer(self.main, self.number)
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the peers' intervals."""
-        return self.buffer.wait(self.number)
 
 
 def _end(buffers: SharedBuckets, number: int, pid: int) -> None:
