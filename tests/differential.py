@@ -83,8 +83,6 @@ def whole(tensor: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor 
         return None
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach().clone()
-    if isinstance(parameter, ShardedParameter) and tensor.shape == parameter.shape:
-        return parameter.gather_full(tensor.detach())
     return tensor.detach().clone()
 
 

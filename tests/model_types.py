@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from fullshard.checkpoint import export_hf, full_state_dict
 from fullshard.core.errors import FullshardError
 from fullshard.engine import describe, shard_model
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import ShardedParameter, ShardedTensor
 from fullshard.engine.precision import map_tensors
 from fullshard.wrap.policies import unit_modules
 from tests.distributed import preload, run_ranks
@@ -209,7 +209,8 @@ def _compare_parameters(
             worst.value, worst.where = float("inf"), f"{what} of {name}, which only one of the two has"
         elif value is not None and reference is not None and parameter.interval.numel:
             own = reference.flatten()[parameter.interval.start : parameter.interval.stop]
-            worst.note(f"{what} of {name}", value, own, scale=reference)
+            assert isinstance(value, ShardedTensor), name
+            worst.note(f"{what} of {name}", value.local, own, scale=reference)
 
 
 def _same_state(plain: nn.Module, sharded: nn.Module) -> bool:

@@ -26,7 +26,7 @@ import fullshard
 from fullshard import api
 from fullshard.api import Accelerator, ParallelismConfig
 from fullshard.api.refused import ACCELERATES_OWN, ARGUMENTS, METHODS, NAMES
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError
 from tests.distributed import preload, run_ranks
 
 preload("accelerate")
@@ -273,8 +273,14 @@ def _synchronised() -> dict[str, Any]:
     inputs = [torch.full((1, 3), float(10 * step + accelerator.process_index)) for step in range(3)]
 
     def gradient() -> Any:
-        shards = [p.grad for p in model.parameters() if p.grad is not None]
-        return float(accelerator.reduce(sum(g.sum() for g in shards), "sum")) if shards else None
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if not gradients:
+            return None
+        with pytest.raises(CommunicationError, match="full_tensor"):
+            accelerator.reduce(gradients[0], "sum")  # each rank has other elements
+        total = sum(gradient.sum() for gradient in gradients)
+        assert accelerator.reduce(total, "mean") == total.full_tensor()
+        return total.item()
 
     seen: dict[str, Any] = {}
     for name, context in (("accelerator", accelerator.no_sync), ("model", lambda m: m.no_sync())):

@@ -462,7 +462,7 @@ def _two_models(directory: str, load: bool) -> list[dict[str, torch.Tensor]]:
         accelerator.wait_for_everyone()
         (path / "notes.txt").unlink(missing_ok=True)
     stepped = [(o, p) for o in (objects[1], objects[3]) for g in o.param_groups for p in g["params"] if o.state.get(p)]
-    moments = {f"exp_avg.{i}": o.state[p]["exp_avg"].clone() for i, (o, p) in enumerate(stepped)}
+    moments = {f"exp_avg.{i}": o.state[p]["exp_avg"].full_tensor() for i, (o, p) in enumerate(stepped)}
     assert moments
     return [whole(objects[0]), whole(objects[2]), moments, {"rate": torch.tensor(objects[4].get_last_lr())}]
 

@@ -248,7 +248,7 @@ def with_orig_params(use_orig_params: bool | None) -> Any:
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     moments = sum(s[key].nbytes for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
-    whole = sum(p.global_shape.numel() * p.element_size() for p in model.parameters())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
     return losses, held, trained, gradients, moments, whole
 
 

@@ -64,7 +64,7 @@ def _everything(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.T
         for key in ("exp_avg", "exp_avg_sq"):
             state = optimizer.state[parameter][key]
             if isinstance(parameter, ShardedParameter):
-                state = parameter.gather_full(state)
+                state = state.full_tensor()
             whole[f"{name}/{key}"] = state
     return {name: tensor.detach().clone().reshape(-1) for name, tensor in whole.items()}
 

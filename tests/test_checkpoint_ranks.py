@@ -78,7 +78,7 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         for key in ("exp_avg", "exp_avg_sq"):
             state = optimizer.state[parameter][key]
             if isinstance(parameter, ShardedParameter):
-                state = parameter.gather_full(state)
+                state = state.full_tensor()
             whole[f"{name}/{key}"] = state
         if parameter.shape.numel():
             whole[f"{name}/step"] = optimizer.state[parameter]["step"]

@@ -123,7 +123,7 @@ def train(
             losses.append(loss.detach())
         optimizer.step()
     named = sharded_parameters(model).items()
-    return losses, {name: p.gather_full(p.grad) for name, p in named if p.grad is not None}
+    return losses, {name: p.grad.full_tensor() for name, p in named if p.grad is not None}
 
 
 def check(family: str, options: dict[str, Any], tolerance: float) -> None:

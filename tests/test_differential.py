@@ -348,8 +348,8 @@ def norms(strategy: str, shard_size: int | None) -> dict[str, list[float]]:
     for number, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:
             assert isinstance(parameter, ShardedParameter)
-            full = torch.arange(parameter.global_shape.numel(), dtype=torch.float32) * 0.01 + number
-            parameter.grad = full[parameter.interval.start : parameter.interval.stop].clone()
+            full = torch.arange(parameter.shape.numel(), dtype=torch.float32) * 0.01 + number
+            parameter.grad = parameter.wrap(full[parameter.interval.start : parameter.interval.stop].clone())
             everything.append(full)
     flat = torch.cat(everything).double()
     orders = [2.0, 1.0, 3.0, float("inf")]
@@ -373,10 +373,11 @@ def nonfinite() -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter.detach())
-    own = next(p for p in model.parameters() if p.requires_grad and p.shape.numel())
+    held = (p for p in model.parameters() if isinstance(p, ShardedParameter) and p.requires_grad and p.interval.numel)
+    own = next(held).local_grad
     if dist.get_rank() == 1:
-        assert own.grad is not None
-        own.grad[0] = float("nan")
+        assert own is not None
+        own[0] = float("nan")
     for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
         with pytest.raises(RuntimeError, match="total norm"):
             clip(model.parameters(), 1.0, error_if_nonfinite=True)

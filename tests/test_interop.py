@@ -48,13 +48,18 @@ def prepare(make: Any = Stack, units: Any = BLOCKS, **options: Any) -> tuple[nn.
     return model, reference
 
 
+def whole_norm(norm: Any) -> torch.Tensor:
+    """Torch's clipping returns a DTensor, as of its own sharded parameters."""
+    return norm.full_tensor()  # type: ignore[no-any-return]
+
+
 def check_clip(order: float, max_norm: float, strategy: str, shard_size: int | None) -> float:
     model, reference = prepare(strategy=strategy, shard_size=shard_size)
     expected = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), max_norm, order)
     for foreach in (None, False):
         other, _ = prepare(strategy=strategy, shard_size=shard_size)
         # This name was bound before fullshard was imported.
-        got = torch_clip_grad_norm_(other.parameters(), max_norm, order, foreach=foreach)
+        got = whole_norm(torch_clip_grad_norm_(other.parameters(), max_norm, order, foreach=foreach))
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
         assert_same_gradients(other, reference, 1e-12)
     got = engine.clip_grad_norm_(model, max_norm, order)
@@ -93,11 +98,11 @@ class Tiny(nn.Module):
 def check_empty_ranks(order: float) -> bool:
     model, reference = prepare(Tiny, ())
     expected = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), 0.1, order)
-    got = torch_clip_grad_norm_(model.parameters(), 0.1, order)
+    got = whole_norm(torch_clip_grad_norm_(model.parameters(), 0.1, order))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
     assert_same_gradients(model, reference, 1e-12)
     adamw(model.parameters()).step()
-    return all(p.shape.numel() == 0 for p in model.parameters())
+    return all(p.interval.numel == 0 for p in sharded_parameters(model).values())
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -112,7 +117,7 @@ def check_mixed_parameters() -> None:
     for parameter in extra:
         parameter.grad = torch.full((3, 2), 0.25, dtype=torch.float64)
     expected = torch.nn.utils.clip_grad_norm_([*reference.parameters(), extra[0]], 0.1)
-    got = torch_clip_grad_norm_([*model.parameters(), extra[1]], 0.1)
+    got = whole_norm(torch_clip_grad_norm_([*model.parameters(), extra[1]], 0.1))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
     torch.testing.assert_close(extra[0].grad, extra[1].grad, rtol=1e-6, atol=0.0)
     assert_same_gradients(model, reference, 1e-6)
@@ -129,9 +134,9 @@ def check_replaced_gradients() -> None:
         assert parameter.grad is not None
         parameter.grad = parameter.grad.clone() * 3.0
     expected = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), 0.1)
-    got = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    got = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).full_tensor()  # type: ignore[attr-defined]
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
-    got = torch_clip_grad_norm_(model.parameters(), 0.1)
+    got = whole_norm(torch_clip_grad_norm_(model.parameters(), 0.1))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
     assert_same_gradients(model, reference, 1e-6)
 
@@ -147,7 +152,7 @@ def check_clip_while_unsharded() -> None:
     reference_step(reference, run_squared, 0)
     sharded_step(model, run_squared, 0)
     expected = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), 0.01)
-    got = torch_clip_grad_norm_(model.parameters(), 0.01)
+    got = whole_norm(torch_clip_grad_norm_(model.parameters(), 0.01))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0.0)
 
 
@@ -164,7 +169,7 @@ def check_clip_rest() -> None:
     assert torch_clip_grad_norm_(model.parameters(), 1.0).item() == 0.0
     model, _ = prepare()
     if rank_and_size()[0] == 0:
-        gradient = next(p.grad for p in model.parameters() if p.shape.numel())
+        gradient = next(p.local_grad for p in sharded_parameters(model).values() if p.interval.numel)
         assert gradient is not None
         gradient[0] = math.nan
     with pytest.raises(RuntimeError, match="nan"):
@@ -190,7 +195,7 @@ def check_scaler(fused: bool, overflow: bool) -> float:
     loss = model(x).square().mean()
     scaler.scale(loss).backward()
     if overflow and rank == size - 1:
-        gradient = next(p.grad for p in model.parameters() if p.shape.numel())
+        gradient = next(p.local_grad for p in sharded_parameters(model).values() if p.interval.numel)
         assert gradient is not None
         gradient[-1] = math.inf
     scaler.step(optimizer)
@@ -243,13 +248,13 @@ def check_exact_accumulation(cleared_in_place: bool) -> None:
         for each in range(size):
             reference.zero_grad()
             reference(batch(micro, each).bfloat16()).float().square().mean().backward()
-            for name, parameter in reference.named_parameters():
-                assert parameter.grad is not None
-                mean[name] += parameter.grad.float()
+            for name, own in reference.named_parameters():
+                assert own.grad is not None
+                mean[name] += own.grad.float()
         for name, value in mean.items():
             sums[name] += value / size
-    for name, parameter in sharded_parameters(model).items():
-        gradient = whole_gradient(parameter)
+    for name, sharded in sharded_parameters(model).items():
+        gradient = whole_gradient(sharded)
         assert gradient is not None and gradient.dtype is torch.bfloat16
         assert torch.equal(gradient, sums[name].bfloat16()), name
 
@@ -574,10 +579,10 @@ def check_views_of_dimensions() -> None:
     model, reference = build_sharded(Stack, BLOCKS), build(Stack)
     for name, parameter in sharded_parameters(model).items():
         whole = reference.get_parameter(name)
-        assert parameter.ndim == parameter.dim() == whole.ndim and parameter.global_shape == whole.shape
-        assert parameter.shape == (parameter.interval.numel,)
-    total = sum(p.interval.numel for p in sharded_parameters(model).values())
-    assert sum(p.shape.numel() for p in model.parameters()) == total
+        assert parameter.ndim == parameter.dim() == whole.ndim and parameter.shape == whole.shape
+        assert parameter.local.shape == (parameter.interval.numel,)
+    assert sum(p.local.numel() for p in sharded_parameters(model).values()) < sum(p.numel() for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
     with pytest.raises(LifecycleError):
         engine.describe(nn.Linear(WIDTH, WIDTH))
 

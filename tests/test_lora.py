@@ -102,7 +102,7 @@ def memory(adapter_dtype: torch.dtype) -> Any:
     assert all(p.grad is None for p in frozen) and all(p.grad is not None for p in trained)
     assert {p.dtype for p in frozen} == {torch.bfloat16} and {p.dtype for p in trained} == {adapter_dtype}
     held = len(optimizer.state)
-    return sum(p.nbytes for p in frozen), sum(p.global_shape.numel() * 2 for p in frozen), held == len(trained)
+    return sum(p.to_local().nbytes for p in frozen), sum(p.numel() * 2 for p in frozen), held == len(trained)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,7 +200,7 @@ def dora_on_quantised(base: str, bits: int, dtype: torch.dtype, storage: torch.d
     # B is zero, the norms are not.
     assert is_same_product(model(input_ids=ids).logits, reference(input_ids=ids).logits)
     model(input_ids=ids, labels=ids).loss.backward()
-    gradients = [p.grad for name, p in model.named_parameters() if "magnitude" in name and p.shape.numel()]
+    gradients = [p.local_grad for name, p in model.named_parameters() if "magnitude" in name and p.interval.numel]
     assert gradients and all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
 
 

@@ -50,7 +50,7 @@ def whole_arrays(model: nn.Module) -> dict[str, Any]:
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters gathered, and all buffers, non-persistent ones included."""
-    state = {name: p.full_tensor() for name, p in sharded_parameters(model).items()}
+    state = {name: p.full_tensor().detach() for name, p in sharded_parameters(model).items()}
     return state | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 

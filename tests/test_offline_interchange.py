@@ -97,7 +97,7 @@ def _load_ours(directory: str, seed: int) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for local in local_parameters(model, rank=0):
         assert isinstance(local.tensor, ShardedParameter)
-        found |= dict.fromkeys(local.names, local.tensor.full_tensor().clone())
+        found |= dict.fromkeys(local.names, local.tensor.full_tensor().detach())
     found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     return found
 

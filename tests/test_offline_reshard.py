@@ -66,7 +66,7 @@ def _state(directory: str, steps: int) -> tuple[dict[str, Any], list[float]]:
             if not is_cut:
                 found[f"{local.name}/{key}"] = value.clone()
         assert isinstance(local.tensor, ShardedParameter)
-        found[local.name] = local.tensor.full_tensor().clone()
+        found[local.name] = local.tensor.full_tensor().detach()
     return found, train(model, optimizer, steps)
 
 

@@ -208,6 +208,7 @@ def held_by_checkpoints(config: Any, dtype: torch.dtype, attention: str) -> int:
     """
     tokens = torch.zeros(BATCH, 8 * SEQUENCE, dtype=torch.long)
     totals = []
+    gc.collect()  # what tests before have left
     for layers in (1, 3):
         config.num_hidden_layers = layers
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)

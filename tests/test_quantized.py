@@ -129,7 +129,7 @@ def check_training(make: Any, dtype: torch.dtype, exact_forward: bool = True) ->
             tolerance = 1e-5 if dtype is torch.float32 else 2e-2
             if getattr(make, "compute", None) is torch.float16:
                 tolerance = 1e-3  # the reference halves the loss first, which rounds small float16 numbers otherwise
-            torch.testing.assert_close(ours.grad, mine, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(ours.local_grad, mine, rtol=tolerance, atol=tolerance)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -167,7 +167,7 @@ def check_bytes(make: Any) -> tuple[int, int]:
     for name, parameter in model.named_parameters():
         if "base" in name and not name.endswith("bias"):
             assert isinstance(parameter, ShardedParameter)
-            mine += parameter.nbytes
+            mine += parameter.local.nbytes
     # The objects that the kernels read are in the bucket's memory, which is freed at rest.
     for inner in model.modules():
         for bucket in _buckets(inner):

@@ -66,7 +66,7 @@ def train(mode: str, options: dict[str, Any], steps: int = 2) -> tuple[list[torc
             executed.counts.clear()
             loss.backward()
         seen.append(loss.detach())
-        seen += [p.gather_full(p.grad) for p in sharded_parameters(model).values() if p.grad is not None]
+        seen += [p.grad.full_tensor() for p in sharded_parameters(model).values() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, *(p.full_tensor() for p in sharded_parameters(model).values())], executed.counts

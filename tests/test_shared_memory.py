@@ -132,7 +132,7 @@ def check_unchanged() -> None:
         loss = model(inputs).float().square().mean()
         before = loss.item()
         if change == "uncounted":
-            first.detach().numpy()[:] += 1
+            first.local.numpy()[:] += 1
             assert model(inputs).float().square().mean().item() != before
         elif change == "counted":
             with torch.no_grad():

@@ -24,9 +24,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.data import DataLoader
@@ -245,15 +247,12 @@ def rows_of() -> None:
 # -- tensors of another kind ------------------------------------------------------------------------------------
 
 
-class Recording(torch.Tensor):
-    """Notes what torch calls for it."""
+class Recording(DTensor):
+    """Notes which kernels torch calls for it."""
 
     calls: list[str]
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.calls.append(f"function {func.__name__}")
-        return super().__torch_function__(func, types, args, kwargs or {})
+    def __init__(self, *_args: object) -> None: ...
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -261,54 +260,76 @@ class Recording(torch.Tensor):
     ) -> Any:
         assert isinstance(func, torch_private.Kernel)
         cls.calls.append(func.overloadpacket.__name__)
-        with torch_private.without_dispatch():
-            return func(*args, **(kwargs or {}))
+
+        def local(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [local(item) for item in value]
+            return torch_private.local_of(value) if isinstance(value, DTensor) else value
+
+        return func(*map(local, args), **(kwargs or {}))
 
 
-def recording(elements: torch.Tensor) -> Recording:
-    Recording.calls = []
-    made: Recording = torch_private.make_subclass(Recording, elements, False)
+def recording(local: torch.Tensor, shape: tuple[int, ...] | None = None) -> Recording:
+    mesh = torch_private.mesh_without_groups("cpu", [[0, 1], [2, 3]], 2)
+    layout = torch_private.layout_of(mesh, [Replicate(), Shard(0)], torch.Size(shape or local.shape), local.dtype)
+    made: Recording = torch_private.wrap(Recording, local, layout)
     Recording.calls = []
     return made
 
 
-@check("without_dispatch", "without_function", "make_subclass", "Kernel", "has_own_dispatch")
+@check("Kernel", "has_own_dispatch", "Layout", "layout_of", "layout_from", "wrap", "local_of", "mesh_without_groups")
 def subclasses() -> None:
-    elements = torch.arange(3.0)
-    tensor = recording(elements)
-    assert tensor.data_ptr() == elements.data_ptr()
-    Recording.calls = []
+    local = torch.arange(6.0)
+    tensor = recording(local, (3, 4))
+    assert isinstance(tensor, DTensor) and tensor.shape == (3, 4) and tensor.stride() == (4, 1)
+    assert torch_private.local_of(tensor) is local and not tensor.requires_grad
+    layout = torch_private.layout_from(tensor)
+    assert isinstance(layout, torch_private.Layout) and layout.placements == (Replicate(), Shard(0))
+    assert layout.mesh.shape == (2, 2) and layout.mesh.get_coordinate() == (1, 0)
     tensor + 1
-    assert Recording.calls == ["function add", "add"]
-    Recording.calls = []
-    with torch_private.without_function():
-        tensor + 1
     assert Recording.calls == ["add"]
-    Recording.calls = []
-    with torch_private.without_function(), torch_private.without_dispatch():
-        tensor + 1
-    assert Recording.calls == []
+    assert torch_private.wrap(Recording, local, layout, requires_grad=True).requires_grad
     assert torch_private.has_own_dispatch(Recording)
     assert not torch_private.has_own_dispatch(nn.Parameter)
     assert not torch_private.has_own_dispatch(torch.Tensor)
 
 
-@check("LOCAL_KERNELS", "COPY_KERNELS", "FOREACH_KERNELS")
+@check("norm_partial")
+def norms_in_parts() -> None:
+    placement = torch_private.norm_partial(3)
+    assert isinstance(placement, Placement) and placement.is_partial() and placement.norm_type == 3  # type: ignore[attr-defined]
+
+
+@check("writes", "written", "is_view")
+def schemas() -> None:
+    aten = torch.ops.aten
+    assert torch_private.writes(aten.add_.Tensor) and torch_private.writes(aten.add.out)
+    assert not torch_private.writes(aten.add.Tensor) and not torch_private.writes(aten.select.int)
+    assert torch_private.written(aten.add_.Tensor) == ((0, "self"),)
+    assert torch_private.written(aten.add.out)[-1][1] == "out"
+    assert [name for _, name in torch_private.written(aten._foreach_add_.Scalar)] == ["self"]
+    assert torch_private.is_view(aten.select.int) and torch_private.is_view(aten.split.Tensor)
+    assert not torch_private.is_view(aten.add.Tensor) and not torch_private.is_view(aten.add_.Tensor)
+
+
+@check("COPY_KERNELS", "MANY_KERNELS", "ITEM", "MAX_OF_MANY", "NORM_OF_MANY")
 def kernel_names() -> None:
     tensor = recording(torch.ones(3))
-    seen: dict[str, set[str]] = {}
-    for what, function in {
-        "norm": lambda: torch._foreach_norm([tensor]),
-        "item": lambda: recording(torch.ones(())).item(),
-        "to": lambda: tensor.to(torch.float64),
-        "add": lambda: torch._foreach_add([tensor], 1.0),
-    }.items():
+    scalar = recording(torch.ones(()))
+    kernels: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: torch._foreach_norm([tensor]), torch_private.NORM_OF_MANY),
+        (lambda: torch._foreach_max([tensor]), torch_private.MAX_OF_MANY),
+        (lambda: scalar.item(), torch_private.ITEM),
+        (lambda: tensor.to(torch.float64), next(iter(torch_private.COPY_KERNELS))),
+    )
+    for function, expected in kernels:
         Recording.calls = []
         function()
-        seen[what] = {call for call in Recording.calls if not call.startswith("function")}
-    assert seen["norm"] | seen["item"] >= torch_private.LOCAL_KERNELS
-    assert seen["to"] >= torch_private.COPY_KERNELS
-    assert all(name.startswith(torch_private.FOREACH_KERNELS) for name in seen["norm"] | seen["add"])
+        assert Recording.calls == [expected]
+    for prefix in torch_private.MANY_KERNELS:
+        assert any(
+            name.startswith(prefix) for name in dir(torch.ops.aten) + dir(torch) + dir(torch._C._VariableFunctions)
+        )
 
 
 @check("ATTENTION_KERNELS")
@@ -508,17 +529,6 @@ def process_groups() -> None:
         dist.destroy_process_group()
 
 
-@check("PASSES_ON", "WRITERS")
-def module_names() -> None:
-    for name in (*torch_private.PASSES_ON, *torch_private.WRITERS):
-        importlib.import_module(name)
-    assert torch.Tensor.norm.__module__ in torch_private.PASSES_ON
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    helpers = inspect.getsource(inspect.getmodule(get_model_state_dict))  # type: ignore[arg-type]
-    assert any(name in helpers for name in torch_private.WRITERS)
-
-
 @check("worker_context", "remaining_restarts", "forget_store")
 def worker_agents() -> None:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -573,14 +583,11 @@ def with_gradient() -> nn.Parameter:
     return parameter
 
 
-@check("total_norm", "check_in_vector", "run_backward")
+@check("total_norm", "run_backward")
 def functions() -> None:
     parameter = with_gradient()
     assert calls_of(torch_private.total_norm, lambda: nn.utils.clip_grad_norm_([parameter], 1.0)) == 1
     assert torch_private.total_norm.torchs([torch.ones(4)]) == 2
-    assert calls_of(torch_private.check_in_vector, lambda: nn.utils.parameters_to_vector([parameter, parameter])) == 2
-    flat = torch.ones(2)
-    assert calls_of(torch_private.check_in_vector, lambda: nn.utils.vector_to_parameters(flat, [parameter])) == 1
     assert calls_of(torch_private.run_backward, lambda: parameter.sum().backward()) == 1
     assert calls_of(torch_private.run_backward, lambda: torch.autograd.grad(parameter.sum(), [parameter])) == 1
 
@@ -600,7 +607,24 @@ def loss_scaling() -> None:
     assert {float(flag) for flag in found[0].values()} == {0.0}
 
 
-@check("state_dict", "load_state_dict", "set_state")
+@check("distribute_tensor", "distribute_tensors")
+def whole_tensors() -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Linear(2, 2, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)]))
+        for place, from_rank_0 in ((torch_private.distribute_tensor, False), (torch_private.distribute_tensors, True)):
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+            whole = {"weight": torch.ones(2, 2)}
+            assert calls_of(place, lambda w=whole, o=options: set_model_state_dict(model, w, options=o)) == 1  # type: ignore[misc]
+    finally:
+        dist.destroy_process_group()
+
+
+@check("state_dict", "load_state_dict")
 def optimizer_state() -> None:
     optimizer = torch.optim.AdamW([with_gradient()])
     optimizer.step()
@@ -608,7 +632,6 @@ def optimizer_state() -> None:
     for place, run in {
         torch_private.state_dict: lambda: optimizer.state_dict(),
         torch_private.load_state_dict: lambda: optimizer.load_state_dict(saved),
-        torch_private.set_state: lambda: optimizer.load_state_dict(saved),
     }.items():
         assert calls_of(place, run) == 1, place.name
 

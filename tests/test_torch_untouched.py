@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
 from fullshard.comm import torch_private
-from fullshard.engine import fully_shard, repoint
-from fullshard.engine.interop import optimizer_of
+from fullshard.engine import ShardedTensor, fully_shard, repoint
 from tests.distributed import run_ranks
 
 SEE = """
 import sys, types
 import torch
-import torch.distributed, torch.nn.utils, torch.optim.optimizer, torch.utils._foreach_utils
+import torch.distributed.tensor, torch.nn.utils, torch.optim.optimizer, torch.utils._foreach_utils
+import torch.distributed._state_dict_utils
 
 def torch_as_it_is():
     seen = {}
@@ -83,8 +84,10 @@ def test_the_first_thing_sharded_puts_them_in_place_and_the_second_changes_nothi
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
         "torch.optim.optimizer.Optimizer.state_dict",
         "torch.optim.optimizer.Optimizer.load_state_dict",
-        "torch.optim.optimizer.Optimizer.__setstate__",
-        "torch.nn.utils.convert_parameters._check_param_device",
+        "torch.distributed.tensor._api.distribute_tensor",
+        "torch.distributed._state_dict_utils.distribute_tensor",
+        "torch.distributed.tensor._api.distribute_tensor",
+        "torch.distributed._state_dict_utils.distribute_tensor",
         "torch.distributed.distributed_c10d._check_single_tensor",
         "torch.distributed.distributed_c10d._check_tensor_list",
         "torch.autograd._engine_run_backward",
@@ -117,16 +120,18 @@ def check_made_before() -> None:
 
     fully_shard(model)
     repoint(optimizer, model)
-    assert optimizer_of(plain_optimizer.state_dict()) is plain_optimizer
-    assert optimizer_of(optimizer.state_dict()) is optimizer
+    assert all(isinstance(value, ShardedTensor) for value in optimizer.state[model.weight].values() if value.dim())
     model(torch.full((2, 3), rank + 1.0)).sum().backward()
     reference(torch.full((2, 3), (size + 1) / 2)).sum().backward()
-    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(norm, get_total_norm([p.grad for p in reference.parameters() if p.grad is not None]))
+    norm: Any = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(
+        norm.full_tensor(), get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
+    )
     before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     scaler.scale(torch.zeros(()))
     if rank == 0:
-        gradient = next(p.grad for p in model.parameters() if p.shape.numel())
+        parameters: Any = model.parameters()
+        gradient = next(p.local_grad for p in parameters if p.interval.numel)
         assert gradient is not None
         gradient[0] = math.inf
     scaler.step(optimizer)

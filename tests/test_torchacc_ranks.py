@@ -273,10 +273,15 @@ def _saves(directory: str) -> dict[str, Any]:
     torchacc.save(copy.deepcopy(optimizer.state_dict()), path / "copy.pth")  # its tensors know whose slices they are
     again = torch.load(path / "copy.pth")["state"]
     same = same and all(torch.equal(again[i]["exp_avg"], s["exp_avg"]) for i, s in whole["all"][0]["state"].items())
-    copied: Any = optimizer.state_dict()
-    copied["state"] = {i: {k: torch.empty(v.shape) for k, v in s.items()} for i, s in copied["state"].items()}
+    torchacc.save(whole["all"][0], path / "plain.pth")  # whole already
+    again = torch.load(path / "plain.pth")["state"]
+    same = same and all(torch.equal(again[i]["exp_avg"], s["exp_avg"]) for i, s in whole["all"][0]["state"].items())
+    torchacc.dist.rendezvous("saved")
+    other = optimizer.state_dict()
+    if torchacc.dist.rank() == 1:
+        other["state"].pop(0)
     for value, target, options in (
-        (copied, "copy.pth", {}),
+        (other, "other.pth", {}),
         (1, "", {}),
         ({"model": model.state_dict()}, "blocked/x.pth", {"master_only": False}),
     ):
@@ -300,8 +305,8 @@ def test_what_rank_0_saves_is_whole(tmp_path: Path) -> None:
         assert result["same"]
         assert result["kept"] == (4 if rank == 0 else 0)
         assert result["mine"] == rank
-        copied, directory, blocked = result["problems"]
-        assert "no optimizer that has stepped here" in copied
+        other, directory, blocked = result["problems"]
+        assert "state of other parameters" in other
         assert "is a directory" in directory
         assert "rank 0: cannot write" in blocked
         assert "rank 1: cannot write" in blocked

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import FullshardError
-from fullshard.engine import ShardedParameter, shard_model
+from fullshard.engine import ShardedTensor, shard_model
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -102,7 +102,7 @@ def check_compiled_child_state() -> None:
     state = model.state_dict()
     assert "head._orig_mod.weight" in state
     for name, value in state.items():
-        assert isinstance(value, ShardedParameter), name
+        assert isinstance(value, ShardedTensor), name
         assert torch.equal(value.full_tensor(), reference.state_dict()[name.replace("._orig_mod", "")])
     model.load_state_dict({name: value.full_tensor() * 2 for name, value in state.items()})
     for name, value in model.state_dict().items():

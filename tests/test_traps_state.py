@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
-from fullshard.engine import ShardedParameter, unsharded
+from fullshard.engine import ShardedTensor, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -42,16 +42,16 @@ def check_state_dict() -> None:
     state, expected = model.state_dict(), reference.state_dict()
     assert list(state) == list(expected)
     for name, value in state.items():
-        assert isinstance(value, ShardedParameter) and value.name == name
-        assert value.global_shape == expected[name].shape
+        assert isinstance(value, ShardedTensor) and value.name == name
+        assert value.shape == expected[name].shape
         torch.testing.assert_close(value.full_tensor(), expected[name], rtol=1e-9, atol=1e-9)
     # In the middle of a step the values are the same.
     loss = model(batch(0, 0)).sum()
-    assert all(isinstance(value, ShardedParameter) for value in model.state_dict().values())
+    assert all(isinstance(value, ShardedTensor) for value in model.state_dict().values())
     loss.backward()
 
 
-def test_state_dict_values_are_sharded_parameters() -> None:
+def test_state_dict_values_are_dtensors() -> None:
     run_ranks(check_state_dict, 2)
 
 
@@ -61,7 +61,7 @@ def check_load() -> None:
     for kind in ("full", "own", "slices"):
         model = build_sharded(Stack, BLOCKS)
         before = {name: p.detach().clone() for name, p in sharded_parameters(model).items()}
-        addresses = {name: p.data_ptr() for name, p in sharded_parameters(model).items()}
+        addresses = {name: p.local.data_ptr() for name, p in sharded_parameters(model).items()}
         if kind == "full":
             result = model.load_state_dict(source.state_dict())
             assert_same_parameters(model, source)
@@ -74,7 +74,7 @@ def check_load() -> None:
                 expected = before[name] + 1 if kind == "slices" else before[name]
                 assert torch.equal(parameter.detach(), expected)
         assert not result.missing_keys and not result.unexpected_keys
-        assert addresses == {name: p.data_ptr() for name, p in sharded_parameters(model).items()}
+        assert addresses == {name: p.local.data_ptr() for name, p in sharded_parameters(model).items()}
     # What was loaded is what is computed with, and trained.
     model = build_sharded(Stack, BLOCKS)
     run_squared(model, 0, 0)
@@ -97,7 +97,7 @@ def check_load_errors() -> None:
     result = model.load_state_dict({"head.bias": whole["head.bias"], "odd": torch.zeros(1)}, strict=False)
     assert "blocks.0.up.weight" in result.missing_keys and result.unexpected_keys == ["odd"]
     for wrong in (torch.zeros(4), torch.zeros(3, WIDTH + 1), torch.zeros(())):
-        with pytest.raises(RuntimeError, match=r"head\.weight.*expected \(3, 6\)"):
+        with pytest.raises(RuntimeError, match=r"head\.weight.*shape in current model is torch\.Size\(\[3, 6\]\)"):
             model.load_state_dict({**whole, "head.weight": wrong})
     with pytest.raises(RuntimeError, match=r"head\.weight"):
         model.load_state_dict({**whole, "head.weight": whole["head.weight"].t().contiguous()})
@@ -158,7 +158,7 @@ def check_shared(units: tuple[str, ...]) -> None:
     state, expected = model.state_dict(), reference.state_dict()
     assert list(state) == list(expected)
     for name, value in state.items():
-        assert isinstance(value, ShardedParameter), name
+        assert isinstance(value, ShardedTensor), name
         assert torch.equal(value.full_tensor(), expected[name])
     assert state["head.weight"] is state["tied.weight"] and state["head.weight"].names == ("head.weight", "tied.weight")
     torch.manual_seed(5)
@@ -176,7 +176,7 @@ def test_state_dict_of_shared_modules(units: tuple[str, ...]) -> None:
 def check_copies() -> None:
     model = build_sharded(Stack, BLOCKS)
     parameter = next(iter(model.parameters()))
-    for copied in (model, parameter, model.get_submodule("blocks.0")):
+    for copied in (model, model.get_submodule("blocks.0")):
         with pytest.raises(LifecycleError, match="cannot copy"):
             copy.deepcopy(copied)
     for pickled in (parameter, model, model.get_submodule("blocks.0"), model.state_dict()):
@@ -240,9 +240,8 @@ def test_tying_again_is_fine() -> None:
 def check_hooks() -> None:
     model = build_sharded(Stack, BLOCKS)
     parameter = next(iter(model.parameters()))
-    for method in ("register_hook", "register_post_accumulate_grad_hook"):
-        with pytest.raises(LifecycleError, match=method):
-            getattr(parameter, method)(lambda value: value)
+    with pytest.raises(LifecycleError, match="register_hook"):
+        parameter.register_hook(lambda value: value)
 
 
 def test_hooks_that_would_never_fire_are_refused() -> None:

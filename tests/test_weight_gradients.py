@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -492,12 +493,16 @@ def head_in_parts(model: Tied, tokens: torch.Tensor) -> None:
     (parts + model.head(hidden).float().square().mean()).backward()
 
 
+def whole(gradient: Any) -> list[float]:
+    return gradient.full_tensor().tolist()  # type: ignore[no-any-return]
+
+
 def mixed_gradients(comm: str) -> list[list[float]]:
     """Of steps that add to what they have collected within one backward."""
     os.environ["FULLSHARD_COMM"] = comm
-    found = [g.tolist() for g in gradients(unreduced, "uses", MIXED) if g is not None]
+    found = [whole(g) for g in gradients(unreduced, "uses", MIXED) if g is not None]
     for wide in (wide_twice, wide_checkpointed, wide_in_a_backward_inside, wide_unreduced):
-        found += [g.tolist() for g in wide_gradients(wide, "uses", MIXED) if g is not None]
+        found += [whole(g) for g in wide_gradients(wide, "uses", MIXED) if g is not None]
     return found
 
 
@@ -544,7 +549,7 @@ def uneven_gradients(comm: str) -> list[list[float] | None]:
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * adding + 2 * rank + last))
             with contextlib.nullcontext() if last else no_sync(model):
                 model(x, takes_first=not last or rank == adding).float().square().mean().backward()
-        found += [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+        found += [None if p.grad is None else whole(p.grad) for p in model.parameters()]
         model.zero_grad()
     return found
 

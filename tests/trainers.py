@@ -150,8 +150,8 @@ def result(made: Any) -> dict[str, Any]:
     weights = full_state_dict(made.model) if sharded else made.model.state_dict()
     return logged(made) | {
         "weights": {name: value.detach().clone() for name, value in weights.items()},
-        "own": sum(p.shape.numel() for p in sharded),
-        "total": sum(p.global_shape.numel() for p in sharded),
+        "own": sum(p.interval.numel for p in sharded),
+        "total": sum(p.numel() for p in sharded),
     }
 
 

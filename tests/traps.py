@@ -118,12 +118,12 @@ def sharded_step(model: nn.Module, run: Run, step: int) -> torch.Tensor:
 
 def whole_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
     """The unsharded gradient, None if there is none. A collective."""
-    return None if parameter.grad is None else parameter.gather_full(parameter.grad)
+    return None if parameter.grad is None else parameter.grad.full_tensor()
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
     """All parameters by name; every one must be sharded."""
-    found = {}
+    found: dict[str, ShardedParameter] = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, ShardedParameter), f"{name} is a {type(parameter).__name__}"
         found[name] = parameter

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
         ShardedParameter,
+        ShardedTensor,
+        UnshardHandle,
         clip_grad_norm_,
         describe,
         fully_shard,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         repoint,
         shard_model,
+        share_comm_ctx,
         step_in_backward,
         unsharded,
     )
@@ -69,6 +72,8 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "ShardedParameter",
+    "ShardedTensor",
+    "UnshardHandle",
     "__version__",
     "accelerate",
     "clip_grad_norm_",
@@ -82,6 +87,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "repoint",
     "shard_model",
+    "share_comm_ctx",
     "skip_first_batches",
     "step_in_backward",
     "unsharded",
@@ -89,9 +95,9 @@ __all__ = [
 ]
 
 _ENGINE = (
-    "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ShardedParameter", "clip_grad_norm_",
-    "describe", "fully_shard", "meta_parameters", "no_sync", "register_fsdp_forward_method", "repoint", "shard_model",
-    "step_in_backward", "unsharded",
+    "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ShardedParameter", "ShardedTensor",
+    "UnshardHandle", "clip_grad_norm_", "describe", "fully_shard", "meta_parameters", "no_sync",
+    "register_fsdp_forward_method", "repoint", "shard_model", "share_comm_ctx", "step_in_backward", "unsharded",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(_ENGINE, "fullshard.engine"),

@@ -26,7 +26,7 @@ from torch import nn
 
 from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import ShardedParameter, shard_model
+from fullshard.engine import ShardedParameter, ShardedTensor, shard_model
 
 WORLD_SIZE = 2
 KEEP = 3
@@ -50,10 +50,16 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[t
     found = []
     for number, parameter in enumerate(model.parameters()):
         start = parameter.interval.start if isinstance(parameter, ShardedParameter) else 0
-        found.append((parameter.detach(), start, 3 * number))
+        found.append((_local(parameter), start, 3 * number))
         state = optimizer.state[parameter]
-        found += [(state[key], start, 3 * number + i) for i, key in enumerate(("exp_avg", "exp_avg_sq"), start=1)]
+        found += [
+            (_local(state[key]), start, 3 * number + i) for i, key in enumerate(("exp_avg", "exp_avg_sq"), start=1)
+        ]
     return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach()
 
 
 def _check(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

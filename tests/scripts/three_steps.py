@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -36,9 +37,10 @@ while len(losses) < 3:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
+held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
 result = {
     "world_size": accelerator.num_processes,
-    "share": sum(parameter.shape.numel() for parameter in model.parameters()) / numel,
+    "share": sum(part.numel() for part in held) / numel,
     "losses": losses,
     "mode": accelerator.mixed_precision,
     "offload": accelerator.setup.sharding.cpu_offload,

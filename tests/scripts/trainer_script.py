@@ -3,6 +3,7 @@
 import argparse
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -27,7 +28,8 @@ def main() -> None:
     trainer = MyTrainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     checkpoint = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=checkpoint)
-    print("PARAMETERS", trainer.is_fsdp_enabled, sum(p.shape.numel() for p in trainer.model.parameters()), flush=True)
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in trainer.model.parameters()]
+    print("PARAMETERS", trainer.is_fsdp_enabled, sum(part.numel() for part in held), flush=True)
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import CommunicationError, ConfigError
 
@@ -150,7 +151,21 @@ def _length(tensor: torch.Tensor, dim: int) -> int:
     return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
 
 
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank brings: of a DTensor that every rank has whole, that."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        raise CommunicationError(
+            f"a collective of a {type(tensor).__name__} {tuple(tensor.shape)} placed as {tensor.placements}: what a "
+            "rank has of it means nothing alone",
+            hint="leave the collective out: .full_tensor() gives the whole on every rank",
+        )
+    return tensor.to_local()
+
+
 def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = _own(tensor)
     # As bytes, because backends differ in the dtypes they gather.
     rows = (tensor.reshape(1) if tensor.ndim == 0 else tensor).detach().contiguous()
     raw = rows.reshape(-1).view(torch.uint8)
@@ -160,6 +175,7 @@ def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
+    tensor = _own(tensor)
     if reduction == "none" or world_size() == 1:
         return tensor * scale if scale != 1.0 and reduction != "none" else tensor.clone()
     # Half precision is summed in float32: some backends cannot, and none should.

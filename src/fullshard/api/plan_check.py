@@ -25,7 +25,9 @@ from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import units_of
+from fullshard.engine.parameter import local_gradients
 from fullshard.engine.schedule import schedule_of
+from fullshard.engine.step.state_dict import as_local
 from fullshard.engine.unit import Unit
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
@@ -175,7 +177,7 @@ class PlanCheck:
         planned = sum(b.layout.shard_numel for b in layout.buckets if b.trainable) * 4
         if not self._job.step_in_backward:
             parameters = [p for unit in self._units for bucket in unit.buckets for p in bucket.sharded_parameters]
-            return Deviation("gradients", planned, _storage_nbytes(p.grad for p in parameters))
+            return Deviation("gradients", planned, _storage_nbytes(local_gradients(parameters)))
         if self._job.accumulation == 1 or not self._job.sync_each_micro_batch:
             planned = max(event.nbytes for event in predicted if event.kind is EventKind.BUCKET_STEP)
         return Deviation("gradients at once", planned, self._most_gradients)
@@ -184,11 +186,11 @@ class PlanCheck:
         """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         own = [p for bucket in trained for p in bucket.sharded_parameters if id(p) in held]
-        planned = round(sum(p.numel() for p in own) * self._job.planned_optimizer.state_nbytes)
+        planned = round(sum(p.interval.numel for p in own) * self._job.planned_optimizer.state_nbytes)
         found = _storage_nbytes(
             value
             for parameter in own
-            for value in self._optimizer.state.get(parameter, {}).values()
+            for value in as_local(self._optimizer.state.get(parameter, {})).values()
             if isinstance(value, torch.Tensor) and value.ndim > 0
         )
         return planned if self._is_state_planned else None, found

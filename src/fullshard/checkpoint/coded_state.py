@@ -16,6 +16,8 @@ import torch
 from fullshard.checkpoint.format import CodeRecord
 from fullshard.checkpoint.tensors import dtype_name
 from fullshard.core.errors import CheckpointError
+from fullshard.engine import ShardedParameter
+from fullshard.engine.step.local_parameters import local_parameter
 
 _BITSANDBYTES_BLOCK = 256
 _TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
@@ -144,6 +146,8 @@ def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None
         None for an optimizer whose state is made of ordinary tensors.
     """
     parameter = optimizer.param_groups[group]["params"][index]
+    if isinstance(parameter, ShardedParameter):
+        parameter = local_parameter(parameter)
     if is_of_bitsandbytes(optimizer):
         kept = optimizer.state.pop(parameter, None)
         if not optimizer.initialized:

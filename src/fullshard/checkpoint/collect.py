@@ -123,7 +123,7 @@ class RankWriter:
         for entry in state:
             self._state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, rank)
         self._contents: dict[str, dict[str, torch.Tensor]] = {
-            "model": {local.name: local.tensor.detach().reshape(-1) for local in mine},
+            "model": {local.name: local.held.reshape(-1) for local in mine},
             "optimizer": {
                 name: tensor
                 for entry in state
@@ -223,7 +223,7 @@ class RankWriter:
 
 def staged_blocks(tensors: Sequence[LocalTensor], optimizer: torch.optim.Optimizer | None) -> list[list[torch.Tensor]]:
     """What `RankWriter.stage` will copy of parameters, buffers and optimizer state, by the block it goes into."""
-    weights = [local.tensor for local in tensors if local.is_writer]
+    weights = [local.held for local in tensors if local.is_writer]
     if optimizer is None:
         return [weights]
     entries = [entry for entry in state_entries(optimizer, tensors) if entry.layout and entry.is_stored_here]

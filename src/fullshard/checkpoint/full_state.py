@@ -15,15 +15,13 @@ from torch import nn
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, modules_with_extra_state, rest
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import ShardedParameter
+from fullshard.engine import ShardedTensor
 from fullshard.engine.module import clean_name
 
 
 def full_tensor(local: LocalTensor) -> torch.Tensor:
     """The whole of a parameter or buffer; sharded ones are gathered, which is a collective."""
-    if isinstance(local.tensor, ShardedParameter):
-        return local.tensor.full_tensor()
-    return local.tensor.detach()
+    return local.tensor.span.gather(local.held) if isinstance(local.tensor, ShardedTensor) else local.held
 
 
 def gather_when_all_save(model: nn.Module) -> None:
@@ -90,7 +88,7 @@ def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     rest(model)
     # As rank 0, which is asked of every parameter and buffer; who writes them does not matter here.
     held = (*local_parameters(model, rank=0), *local_buffers(model, rank=0))
-    return {name: local.tensor.detach().cpu().clone() for local in held for name in local.names}
+    return {name: local.held.cpu().clone() for local in held for name in local.names}
 
 
 @torch.no_grad()
@@ -133,7 +131,7 @@ def load_full_state_dict(
             whole.copy_(given[name])
         ranks.broadcast_tensor(whole)
         part = whole.reshape(-1)[local.interval.start : local.interval.stop]
-        destination = local.tensor.detach()
+        destination = local.held
         destination.copy_(part.view(destination.shape))
     return missing, unexpected
 

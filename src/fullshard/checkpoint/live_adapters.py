@@ -134,7 +134,6 @@ def _change(layer: Any, change: Callable[[Any], object]) -> None:
 @torch.no_grad()
 def _keep_own(parameter: nn.Parameter, whole: torch.Tensor) -> None:
     if isinstance(parameter, ShardedParameter):
-        own = whole.reshape(-1)[parameter.interval.start : parameter.interval.stop]
-        parameter.detach().copy_(own.view(parameter.detach().shape))
+        parameter.local.copy_(parameter.span.cut(whole))
     else:
         parameter.copy_(whole)

@@ -53,6 +53,7 @@ from fullshard.checkpoint.verify import pieces_of, quick_problems
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
+from fullshard.engine.step.state_dict import as_local, as_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class _Load:
             group.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
         self.optimizer.state.clear()
         for parameter, state in self._state:
-            self.optimizer.state[parameter] = state
+            self.optimizer.state[parameter] = as_sharded(self.optimizer, parameter, state)
 
     def restore_modules(self, stored: Mapping[str, torch.Tensor]) -> None:
         """Give modules back their extra state."""
@@ -276,7 +277,7 @@ class _Load:
                 if records is None:
                     continue
                 fresh = fresh_state(optimizer, number, index)
-                there = optimizer.state.get(parameter, {}) if fresh is None else fresh
+                there = as_local(optimizer.state.get(parameter, {})) if fresh is None else fresh
                 coded, parts = coded_tensors(there)
                 rows = rows_of(optimizer, there)
                 kept = {*coded, *parts, *(key.rpartition(".")[0] for key in rows)}
@@ -305,7 +306,7 @@ class _Load:
         dtype = torch_dtype(DTYPES[record.dtype][0])
         if record.layout == "interval":
             # with the strides of the parameter: fused optimizers walk both through memory without looking at them
-            like = local.tensor.detach()
+            like = local.held
             tensor = there if _is_alike(there, like, dtype) else torch.empty_like(like, dtype=dtype)
             interval = local.interval
         else:
@@ -489,7 +490,7 @@ def _match(
         elif record.dtype != dtype_name(local.tensor, where=local.name):
             problems.append(f"{what} {local.name!r} is {local.tensor.dtype}, saved as torch.{record.dtype}")
         else:
-            targets.append(_Target("model", name, record, local.interval, local.tensor))
+            targets.append(_Target("model", name, record, local.interval, local.held))
     problems += [f"{what} {name!r} of the checkpoint is not in the model" for name in saved if name not in used]
     return targets
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from fullshard.checkpoint.format import GroupRecord
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.values import encode_value
 from fullshard.core.errors import CheckpointError
+from fullshard.engine.step.state_dict import as_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTe
         for parameter, local in members:
             if not local.is_writer or local.interval.numel == 0:
                 continue
-            state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+            state = as_local(optimizer.state.get(parameter, {}))
             coded, parts = coded_tensors(state)
             rows = rows_of(optimizer, state) if local.is_sharded else {}
             parts |= {key.rpartition(".")[0] for key in rows}
@@ -112,12 +113,12 @@ def _layout(local: LocalTensor, key: str, value: Any) -> Literal["interval", "re
     is_counter = value.ndim == 0 and (local.is_sharded or key == "step")
     if is_counter:
         return "replicated"
-    if tuple(value.shape) == tuple(local.tensor.shape):
+    if tuple(value.shape) == tuple(local.held.shape):
         return "interval"
     if local.is_sharded:
         raise CheckpointError(
             f"optimizer state {key!r} of {local.name!r} has shape {tuple(value.shape)}: neither a scalar nor that of "
-            f"this rank's slice, {tuple(local.tensor.shape)}",
+            f"this rank's interval, {tuple(local.held.shape)}",
             hint="use an optimizer that keeps one value per element",
         )
     return "replicated"

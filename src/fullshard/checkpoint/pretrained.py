@@ -381,7 +381,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     if problems:
         raise CheckpointError(f"{directory} does not fit {type(model).__name__}:\n" + "\n".join(problems))
     for local, stored in found:
-        stored.read(local.interval, local.tensor.detach().view(-1))
+        stored.read(local.interval, local.held.view(-1))
 
 
 def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:

@@ -12,7 +12,7 @@ from fullshard.checkpoint.storage import Bytes
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
-from fullshard.engine import ShardedParameter
+from fullshard.engine import ShardedParameter, ShardedTensor
 from fullshard.engine.module import clean_name, units_of
 from fullshard.engine.schedule import schedule_of
 
@@ -23,9 +23,9 @@ class LocalTensor:
 
     Attributes:
         names: qualified names without those of wrappers; several if it is tied. The first one identifies it.
-        tensor: the parameter or buffer itself; a 1-D slice if it is sharded.
+        tensor: the parameter or buffer itself.
         shape: global shape.
-        interval: elements of the flattened whole that `tensor` holds.
+        interval: elements of the flattened whole that this rank holds.
         is_writer: whether this rank saves them; of several ranks that hold the same elements exactly one does.
     """
 
@@ -43,7 +43,12 @@ class LocalTensor:
     @property
     def is_sharded(self) -> bool:
         """Whether other ranks hold other elements of it."""
-        return isinstance(self.tensor, ShardedParameter)
+        return isinstance(self.tensor, ShardedTensor)
+
+    @property
+    def held(self) -> torch.Tensor:
+        """What this rank holds, as a plain tensor: elements `interval`, shape (n,), of a sharded one."""
+        return self.tensor.local if isinstance(self.tensor, ShardedTensor) else self.tensor.detach()
 
 
 def stand_in(local: LocalTensor) -> torch.Tensor:
@@ -82,7 +87,7 @@ def local_parameters(model: nn.Module, *, rank: int, on_meta: bool = False) -> l
             raise CheckpointError(f"parameter {names[0]!r} is on the meta device", hint="initialise it first")
         unique = tuple(dict.fromkeys(names))
         if isinstance(parameter, ShardedParameter):
-            shape, interval = tuple(parameter.global_shape), parameter.interval
+            shape, interval = tuple(parameter.shape), parameter.interval
             is_writer = parameter.mesh.replicate_rank == 0
         else:
             shape, interval, is_writer = tuple(parameter.shape), Interval(0, parameter.numel()), rank == 0

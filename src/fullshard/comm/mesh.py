@@ -10,7 +10,7 @@ Ranks are laid out with the shard axis inside, so a shard group is a run of neig
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +37,7 @@ class Mesh:
         control_group: a group for small host-side messages; None with one rank.
         gather, reduce, replicate: collectives for unsharding, for gradients along the shard axis, and for gradients
             along the replicate axis, each on a communicator of its own so that none waits for another.
+        device_mesh: torch's name for it: (shard,) or (replicate, shard).
     """
 
     device: torch.device
@@ -53,6 +54,7 @@ class Mesh:
     gather: Collectives = field(kw_only=True)
     reduce: Collectives = field(kw_only=True)
     replicate: Collectives = field(kw_only=True)
+    device_mesh: DeviceMesh = field(kw_only=True)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. A collective over all ranks of the mesh.
@@ -109,7 +111,8 @@ def init_mesh(
         return _from_device_mesh(device_mesh, device)
     if not dist.is_initialized():
         alone = collectives_for(None, device)
-        return Mesh(device, gather=alone, reduce=alone, replicate=alone)
+        device_mesh = torch_private.mesh_without_groups(device.type, [0], 0)
+        return Mesh(device, gather=alone, reduce=alone, replicate=alone, device_mesh=device_mesh)
     world_size = dist.get_world_size()
     shard_size = world_size if shard_size is None else shard_size
     if world_size % shard_size:
@@ -122,6 +125,11 @@ def init_mesh(
             del _CACHE[old]  # its groups have been destroyed; held on to, each would keep its threads
         _CACHE[key] = _build(world_size // shard_size, shard_size, device)
     return _CACHE[key]
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
+    """The mesh that was made of, or has made, this one of torch's; None if there is none."""
+    return next((mesh for mesh in _CACHE.values() if mesh.device_mesh == device_mesh), None)
 
 
 def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
@@ -149,7 +157,24 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
         gather=collectives_for(shard_group, device),
         reduce=collectives_for(_own_group(rows, rank, timeout), device),
         replicate=collectives_for(replicate_group, device, only_all_reduce=True),
+        device_mesh=_device_mesh(replicate_group, shard_group, rows, device),
     )
+
+
+def _device_mesh(
+    replicate_group: dist.ProcessGroup | None,
+    shard_group: dist.ProcessGroup | None,
+    rows: list[list[int]],
+    device: torch.device,
+) -> DeviceMesh:
+    """Torch's mesh of these groups: more of them would each have threads of their own."""
+    if replicate_group is not None and shard_group is not None:
+        groups = [replicate_group, shard_group]
+        return DeviceMesh.from_group(groups, device.type, torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
+    group = shard_group or replicate_group
+    if group is None:
+        return torch_private.mesh_without_groups(device.type, [0], 0)
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard" if shard_group else "replicate",))
 
 
 def _timeout(device: torch.device) -> timedelta:
@@ -177,7 +202,11 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
         )
     ranks = device_mesh.mesh
     if ranks.flatten().tolist() == list(range(dist.get_world_size())):  # tensors might be made on the meta device
-        return init_mesh(shard_size=ranks.shape[-1], device=device)
+        known = init_mesh(shard_size=ranks.shape[-1], device=device)
+        return _CACHE.setdefault((dist.group.WORLD, device, device_mesh), replace(known, device_mesh=device_mesh))
+    key = (dist.group.WORLD, device, device_mesh)
+    if key in _CACHE:
+        return _CACHE[key]
     # A part of the world (tensor or pipeline parallelism owns the rest): only its own groups can be used, because
     # making new ones would need the other ranks to take part.
     hybrid = device_mesh.ndim == 2
@@ -190,7 +219,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
             hint="use a mesh over all ranks, or a 1-D mesh",
         )
     world_group = shard_group if ranks.shape[-1] > 1 else replicate_group
-    return Mesh(
+    _CACHE[key] = Mesh(
         device,
         rank=dist.get_rank(world_group),
         world_size=ranks.numel(),
@@ -205,4 +234,6 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
         gather=collectives_for(shard_group, device),
         reduce=collectives_for(shard_group, device),
         replicate=collectives_for(replicate_group, device, only_all_reduce=True),
+        device_mesh=device_mesh,
     )
+    return _CACHE[key]

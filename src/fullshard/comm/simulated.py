@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives, HostPages, Reduction, Work, own_interval
 from fullshard.comm.cpu.pages import pages_of
 from fullshard.comm.mesh import Mesh
@@ -58,6 +59,7 @@ def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: t
     """The mesh that rank `rank` of `replicate_size` x `shard_size` ranks would have, without the others."""
     replicate_rank, shard_rank = divmod(rank, shard_size)
     pages = pages_of(device)
+    rows = [list(range(r * shard_size, (r + 1) * shard_size)) for r in range(replicate_size)]
     return Mesh(
         device,
         rank=rank,
@@ -69,4 +71,5 @@ def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: t
         gather=SimulatedCollectives(shard_rank, shard_size, pages),
         reduce=SimulatedCollectives(shard_rank, shard_size, pages),
         replicate=SimulatedCollectives(replicate_rank, replicate_size, pages),
+        device_mesh=torch_private.mesh_without_groups(device.type, rows, rank),
     )

@@ -9,10 +9,12 @@ They are in this layer because it is the lowest that may import torch, and every
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,10 +26,15 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils import clip_grad, convert_parameters
+from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
@@ -115,24 +122,62 @@ def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 # -- tensors of another kind ------------------------------------------------------------------------------------
 
-without_dispatch = torch._C._DisableTorchDispatch
-"""Context in which `__torch_dispatch__` is not called: without it a sharded parameter's own would call itself.
-Since 2.0."""
-
-without_function = torch._C.DisableTorchFunctionSubclass
-"""The same of `__torch_function__`, for slices. Since 2.0."""
-
-make_subclass = torch.Tensor._make_subclass
-"""A tensor of a subclass on another's memory, which is how a sharded parameter is a view of main weights. Since 2.0."""
-
 Kernel = OpOverload
 """The type of what `__torch_dispatch__` is given. Since 2.0."""
 
-LOCAL_KERNELS = frozenset({"_foreach_norm", "_local_scalar_dense"})
+Layout = DTensorSpec
+"""What a DTensor is made with: its mesh, placements and global shape. Since 2.5."""
+
+
+def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """That of a contiguous tensor. Since 2.5."""
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, strides, dtype))
+
+
+def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requires_grad: bool = False) -> Any:
+    """A DTensor of a subclass around what this rank has, without autograd and without asking other ranks. Since 2.5."""
+    return DTensor.__new__(kind, local, layout, requires_grad=requires_grad)
+
+
+local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+"""What this rank has of a DTensor. `to_local()` is a step of autograd's. Since 2.0."""
+
+layout_from: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
+"""The layout that a DTensor was made with. Since 2.0."""
+
+norm_partial: Callable[[float], Placement] = _NormPartial
+"""The placement of a norm of which every rank has that of its own elements. Since 2.2."""
+
+
+def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> DeviceMesh:
+    """A mesh as rank `rank` would see it, with no processes behind it. Since 2.3."""
+    return DeviceMesh(device_type, ranks, _init_backend=False, _rank=rank)
+
+
+def writes(kernel: OpOverload) -> bool:
+    """Whether a kernel changes what it is given. Since 2.0."""
+    return bool(kernel._schema.is_mutable)
+
+
+@cache
+def written(kernel: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that a kernel changes. Since 2.0."""
+    arguments = enumerate(kernel._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def is_view(kernel: OpOverload) -> bool:
+    """Whether what a kernel returns is memory that it was given. Since 2.0."""
+    return not kernel._schema.is_mutable and any(value.alias_info is not None for value in kernel._schema.returns)
+
+
 COPY_KERNELS = frozenset({"_to_copy"})
-FOREACH_KERNELS = "_foreach_"
-"""How the kernels of `item()` and of norms of a list are called, that of `to()`, and how those of lists begin. Under
-other names a slice's norm would be taken for the whole's, and `.to()` of one refused. Since 2.0."""
+MANY_KERNELS = ("_foreach_", "_fused_", "_amp_foreach_")
+ITEM, MAX_OF_MANY, NORM_OF_MANY = "_local_scalar_dense", "_foreach_max", "_foreach_norm"
+"""How the kernel of `to()` is called, how those begin that take lists of tensors, the kernel of `item()`, and the
+reductions of lists. Under other names they would be run on gathered tensors, which is slow, or as if they treated
+elements alike, which is an error. Since 2.5."""
 
 ATTENTION_KERNELS = frozenset(
     {
@@ -257,11 +302,6 @@ def wrap_function(policy: Any) -> Callable[[nn.Module], Any]:
 default_store = _get_default_store
 """The store of `init_process_group`, through which ranks talk that are out of step. Since 2.0."""
 
-PASSES_ON = frozenset({"torch._tensor"})
-WRITERS = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
-"""Modules of torch that compute for whoever calls them, and that write a tensor as if it were the whole one. Under
-other names a slice would be written for the whole. Since 2.3."""
-
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """What `init_process_group` was given; further groups would have the backend's default. Since 2.0."""
@@ -319,16 +359,18 @@ unscale = Replaced.of(torch.amp.GradScaler, "_unscale_grads_")
 
 state_dict = Replaced.of(torch.optim.Optimizer, "state_dict")
 load_state_dict = Replaced.of(torch.optim.Optimizer, "load_state_dict")
-set_state = Replaced.of(torch.optim.Optimizer, "__setstate__")
 """Public, and replaced all the same: torch's hooks for them go on each optimizer, which nobody hands to the engine.
-That loading ends in `__setstate__` is private. Since 2.0."""
-
-check_in_vector = Replaced.of(convert_parameters, "_check_param_device")
-"""Called of each part by `parameters_to_vector` and back, which would have slices for whole parameters. Since 2.0."""
+Since 2.0."""
 
 check_sent = Replaced.of(distributed_c10d, "_check_single_tensor")
 check_sent_list = Replaced.of(distributed_c10d, "_check_tensor_list")
 """Called of what a collective is given, where every rank would give other elements. Since 2.0."""
+
+distribute_tensor = Replaced.of(state_dict_utils, "distribute_tensor")
+"""Public. It, and so loading whole tensors into a sharded model, knows torch's own placements only. Since 2.0."""
+
+distribute_tensors = Replaced.of(state_dict_utils, "_distribute_tensors")
+"""Where whole tensors that rank 0 has sent are cut for a model's state dict: along one dim. Since 2.5."""
 
 run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
 """Under `torch.autograd.grad` and `backward`, where a sharded parameter's gradient would be None. Since 2.3."""

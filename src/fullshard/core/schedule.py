@@ -65,11 +65,13 @@ class Reductions(Generic[BucketT]):
     """The reductions of one backward: which is launched next, and which are over.
 
     Attributes:
+        in_flight: how many may be under way when another is launched.
         launched: in the order they were.
         waiting: of those whose gradient is not published yet, the number of each, from 1.
     """
 
     def __init__(self) -> None:
+        self.in_flight = REDUCTIONS_IN_FLIGHT
         self.clear()
 
     def clear(self) -> None:
@@ -98,7 +100,7 @@ class Reductions(Generic[BucketT]):
         """It is under way now; the one to wait for, if too many are."""
         self.launched.append(bucket)
         self.waiting[bucket] = len(self.launched)
-        return self.launched[-REDUCTIONS_IN_FLIGHT - 1] if len(self.launched) > REDUCTIONS_IN_FLIGHT else None
+        return self.launched[-self.in_flight - 1] if len(self.launched) > self.in_flight else None
 
     def is_over(self, bucket: BucketT, shard_size: int, replicate_size: int) -> bool:
         """Whether one that waits has been waited for already, along both axes of its mesh.
@@ -106,4 +108,4 @@ class Reductions(Generic[BucketT]):
         Along the shard axis that is done when the next one is launched, and along the replicate axis one later.
         """
         younger = len(self.launched) - self.waiting[bucket]
-        return shard_size * replicate_size == 1 or younger >= REDUCTIONS_IN_FLIGHT + (replicate_size > 1)
+        return shard_size * replicate_size == 1 or younger >= self.in_flight + (replicate_size > 1)

@@ -12,15 +12,16 @@ from fullshard.engine.fully_shard import (
     no_sync,
     register_fsdp_forward_method,
     shard_model,
+    share_comm_ctx,
     unsharded,
     with_sync,
 )
 from fullshard.engine.interop import clip_grad_norm_, clip_grad_value_
-from fullshard.engine.module import FSDPModule, units_of
+from fullshard.engine.module import FSDPModule, UnshardHandle, units_of
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.sharding import Sharding
-from fullshard.engine.slices import Slice
 from fullshard.engine.step.hooks import check_optimizer, repoint
 from fullshard.engine.step.in_backward import step_in_backward
 
@@ -32,8 +33,9 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardedParameter",
+    "ShardedTensor",
     "Sharding",
-    "Slice",
+    "UnshardHandle",
     "check_optimizer",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -47,6 +49,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "repoint",
     "shard_model",
+    "share_comm_ctx",
     "step_in_backward",
     "units_of",
     "unsharded",

@@ -89,7 +89,7 @@ class Additions:
         if sharded is None:
             why = "nobody would shard it or reduce its gradient"
         elif owner_of(bucket_of(sharded)) in self._units:
-            why = f"it is tied to {'='.join(sharded.names)} now, whose unit does not know of this place"
+            why = f"it is tied to {sharded.name} now, whose unit does not know of this place"
         else:
             why = "its unit was made after the unit around the model"
         raise LifecycleError(

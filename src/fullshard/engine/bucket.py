@@ -65,6 +65,7 @@ class Bucket(BucketSpec):
         sharded_parameters: in the order of `slots`.
         gradient: None if the bucket has always been frozen.
         storage_id: which storage `full` is in, for as long as it lives.
+        has_gradient_hooks: whether a sharded parameter has ever been given one.
         trainable_count: parameters that want a gradient.
     """
 
@@ -84,6 +85,7 @@ class Bucket(BucketSpec):
     ) -> None:
         super().__init__(slots, mesh=mesh, policy=policy, storage=storage)
         self.owner, self._number = owner, number
+        self.has_gradient_hooks = False
         self._gathering: Work | None = None
         self._is_lost = False
         self._versions: list[int] | None = None
@@ -280,7 +282,7 @@ class Bucket(BucketSpec):
         self._known_versions = versions
         if self.shares_main and self.mesh.world_size == 1:
             return
-        names = ", ".join("=".join(self.sharded_parameters[index].names) for index in changed)
+        names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
         raise LifecycleError(
             f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place while unsharded (clamp_, "
             "Embedding(max_norm=), ...): other ranks have other copies, and the change would be lost",
@@ -306,7 +308,7 @@ class Bucket(BucketSpec):
             current = parameters.get(attribute)
             if current is not sharded and current is not original:
                 raise LifecycleError(
-                    f"parameter {'='.join(sharded.names)} was replaced after sharding by {type(current).__name__}",
+                    f"parameter {sharded.name} was replaced after sharding by {type(current).__name__}",
                     hint="change it in place under unsharded(model, writeback=True), or replace it before; "
                     "torch.func.functional_call with other tensors needs `with unsharded(model)`",
                 )

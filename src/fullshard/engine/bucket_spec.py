@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.packing import Packing, packing_for
@@ -47,6 +49,7 @@ class BucketSpec:
         slices: where in this rank's interval each parameter is.
         tag: its number in the model, the same on every rank; set when the model is put together.
         divisor: what the sum of gradients over all ranks is divided by.
+        reduced_hook: called with each reduced gradient of this rank's interval, before it is published.
         requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
     """
 
@@ -71,6 +74,7 @@ class BucketSpec:
         self.state_visits_device = plan.state_visits_device
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         self.divisor, self.requires_all_reduce = float(mesh.world_size), True
+        self.reduced_hook: Callable[[torch.Tensor], object] | None = None
 
 
 def _packing(sent_as: str | None) -> Packing | None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fullshard.comm import torch_private
@@ -62,7 +63,8 @@ def fully_shard(
         mesh: 1-D shards over all its ranks, 2-D is (replicate, shard). Default: 1-D over all ranks.
         reshard_after_forward: free the unsharded parameters between forward and backward. Default: True, but False
             for the outermost unit, whose parameters backward needs at once.
-        shard_placement_fn: torch's way to shard along another dimension. Not needed: intervals have no dimension.
+        shard_placement_fn: torch's way to shard along another dim. Asked of each parameter, and refused if it wants
+            another mesh; the dim changes nothing, as intervals have none: `full_tensor()` and checkpoints are the same.
         mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
         offload_policy: `OffloadPolicy` or `CPUOffloadPolicy`, fullshard's or torch's.
         ignored_params: parameters to leave alone; they are neither sharded nor reduced.
@@ -75,8 +77,6 @@ def fully_shard(
         WrapError: already a unit, nothing to shard where something must be, a parameter that is tied to one in another
             unit, or one of a tensor subclass that wraps other tensors (DTensor, torchao's).
     """
-    if shard_placement_fn is not None:
-        raise ConfigError("shard_placement_fn has no meaning here: units are cut into intervals", hint="leave it out")
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
     _check_reshard(reshard_after_forward)
@@ -89,6 +89,8 @@ def fully_shard(
     inner = [m for root in modules for m in root.modules() if unit_of(m) is not None]
     [plan] = partition(modules, ignored=ignored_params or (), stop_at=inner)
     check_types([plan], modules)
+    if shard_placement_fn is not None:
+        _check_placements(plan, shard_placement_fn)
     schedule = Schedule(resolved)
     _make_unit(
         plan,
@@ -275,8 +277,22 @@ def _check_not_managed(plan: UnitPlan) -> None:
         if sharded is not None:
             places = ", ".join(f"{type(m).__name__}.{attribute}" for m, attribute in slot.owners)
             raise WrapError(
-                f"the parameter at {places} is tied to {'='.join(sharded.names)}, which another unit owns already",
+                f"the parameter at {places} is tied to {sharded.name}, which another unit owns already",
                 hint="put both modules into one call, fully_shard([a, b]), or use shard_model, which finds their place",
+            )
+
+
+def _check_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter], Any]) -> None:
+    """Which dim a parameter is to be sharded along makes no difference to an interval; which mesh does."""
+    for slot in plan.slots:
+        wanted = shard_placement_fn(slot.parameter)
+        is_dim = isinstance(wanted, Shard) and -slot.parameter.ndim <= wanted.dim < slot.parameter.ndim
+        if wanted is not None and not is_dim:
+            places = ", ".join(f"{type(m).__name__}.{attribute}" for m, attribute in slot.owners)
+            raise ConfigError(
+                f"shard_placement_fn gives {wanted!r} for {places} {tuple(slot.parameter.shape)}: expected None or a "
+                "Shard of one of its dims",
+                hint="a mesh for each parameter is not supported: shard modules over different meshes instead",
             )
 
 
@@ -320,6 +336,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return unit.run_method(module, method, *args, **kwargs)
 
     setattr(module, method_name, run)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Changes nothing: models on the same ranks share communicators and streams. The name is torch's.
+
+    Raises:
+        WrapError: one of the modules is no unit.
+    """
+    for module in modules:
+        if unit_of(module) is None:
+            raise WrapError(f"share_comm_ctx: {type(module).__name__} is no unit", hint="call fully_shard on it first")
 
 
 # -- contexts and queries ---------------------------------------------------------------------------------------
@@ -449,6 +476,7 @@ __all__ = [
     "no_sync",
     "register_fsdp_forward_method",
     "shard_model",
+    "share_comm_ctx",
     "unsharded",
     "with_sync",
 ]

@@ -28,7 +28,7 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.bucket_spec import BucketSpec
-from fullshard.engine.parameter import ShardedParameter, are_same, plain_gradients
+from fullshard.engine.parameter import ShardedParameter, are_same, local_gradients
 from fullshard.engine.precision import torch_dtype
 
 
@@ -171,13 +171,13 @@ class Gradient:
     def _add(self, index: int, parameter: torch.Tensor, grad: torch.Tensor | Product) -> None:
         if self.is_used_up:
             raise LifecycleError(
-                f"rank {self._spec.mesh.rank}, parameter {'='.join(self._parameters[index].names)}: "
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
                 "another part of its gradient appeared after the optimizer had stepped in backward",
                 hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
             )
         if torch_private.storage_id(parameter.untyped_storage()) != self._storage_id:
             raise LifecycleError(
-                f"rank {self._spec.mesh.rank}, parameter {'='.join(self._parameters[index].names)}: "
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
                 hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
             )
@@ -272,6 +272,8 @@ class Gradient:
         if self._earlier is not None:
             shard.add_(self._earlier)
             self._earlier = None
+        if self._spec.reduced_hook is not None:
+            self._spec.reduced_hook(shard)
         self._accumulate(shard.to(self.main_dtype), used)
         return True
 
@@ -281,7 +283,7 @@ class Gradient:
 
     def _accumulate(self, shard: torch.Tensor, used: bytearray) -> None:
         """Add to the main gradient if the published `.grad`s are still ours, else start a new one from theirs."""
-        grads = plain_gradients(self._parameters)
+        grads = local_gradients(self._parameters)
         if self._main is not None and self._is_untouched(grads):
             self._main.add_(shard)
         else:
@@ -297,13 +299,14 @@ class Gradient:
             if grad is None and not used[index]:
                 continue
             if grad is None or self._published[index] is None or self._rounded is not self._main:
-                grad = parameter.grad = pieces[index]
+                grad = pieces[index]
+                parameter.publish(grad)
             self._published[index], self._versions[index] = grad, grad._version
 
     def published(self, first: int, last: int) -> torch.Tensor | None:
         """Shape (S,): what the `.grad`s of parameters `first` to `last` are views of; None if not all of them are."""
         published = self._published[first : last + 1]
-        grads = plain_gradients(self._parameters[first : last + 1])
+        grads = local_gradients(self._parameters[first : last + 1])
         is_whole = all(map(operator.is_not, published, itertools.repeat(None)))
         return self._rounded if is_whole and are_same(grads, published) else None
 
@@ -320,7 +323,7 @@ class Gradient:
 
     def release_if_cleared(self) -> None:
         """Give the memory of the main gradient back once the user has set every `.grad` to None."""
-        if self._main is not None and all(grad is None for grad in plain_gradients(self._parameters)):
+        if self._main is not None and all(grad is None for grad in local_gradients(self._parameters)):
             self._main = self._rounded = None
             self._published, self._versions = [], []
 

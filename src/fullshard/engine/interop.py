@@ -4,7 +4,7 @@
     torch.amp.GradScaler               an overflow on one rank makes every rank skip the step
     optimizer.state_dict               its tensors say that they are slices, and where from
     optimizer.load_state_dict          takes whole tensors too, and keeps this rank's intervals of them
-    torch.nn.utils.parameters_to_vector refused, and so is the way back
+    torch.distributed.tensor.distribute_tensor  knows a parameter's placement, and so does DCP
     torch.distributed.all_reduce       and every other collective: refused, as each rank has other elements
     torch.autograd.grad, backward(inputs=)  refused for sharded parameters, which no graph has
     any optimizer                      refused if it needs whole matrices or was made before sharding
@@ -17,25 +17,24 @@ when something is sharded for the first time; until then torch is as it was.
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.nn.utils import clip_grad as torch_clip
 from torch.optim import optimizer as torch_optimizer
 
 from fullshard.comm import torch_private
-from fullshard.comm.mesh import Mesh
+from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.parameter import (
-    ShardedParameter,
-    mesh_of_gradient,
-    sharded_parameters,
-)
-from fullshard.engine.slices import Slice
+from fullshard.engine.parameter import ShardedParameter, sharded_parameters
+from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
+from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.step import hooks
 from fullshard.engine.step import state_dict as state_dicts
 
@@ -63,8 +62,25 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    norm: torch.Tensor = torch_clip.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    clipped = [_Clipped.of(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)]
+    clipped = [each for each in clipped if each.grad is not None]
+    norm = _norm_of([(each.mesh, each.grad) for each in clipped], norm_type, error_if_nonfinite, None)
+    nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)  # type: ignore[arg-type]
     return norm
+
+
+@dataclass(slots=True)
+class _Clipped:
+    """What torch's clipping asks of a parameter; of a sharded one the plain gradient, which is quicker to work with."""
+
+    grad: Any
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> _Clipped:
+        if isinstance(parameter, ShardedParameter) and not parameter.is_used_up:
+            return cls(parameter.local_grad, parameter.mesh)
+        return cls(parameter.grad, None)
 
 
 def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
@@ -90,19 +106,28 @@ def _total_norm(
 ) -> torch.Tensor:
     """Torch's total norm, with the sharded gradients' part summed over their shard group."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    meshes = [tensor.span.mesh if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    if mesh is None:
+        return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    locals_ = (tensor.local if isinstance(tensor, ShardedTensor) else tensor for tensor in tensors)
+    norm = _norm_of(list(zip(meshes, locals_, strict=True)), norm_type, error_if_nonfinite, foreach)
+    return dtensor_of(norm, mesh)  # as torch has it for its own sharded parameters
+
+
+def _norm_of(
+    parts: Sequence[tuple[Mesh | None, torch.Tensor]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+) -> torch.Tensor:
+    """The total norm of what each rank has a part of, with the mesh that shares it, and of what all have whole."""
     sharded: dict[Mesh, list[torch.Tensor]] = {}
     ordinary = []
-    for tensor in tensors:
-        mesh = mesh_of_gradient(tensor)
-        tensor = tensor.plain() if isinstance(tensor, Slice) else tensor
+    for mesh, tensor in parts:
         if mesh is None:
             ordinary.append(tensor)
         else:
             sharded.setdefault(mesh, []).append(tensor)
-    if not sharded:
-        return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
     norms = [_group_norm(mesh, part, float(norm_type), foreach) for mesh, part in sharded.items()]
-    if ordinary:
+    if ordinary or not norms:
         norms.append(_local_norm(ordinary, norm_type, False, foreach))
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
@@ -158,20 +183,6 @@ def _unscale_grads(
     return found
 
 
-# -- one vector of all parameters -------------------------------------------------------------------------------
-
-
-def _check_param(param: torch.Tensor, old_param_device: int | None) -> int:
-    """Torch's check of each parameter that becomes a part of a vector, or is made of one."""
-    if isinstance(param, (ShardedParameter, Slice)):
-        raise LifecycleError(
-            f"a vector of all parameters would have only this rank's slice of {'='.join(param.names)}",
-            hint="call it inside `with fullshard.unsharded(model)`, or use .full_tensor() of each on every rank",
-        )
-    device: int = torch_private.check_in_vector.torchs(param, old_param_device)
-    return device
-
-
 # -- collectives of the script's -------------------------------------------------------------------------------
 
 
@@ -189,14 +200,49 @@ def _check_sent_list(param: object, param_name: str) -> None:
 
 
 def _refuse_to_send(tensor: object) -> None:
-    if isinstance(tensor, (ShardedParameter, Slice)):
-        parameter = tensor if isinstance(tensor, ShardedParameter) else tensor.parameter
-        if parameter.mesh.shard_size > 1:
-            raise LifecycleError(
-                f"rank {parameter.mesh.rank}: a collective of the slice of {'='.join(parameter.names)}, of which every "
-                "rank has other elements",
-                hint="leave it out: gradients are averaged over all ranks already; the whole is .full_tensor()",
-            )
+    if isinstance(tensor, ShardedTensor) and tensor.span.mesh.shard_size > 1:
+        raise LifecycleError(
+            f"rank {tensor.span.mesh.rank}: a collective of {tensor.name}, of which every rank has other elements",
+            hint="leave it out: gradients are averaged over all ranks already; the whole is .full_tensor()",
+        )
+
+
+# -- whole tensors that a model is given ----------------------------------------------------------------------------
+
+
+def _distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """Torch's, that takes the placements of a sharded parameter, too."""
+    ragged = next((p for p in placements or () if isinstance(p, RaggedShard)), None)
+    if ragged is None or device_mesh is None:
+        distributed: DTensor = torch_private.distribute_tensor.torchs(tensor, device_mesh, placements, **options)
+        return distributed
+    replicated: DTensor = torch_private.distribute_tensor.torchs(
+        tensor, device_mesh, [Replicate()] * device_mesh.ndim, **options
+    )
+    mesh = mesh_of(device_mesh)
+    if mesh is None:
+        raise LifecycleError(f"nothing is sharded over {device_mesh}", hint="give the parameter's own device_mesh")
+    span = Span(mesh, tensor.shape, ragged, Name())
+    return ShardedTensor(span.cut(replicated.to_local()).clone(), span)
+
+
+def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *args: Any, **options: Any) -> None:
+    """Torch's: of each pair of a DTensor and the whole it is to become, the first with its part of the second."""
+    others = []
+    for key in keys:
+        pair = local_state_dict.get(key)
+        if isinstance(pair, tuple) and isinstance(pair[0], ShardedTensor):
+            sharded, whole = pair
+            sharded.local.copy_(sharded.span.cut(whole))
+            local_state_dict[key] = sharded
+        else:
+            others.append(key)
+    torch_private.distribute_tensors.torchs(local_state_dict, others, *args, **options)
 
 
 # -- gradients that autograd hands to its caller ----------------------------------------------------------------
@@ -217,34 +263,25 @@ def _run_backward_to(roots: Any, *args: Any, **options: Any) -> Any:
 
 def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
     return LifecycleError(
-        f"rank {parameter.mesh.rank}: no graph has sharded parameter {'='.join(parameter.names)}, but the whole one",
+        f"rank {parameter.mesh.rank}: no graph has sharded parameter {parameter.name}, but the whole one",
         hint="inside `with unsharded(model)` model.parameters() are the whole ones; or call backward() and read .grad",
     )
-
-
-def optimizer_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
-    """The optimizer whose `state_dict()` this is, recognised by the tensors in it; None for anything else."""
-    install()  # without anything sharded, too, a state dict is of one that has stepped
-    return state_dicts.optimizer_among_seen(state_dict)
 
 
 @functools.cache
 def install() -> None:
     """Put them in place. That happens when something is sharded for the first time, not when this is imported."""
+    torch_private.allow_foreach(ShardedTensor)
     torch_private.allow_foreach(ShardedParameter)
-    # No hook was there to see the steps that were taken before.
-    state_dicts.SEEN.update(
-        o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer) and vars(o).get("state")
-    )
     torch_private.replace(
         {
             torch_private.total_norm: _total_norm,
             torch_private.unscale: _unscale_grads,
             torch_private.state_dict: state_dicts.state_dict,
             torch_private.load_state_dict: state_dicts.load_state_dict,
-            torch_private.set_state: state_dicts.set_state,
-            torch_private.check_in_vector: _check_param,
             torch_private.check_sent: _check_sent,
+            torch_private.distribute_tensor: _distribute_tensor,
+            torch_private.distribute_tensors: _distribute_tensors,
             torch_private.check_sent_list: _check_sent_list,
             torch_private.run_backward: _run_backward_to,
         }

@@ -11,13 +11,13 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.callers import refuse_writers
 from fullshard.engine.parameter import ShardedParameter, sharded_parameter_of
 from fullshard.engine.schedule import Schedule, schedule_of
-from fullshard.engine.slices import Slice
+from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.unit import Unit
 
 _UNIT = "_fullshard_unit"
@@ -26,21 +26,60 @@ _made: list[str] = []
 """The class of the first module that became a unit in this process."""
 
 
-class FSDPModule:
-    """Mixed into the class of every module that is a unit. The names are torch's."""
+class UnshardHandle:
+    """An `unshard(async_op=True)` under way."""
 
-    def unshard(self) -> None:
-        """Make this unit's parameters whole, until `reshard()` or the next time the unit has run. A collective."""
-        _unit(self).unshard()
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Return when the parameters are whole. The unit's forward waits by itself."""
+        if not self._unit.is_sharded:  # nobody has freed them in between
+            self._unit.unshard()
+
+
+class FSDPModule:
+    """Mixed into the class of every module that is a unit. The names are torch's.
+
+    What torch's engine must be told and this one does anyway is taken and changes nothing, which is said there.
+    """
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Make this unit's parameters whole, until `reshard()` or the next time the unit has run. A collective.
+
+        Args:
+            async_op: only begin, and return a handle to wait with.
+        """
+        unit = _unit(self)
+        if not async_op:
+            unit.unshard()
+            return None
+        unit.issue_unshard()
+        return UnshardHandle(unit)
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters."""
         _unit(self).reshard()
 
+    def reset_iter_state(self) -> None:
+        """Bring the model back to rest after a forward or backward that has raised; unreduced gradients are lost.
+
+        A step does that by itself when it begins; this is for those who do not want to wait for it.
+
+        Raises:
+            LifecycleError: not called on the outermost unit.
+        """
+        schedule = schedule_of(_unit(self))
+        if _unit(self) is not schedule.units[-1]:
+            raise LifecycleError(
+                f"reset_iter_state() of unit {_unit(self).name!r}, which is not the outermost one",
+                hint="call it on the module that fully_shard was called on last",
+            )
+        schedule.reset()
+
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As every module has it: sharded parameters, after a backward that failed too."""
         caller = sys._getframe(1)
-        refuse_writers(caller, type(self).__name__)  # what get_state_dict and its kin begin with
         if caller.f_globals.get("__name__") == _DDP:
             raise _replicated(self, "DistributedDataParallel")
         schedule_of(_unit(self)).recover()
@@ -85,6 +124,81 @@ class FSDPModule:
         for bucket in _unit(self).buckets:
             bucket.divisor = factor
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward makes this unit's parameters whole; False for units whose backward does not read them.
+
+        Those of an embedding, for example. Where backward reads them after all, autograd says that they have changed.
+        """
+        _unit(self).unshard_in_backward = unshard_in_backward
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
+        """Call `hook` with each reduced gradient of this unit, shape (S,), before it is added to `.grad`.
+
+        It may change it in place: sum it over ranks of another mesh, say. Every rank calls it for the same buckets, in
+        the same order.
+
+        Args:
+            hook: None takes it away.
+            stream: refused, but for None: it runs where the gradient is waited for.
+        """
+        if stream is not None:
+            raise LifecycleError(
+                "set_all_reduce_hook(stream=...): the hook runs where the gradient is waited for",
+                hint="leave stream out; in the hook wait for what it launches elsewhere",
+            )
+        for bucket in _unit(self).buckets:
+            bucket.reduced_hook = hook
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Wait for `event` before the next forward gathers; once. Only that: the model's own steps are known."""
+        schedule_of(_unit(self)).post_optim_event = event
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Changes nothing: all reductions are sums, and what they are divided by is applied by itself."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Changes nothing: what no gradient came for is reduced as zeros, because others may have used it."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Changes nothing if True: gathers and reductions have groups of their own."""
+        if not enable:
+            raise _not_here("set_separate_reduce_scatter_group(False)", "reductions would wait for gathers")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many of the model's reductions may be under way beside the one that is being collected; 1 by default.
+
+        For the whole model, whichever unit it is called on: its units share them.
+
+        Raises:
+            TypeError, ValueError: not a positive integer.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        schedule_of(_unit(self)).set_reductions_in_flight(max_input_buffers)
+
+    def set_custom_all_gather(self, comm: object) -> NoReturn:
+        """Refused."""
+        raise _not_here("set_custom_all_gather", "a bucket is gathered in place, which torch's interface cannot say")
+
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+        """Refused."""
+        raise _not_here("set_custom_reduce_scatter", "gradients are collected where they are reduced from")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused, but for False: there are no staging buffers."""
+        if enable:
+            raise _not_here("set_allocate_memory_from_process_group_for_comm", "there are no staging buffers")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Refused."""
+        raise _not_here("set_symm_mem_for_comm", "there are no staging buffers")
+
     def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
         """Units to unshard while this one runs forward, instead of the next in recorded order."""
         _unit(self).forward_prefetch = [_unit(module) for module in modules]
@@ -122,6 +236,10 @@ def _unit(module: Any) -> Unit:
     if unit is None:
         raise LifecycleError(f"{type(module).__name__} is not a unit", hint="call fully_shard on it first")
     return unit
+
+
+def _not_here(what: str, why: str) -> LifecycleError:
+    return LifecycleError(f"{what} is not supported: {why}", hint="leave it out")
 
 
 def _replicated(module: FSDPModule, wrapper: str) -> LifecycleError:
@@ -234,7 +352,7 @@ def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
         arguments = inspect.signature(save).bind(*args, **kwargs).arguments
         given = arguments.get("state_dict", kwargs.get("state_dict"))
         tensors = module.parameters() if given is None else given.values()
-        if any(isinstance(tensor, ShardedParameter) for tensor in tensors):
+        if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
             raise LifecycleError(
                 f"{type(module).__name__}.save_pretrained would write this rank's slices as if they were the weights",
                 hint="call trainer.save_model, Accelerator.save_model or fullshard.checkpoint.export_hf on every rank; "
@@ -280,7 +398,7 @@ def _resizes_nothing(module: nn.Module) -> Callable[..., Any]:
     def resize_token_embeddings(new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         embeddings: Any = module.get_input_embeddings()  # type: ignore[operator]
         weight = sharded_parameter_of(embeddings.weight)
-        rows = embeddings.weight.shape[0] if weight is None else weight.global_shape[0]
+        rows = (embeddings.weight if weight is None else weight).shape[0]
         if new_num_tokens in (None, rows) and not any((*args, *kwargs.values())):
             return embeddings
         raise LifecycleError(
@@ -310,7 +428,7 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
         for bucket in unit.buckets:
             for slot, parameter in zip(bucket.slots, bucket.sharded_parameters, strict=True):
                 names = [join(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]
-                parameter.names = tuple(dict.fromkeys(names))
+                parameter.span.name.names = tuple(dict.fromkeys(names))
 
 
 def clean_name(path: str) -> str:
@@ -345,12 +463,8 @@ def _except_on_host(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """`fn` for all but shards and gradients that are offloaded."""
     on_host = [p for unit in units for b in unit.buckets if b.main_is_on_host for p in b.sharded_parameters]
-    held = {_memory_of(tensor) for p in on_host for tensor in (p, p.grad) if tensor is not None}
-    return (lambda tensor: tensor if _memory_of(tensor) in held else fn(tensor)) if held else fn
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    return torch_private.storage_id(tensor.untyped_storage())
+    held = {p.span for p in on_host}
+    return (lambda tensor: tensor if getattr(tensor, "span", None) in held else fn(tensor)) if held else fn
 
 
 def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedParameter]]:
@@ -369,12 +483,12 @@ def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedParameter
 
 
 def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """At rest the values are sharded parameters, which know their place (`full_tensor()`), not bare slices."""
+    """At rest the values are DTensors, and so they are where modules hold the original parameters."""
     if _unit(module).is_pinned:
         return
     for key, parameter in _entries(module, prefix):
         if key in state_dict:
-            state_dict[key] = parameter
+            state_dict[key] = parameter.data
 
 
 def _state_dict_path(path: str) -> str:
@@ -407,18 +521,7 @@ def _before_load_state_dict(
         return
     for key, parameter in _entries(module, prefix):
         value = state_dict.get(key)
-        if not isinstance(value, torch.Tensor):
-            continue
-        if isinstance(value, (ShardedParameter, Slice)):
-            if value.interval != parameter.interval or value.global_shape != parameter.global_shape:
-                error_messages.append(f"{key}: got the slice {value}, expected {parameter}")
-            elif isinstance(value, Slice):
-                state_dict[key] = value.plain()
-        elif value.shape == parameter.global_shape:
-            state_dict[key] = value.detach().reshape(-1)[parameter.interval.start : parameter.interval.stop]
-        elif value.shape != parameter.shape:
-            error_messages.append(
-                f"{key}: got shape {tuple(value.shape)}, expected {tuple(parameter.global_shape)} "
-                f"(or this rank's slice of {parameter.numel()} elements)"
-            )
-            state_dict[key] = parameter.detach()
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue  # torch copies a DTensor, laid out in whichever way
+        if value.shape == parameter.shape:
+            state_dict[key] = ShardedTensor(parameter.span.cut(value.detach()), parameter.span)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,7 @@ class Schedule:
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
         self._reductions: Reductions[Bucket] = Reductions()
+        self.post_optim_event: Any = None
         self._finished: set[Bucket] = set()
         self._stepping: list[StepsInBackward] = []
 
@@ -131,6 +132,9 @@ class Schedule:
     def _begin_outermost(self) -> None:
         if self._in_backward:
             self.reset()  # the last backward ended in an exception
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
         self._additions.check()
         self._thread = threading.get_ident()
         if self._stepped_since_forward and torch.is_grad_enabled():
@@ -264,7 +268,7 @@ class Schedule:
     def _prefetch(self, unit: Unit | None) -> None:
         # One that backward has passed already is not gathered again: which units are sharded by now may differ between
         # ranks, where they used different parameters.
-        if unit is not None and unit.awaits_backward:
+        if unit is not None and unit.awaits_backward and unit.unshard_in_backward:
             unit.issue_unshard()
 
     def reduce_when_due(self, bucket: Bucket) -> None:
@@ -338,8 +342,11 @@ class Schedule:
             _gradient(bucket).forget_used()
         for unit in self.units:
             unit.finish_backward()
+        hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self._finished]
         self._end_backward()
         self.settle()
+        for bucket in hooked:  # at rest: they may do anything
+            _call_gradient_hooks(bucket, used[bucket])
 
     def _end_backward(self) -> None:
         for unit in self.units:
@@ -401,6 +408,10 @@ class Schedule:
             used[bucket] = flags[position : position + len(bucket.slots)]
             position += len(bucket.slots)
         return used
+
+    def set_reductions_in_flight(self, count: int) -> None:
+        """How many may be under way beside the one that is being collected."""
+        self._reductions.in_flight = count
 
     # -- whole model --------------------------------------------------------------------------------------------
 
@@ -467,10 +478,17 @@ def _describe_structure(units: Sequence[Unit]) -> list[str]:
                 where += f", gather as {unit.policy.gather_as}, reduce as {unit.policy.reduce_as}"
             where += ")"
             for parameter in bucket.sharded_parameters:
-                shape = tuple(parameter.global_shape)
+                shape = tuple(parameter.shape)
                 grad = parameter.requires_grad
-                lines.append(f"{where}: {'='.join(parameter.names)} {shape} requires_grad={grad}")
+                lines.append(f"{where}: {parameter.name} {shape} requires_grad={grad}")
     return lines
+
+
+def _call_gradient_hooks(bucket: Bucket, used: bytearray) -> None:
+    for parameter, is_used in zip(bucket.sharded_parameters, used, strict=True):
+        if is_used and parameter.local_grad is not None:
+            for hook in list(parameter.gradient_hooks.values()):
+                hook(parameter)
 
 
 def schedule_of(unit: Unit) -> Schedule:

@@ -152,7 +152,7 @@ class Unit:
         self.requested_reshard_after_forward = reshard_after_forward
         self.reshard_after_forward = reshard_after_forward is not False
         self.reshard_after_backward = True
-        self.reduce_gradients = True
+        self.reduce_gradients = self.unshard_in_backward = True
         self.name = ""
         self.state = UnitState.SHARDED
         self.is_pinned = False
@@ -292,6 +292,11 @@ class Unit:
     def is_left(self) -> bool:
         """Whether backward has left it for good and nothing unsharded is there any more."""
         return self.state is UnitState.SHARDED and not self.awaits_backward
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing unsharded is there, or on its way."""
+        return self.state is UnitState.SHARDED
 
     @property
     def is_at_rest(self) -> bool:
@@ -487,7 +492,8 @@ class Unit:
         if call.is_active:
             return
         call.is_active, call.is_done = True, False
-        self.unshard()
+        if self.unshard_in_backward:
+            self.unshard()
         self.schedule.prefetch_backward(self, call)
         self.emit(EventKind.BACKWARD_BEGIN)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.module import units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
 from fullshard.engine.schedule import schedule_of
+from fullshard.engine.step.local_parameters import lend, take_back, takes_local
 from fullshard.engine.step.offloaded_state import bring_state, send_state
 from fullshard.engine.step.segments import finish_step, use_segments
-from fullshard.engine.step.state_dict import SEEN, cut_state
+from fullshard.engine.step.state_dict import cut_state
 from fullshard.engine.unit import Unit, owner_of
 
 NEEDS_WHOLE_TENSORS = frozenset(
@@ -111,15 +113,9 @@ def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
     return buckets
 
 
-def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs before every optimizer's step: check it, and drop what was gathered from weights about to change."""
     buckets = _checked_buckets(optimizer)
-    SEEN.add(optimizer)
-    if any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
-        # Its kernels are launched per parameter, and CUDA refuses a launch for the many slices that are empty.
-        for parameter in sharded_parameters(optimizer):
-            if parameter.numel() == 0:
-                parameter.grad = None
     use_segments(optimizer)
     for bucket in buckets:
         bucket.touch()
@@ -137,11 +133,16 @@ def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
     for schedule in schedules:
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
+    if buckets and takes_local(optimizer):
+        lent_args, lent_kwargs = lend(optimizer, args[1:], kwargs)  # the first one is the optimizer itself
+        return args[:1] + lent_args, lent_kwargs
+    return None
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs after every optimizer's step."""
     finish_step(optimizer)
+    take_back(optimizer)
     held = _held.get(optimizer)
     if held is not None:  # else the step began before anything was sharded
         send_state(optimizer, held.buckets)

@@ -29,10 +29,16 @@ from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameters
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.hooks import check_optimizer
-from fullshard.engine.step.segments import ELEMENT_WISE, dissolve_segments, finish_step, use_segments
+from fullshard.engine.step.segments import (
+    ELEMENT_WISE,
+    ELEMENT_WISE_ALONE,
+    dissolve_segments,
+    finish_step,
+    use_segments,
+)
 from fullshard.engine.unit import owner_of
 
-STEPS_IN_PARTS = (*ELEMENT_WISE, optim.Adagrad, optim.ASGD, optim.Rprop)
+STEPS_IN_PARTS = (*ELEMENT_WISE, *ELEMENT_WISE_ALONE)
 """Optimizers that keep what a step changes per parameter, so that parts of them may step one after the other. Others
 may count steps per group or on themselves."""
 

@@ -15,6 +15,7 @@ from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.offload import Host
 from fullshard.engine.parameter import sharded_parameters
+from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.segments import segment_states
 
 
@@ -61,7 +62,9 @@ def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
 
     Empty ones go along: they may be views of a segment's memory, and would keep it from being freed.
     """
-    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+    if isinstance(value, ShardedTensor):
+        yield value.local
+    elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         for name in value.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(value, name))
     elif isinstance(value, torch.Tensor) and value.dim():

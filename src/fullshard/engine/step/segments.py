@@ -25,6 +25,7 @@ from fullshard.comm import torch_private
 from fullshard.config.switches import OPTIMIZER
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.parameter import ShardedParameter, are_same
+from fullshard.engine.sharded_tensor import ShardedTensor
 
 SEGMENT_NBYTES = 2**20
 """No segment is longer: time per tensor is nothing for a long one, and some optimizers take temporary memory of its
@@ -42,14 +43,15 @@ ELEMENT_WISE = (
 )
 """Optimizers that treat elements alike and collect their tensors in `_init_group`. A subclass may do anything."""
 
+ELEMENT_WISE_ALONE = (optim.Adagrad, optim.ASGD, optim.Rprop)
+"""The same, but what they keep besides one value per element is each parameter's own: segments of one parameter."""
+
 State = MutableMapping[torch.Tensor, dict[str, Any]]
 
 
 def use_segments(optimizer: optim.Optimizer) -> None:
     """From now on `optimizer` updates segments where it can. Nothing happens to one that cannot, or the second time."""
-    if type(optimizer) not in ELEMENT_WISE or torch_private.INIT_GROUP in vars(optimizer):
-        return
-    if OPTIMIZER.read() == "segments":
+    if type(optimizer) in (*ELEMENT_WISE, *ELEMENT_WISE_ALONE) and torch_private.INIT_GROUP not in vars(optimizer):
         setattr(optimizer, torch_private.INIT_GROUP, _InitGroup(optimizer))
 
 
@@ -102,7 +104,8 @@ class _InitGroup:
         for known in self._groups:
             if known.source is group:
                 return known
-        self._groups.append(_Group(group, optimizer.state))
+        joins = type(optimizer) in ELEMENT_WISE and OPTIMIZER.read() == "segments"
+        self._groups.append(_Group(group, optimizer.state, joins=joins))
         return self._groups[-1]
 
     def states(self) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
@@ -129,10 +132,10 @@ class _InitGroup:
 class _Group:
     """A parameter group and its segments; parameters in none stand for themselves."""
 
-    def __init__(self, source: dict[str, Any], state: State) -> None:
-        self.source = source
+    def __init__(self, source: dict[str, Any], state: State, *, joins: bool) -> None:
+        self.source, self._joins = source, joins
         self._parameters = list(source["params"])
-        self.items = _cut(self._parameters, state)
+        self.items = _cut(self._parameters, state, joins=joins)
 
     def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the group is among `groups`, with the parameters that it had."""
@@ -149,14 +152,20 @@ class _Group:
         """What the optimizer is to update in place of the group's parameters, with gradients and state in place."""
         if not all(item.is_published(state) for item in self.items if isinstance(item, _Segment)):
             self.dissolve(state)
-            self.items = _cut(self._parameters, state)
+            self.items = _cut(self._parameters, state, joins=self._joins)
         items: list[_Segment | torch.Tensor] = []
         for item in self.items:
-            if not isinstance(item, _Segment) or item.prepare(state):
-                items.append(item)
-            else:
+            alone: list[ShardedParameter] = []
+            if isinstance(item, _Segment) and not item.prepare(state):
                 item.dissolve(state)
-                items += item.parameters
+                alone = item.parameters
+            elif isinstance(item, ShardedParameter) and item.local_grad is not None:
+                alone = [item]
+            else:
+                items.append(item)
+            for parameter in alone:
+                segment = _Segment([parameter], state)
+                items.append(segment if parameter.local_grad is not None and segment.prepare(state) else parameter)
         self.items = items
         return [item.flat if isinstance(item, _Segment) else item for item in items]
 
@@ -188,22 +197,27 @@ class _Segment:
         """Take over state that is there already, a checkpoint's for example."""
         entries = [state.get(parameter, {}) for parameter in self.parameters]
         for key, first in entries[0].items():
-            if first.dim() == 0:
-                self._state[key] = first.clone()
-                continue
-            self._state[key] = joined = torch.zeros_like(self.flat, dtype=first.dtype)
-            for entry, part in zip(entries, self._slices, strict=True):
-                joined[part] = entry[key]
+            if not isinstance(first, ShardedTensor):
+                self._state[key] = first.clone() if isinstance(first, torch.Tensor) else first
+            elif len(entries) == 1:
+                self._state[key] = first.local
+            else:
+                self._state[key] = joined = torch.zeros_like(self.flat, dtype=first.dtype)
+                for entry, part in zip(entries, self._slices, strict=True):
+                    joined[part] = entry[key].local
         if self._state:
             self._publish(state)
 
     def prepare(self, state: State) -> bool:
         """Set the gradient and put the segment's state into the optimizer's; False if this cannot be."""
-        gradient = self._gradient.published(self.parameters[0]._index, self.parameters[-1]._index)
-        if gradient is not None:
+        first, last = self.parameters[0], self.parameters[-1]
+        if first is last:
+            self.flat.grad = first.local_grad
+        elif (gradient := self._gradient.published(first._index, last._index)) is not None:
             self.flat.grad = gradient[self._start : self._stop]
+        if self.flat.grad is not None:
             state[self.flat] = self._state
-        return gradient is not None or all(parameter.grad is None for parameter in self.parameters)
+        return self.flat.grad is not None or all(parameter.local_grad is None for parameter in self.parameters)
 
     def values(self) -> list[torch.Tensor]:
         """The segment's state."""
@@ -219,7 +233,8 @@ class _Segment:
 
     def _publish(self, state: State) -> None:
         self._entries = [
-            {key: value[part] if value.dim() else value for key, value in self._state.items()} for part in self._slices
+            {key: _part(value, part, parameter) for key, value in self._state.items()}
+            for parameter, part in zip(self.parameters, self._slices, strict=True)
         ]
         self._values = _values_of(self._entries)
         state.update(zip(self.parameters, self._entries, strict=True))
@@ -235,19 +250,28 @@ class _Segment:
         """Give every parameter a step count of its own, which they shared."""
         for parameter in self.parameters:
             entry = state.get(parameter, {})
-            entry.update({key: value.clone() for key, value in entry.items() if value.dim() == 0})
+            entry.update({key: value.clone() for key, value in entry.items() if _is_scalar(value)})
+
+
+def _part(value: Any, part: slice, parameter: ShardedParameter) -> Any:
+    is_per_element = isinstance(value, torch.Tensor) and value.dim()
+    return ShardedTensor(value[part], parameter.span) if is_per_element else value
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
 
 
 def _values_of(entries: Iterable[dict[str, Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(map(dict.values, entries)))
 
 
-def _cut(parameters: Sequence[torch.Tensor], state: State) -> list[_Segment | torch.Tensor]:
+def _cut(parameters: Sequence[torch.Tensor], state: State, *, joins: bool) -> list[_Segment | torch.Tensor]:
     """Segments, and the parameters that are in none."""
     items: list[_Segment | torch.Tensor] = []
     by_bucket: dict[Bucket, list[ShardedParameter]] = {}
     for parameter in parameters:
-        if isinstance(parameter, ShardedParameter) and parameter.grad is not None:
+        if isinstance(parameter, ShardedParameter) and parameter.local_grad is not None:
             by_bucket.setdefault(bucket_of(parameter), []).append(parameter)
         else:
             items.append(parameter)
@@ -255,14 +279,13 @@ def _cut(parameters: Sequence[torch.Tensor], state: State) -> list[_Segment | to
         runs: list[list[ShardedParameter]] = []
         nbytes = 0
         for parameter in sorted(held, key=lambda p: p._index):
-            nbytes += parameter.nbytes
-            if runs and nbytes <= SEGMENT_NBYTES and _may_join(runs[-1][-1], parameter, state):
+            nbytes += parameter.local.nbytes
+            if joins and runs and nbytes <= SEGMENT_NBYTES and _may_join(runs[-1][-1], parameter, state):
                 runs[-1].append(parameter)
             else:
                 runs.append([parameter])
-                nbytes = parameter.nbytes
-        for run in runs:
-            items += [_Segment(run, state)] if len(run) > 1 else run
+                nbytes = parameter.local.nbytes
+        items += [_Segment(run, state) for run in runs]
     return items
 
 
@@ -276,8 +299,8 @@ def _may_join(left: ShardedParameter, right: ShardedParameter, state: State) -> 
     for a, b in zip(states[0].values(), (states[1][key] for key in states[0]), strict=True):
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype):
             return False
-        is_scalar = a.dim() == b.dim() == 0 and torch.equal(a, b)
-        is_per_element = a.shape == left.shape and b.shape == right.shape and a.device == left.device == b.device
-        if not (is_scalar or is_per_element):
+        are_sharded = isinstance(a, ShardedTensor), isinstance(b, ShardedTensor)
+        is_scalar = not any(are_sharded) and a.dim() == b.dim() == 0 and torch.equal(a, b)
+        if not (is_scalar or (all(are_sharded) and a.device == left.device == b.device)):
             return False
     return True

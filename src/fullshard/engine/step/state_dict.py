@@ -1,65 +1,61 @@
-"""An optimizer's state dict, whose tensors are slices: they say so, and whole ones are cut when they are loaded."""
+"""An optimizer's state dict: its tensors are laid out as their parameters, and plain ones are cut when loaded."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import OptimizerError
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.slices import Slice
-
-SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that have stepped or loaded a state, so all that have one."""
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.step.local_parameters import take_back, takes_local
 
 
 @functools.wraps(torch_private.state_dict.torchs)
 def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Torch's, with a `Slice` in place of each tensor that is one."""
-    return _map_states(optimizer, torch_private.state_dict.torchs(optimizer), _as_slices)
+    """Torch's, with a `ShardedTensor` in place of each tensor that is this rank's interval."""
+    take_back(optimizer)
+    return _map_states(optimizer, torch_private.state_dict.torchs(optimizer), _wrapped)
 
 
-def _as_slices(state: dict[str, Any], parameter: ShardedParameter) -> dict[str, Any]:
+def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """State of plain tensors as the optimizer keeps it: laid out as the parameter, unless it is one of plain ones."""
+    if isinstance(parameter, ShardedParameter) and not takes_local(optimizer):
+        return _wrapped(state, parameter)
+    return state
+
+
+def as_local(state: Mapping[str, Any]) -> dict[str, Any]:
+    """State with this rank's interval, a plain tensor, in place of each sharded one."""
+    return {key: value.local if isinstance(value, ShardedTensor) else value for key, value in state.items()}
+
+
+def _wrapped(state: dict[str, Any], parameter: ShardedParameter) -> dict[str, Any]:
     return {
-        key: Slice.of(value, parameter) if type(value) is torch.Tensor and value.shape == parameter.shape else value
+        key: ShardedTensor(value, parameter.span) if _is_interval(value, parameter) else value
         for key, value in state.items()
     }
 
 
+def _is_interval(value: Any, parameter: ShardedParameter) -> bool:
+    return type(value) is torch.Tensor and value.dim() == 1 and value.shape == parameter.local.shape
+
+
 @functools.wraps(torch_private.load_state_dict.torchs)
 def load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Torch's loading, after whole tensors are cut to this rank's intervals."""
+    """Torch's loading, after whole tensors are cut to this rank's intervals.
+
+    Raises:
+        OptimizerError: state of another shape than its parameter's.
+    """
+    take_back(optimizer)
     torch_private.load_state_dict.torchs(optimizer, _map_states(optimizer, state_dict, cut_state))
-    SEEN.add(optimizer)
-
-
-@functools.wraps(torch_private.set_state.torchs)
-def set_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Where every optimizer's loading ends: each `Slice` becomes a plain tensor, if it is this rank's."""
-    states = state.get("state", {})
-    for parameter, held in states.items():
-        if isinstance(parameter, ShardedParameter) and any(isinstance(value, Slice) for value in held.values()):
-            states[parameter] = {key: _own(value, parameter, key) for key, value in held.items()}
-    torch_private.set_state.torchs(optimizer, state)
-
-
-def _own(value: Any, parameter: ShardedParameter, key: str) -> Any:
-    if not isinstance(value, Slice):
-        return value
-    if value.interval != parameter.interval or value.global_shape != parameter.global_shape:
-        raise OptimizerError(
-            f"rank {parameter.mesh.rank}: state {key!r} of {'='.join(parameter.names)} {tuple(parameter.global_shape)} "
-            f"is that of {'='.join(value.names)} {tuple(value.global_shape)}, its elements {value.interval.start} to "
-            f"{value.interval.stop}, expected {parameter.interval.start} to {parameter.interval.stop}",
-            hint="load whole tensors, or a checkpoint with fullshard.checkpoint.load_checkpoint",
-        )
-    return value.plain()
 
 
 def _map_states(
@@ -77,26 +73,22 @@ def _map_states(
     return {**state_dict, "state": state}
 
 
-def optimizer_among_seen(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
-    """The optimizer whose `state_dict()` this is, recognised by the tensors in it; None for anything else."""
-    given = _owner_ids(state_dict["state"])
-    return next((optimizer for optimizer in SEEN if given & _owner_ids(optimizer.state)), None)
-
-
-def _owner_ids(state: Mapping[Any, Mapping[str, Any]]) -> set[int]:
-    """Of the sharded parameters that an optimizer or its state dict has state of, and of the tensors of other state."""
-    values = itertools.chain.from_iterable(values.values() for values in state.values())
-    ids = {id(v.parameter if isinstance(v, Slice) else v) for v in values if isinstance(v, torch.Tensor)}
-    return ids | {id(key) for key in state if isinstance(key, ShardedParameter)}
-
-
 def cut_state(state: dict[str, Any], sharded: ShardedParameter) -> dict[str, Any]:
-    """The state of a whole parameter, cut to this rank's interval."""
-    interval = sharded.interval
+    """The state of a whole parameter, cut to this rank's interval. What is cut already must be this rank's."""
     cut = {}
     for key, value in state.items():
         # The step count is a 0-D tensor, and so is all state of a scalar parameter.
-        is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, Slice)
-        per_element = is_tensor and value.shape == sharded.global_shape and key != "step"
-        cut[key] = value.reshape(-1)[interval.start : interval.stop].clone() if per_element else value
+        per_element = isinstance(value, torch.Tensor) and (value.dim() or key != "step")
+        if isinstance(value, DTensor) and value.shape == sharded.shape:
+            cut[key] = sharded.wrap(sharded.interval_of(value, f"optimizer state {key!r}"))
+        elif per_element and value.shape == sharded.shape:
+            cut[key] = ShardedTensor(sharded.span.cut(value).clone(), sharded.span)
+        elif isinstance(value, DTensor):
+            raise OptimizerError(
+                f"rank {sharded.mesh.rank}: state {key!r} of {sharded.name} {tuple(sharded.shape)} has the shape "
+                f"{tuple(value.shape)}: {value}",
+                hint="load the state of this model's optimizer, or use fullshard.checkpoint.load_checkpoint",
+            )
+        else:
+            cut[key] = value
     return cut

@@ -30,8 +30,7 @@ from fullshard.api.collectives import all_gather_object
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
-from fullshard.engine import ShardedParameter
-from fullshard.engine.interop import optimizer_of
+from fullshard.engine import ShardedTensor
 from fullshard.integrations.torchacc.process import joined
 from fullshard.launch.environment import run_on_main
 from fullshard.observe.files import whole_file
@@ -84,9 +83,9 @@ def shard_metadata(model: nn.Module) -> dict[str, Any]:
         "world_size": environment.world_size,
         "rank": environment.rank,
         "parameters": {
-            name: {"shape": list(value.global_shape), "interval": [value.interval.start, value.interval.stop]}
+            name: {"shape": list(value.shape), "interval": [value.interval.start, value.interval.stop]}
             for name, value in model.state_dict().items()
-            if isinstance(value, ShardedParameter)
+            if isinstance(value, ShardedTensor)
         },
     }
 
@@ -95,34 +94,23 @@ def whole_optimizer_state(state_dict: Mapping[str, Any], *, keep: bool = True, c
     """An optimizer's state dict with whole tensors, which its `load_state_dict` takes on any ranks. A collective.
 
     Args:
-        state_dict: what `optimizer.state_dict()` returned, not a copy.
+        state_dict: what `optimizer.state_dict()` returned.
         keep: False returns the groups only; for ranks that only take part.
         cpu: move every tensor to the host as soon as it is whole.
 
     Raises:
-        CheckpointError: it is a copy, or ranks hold state of other parameters.
+        CheckpointError: ranks hold state of other parameters.
     """
     groups, states = state_dict["param_groups"], state_dict["state"]
-    optimizer = optimizer_of(state_dict)
-    if optimizer is None:
-        if any(isinstance(value, torch.Tensor) for state in states.values() for value in state.values()):
-            raise CheckpointError(
-                "the optimizer state is of no optimizer that has stepped here, so its intervals are not known",
-                hint="save what optimizer.state_dict() returns, not a copy; or use master_only=False",
-            )
-        return {"state": dict(states), "param_groups": groups}
     keys = [[key, sorted(map(str, state))] for key, state in states.items()]
     for rank, others in enumerate(all_gather_object(keys)):
         if others != keys:
-            raise CheckpointError(f"{type(optimizer).__name__}: rank {rank} has state of other parameters")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    order = [key for group in groups for key in group["params"]]
+            raise CheckpointError(f"the optimizer's state: rank {rank} has state of other parameters")
     whole: dict[Any, dict[str, Any]] = {}
-    for key, parameter in zip(order, parameters, strict=True):
-        for name, value in states.get(key, {}).items():
+    for key, state in states.items():
+        for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                is_slice = isinstance(parameter, ShardedParameter) and value.shape == parameter.shape
-                value = parameter.gather_full(value) if is_slice else value.detach()
+                value = value.full_tensor() if isinstance(value, ShardedTensor) else value.detach()
                 value = value.cpu() if cpu and keep else value
             if keep:
                 whole.setdefault(key, {})[name] = value
@@ -185,7 +173,7 @@ class _Converter:
 
     def __init__(
         self,
-        parameter: Callable[[ShardedParameter], torch.Tensor],
+        parameter: Callable[[ShardedTensor], torch.Tensor],
         optimizer: Callable[..., dict[str, Any]] | None,
         *,
         keep: bool,
@@ -213,7 +201,7 @@ class _Converter:
         return value
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if isinstance(tensor, ShardedParameter):
+        if isinstance(tensor, ShardedTensor):
             tensor = self._parameter(tensor)
         if not self._keep:
             return None
@@ -222,12 +210,12 @@ class _Converter:
         return host.clone() if host.untyped_storage().nbytes() > host.nbytes else host
 
 
-def _whole_tensor(parameter: ShardedParameter) -> torch.Tensor:
+def _whole_tensor(parameter: ShardedTensor) -> torch.Tensor:
     return parameter.full_tensor()
 
 
-def _local_tensor(parameter: ShardedParameter) -> torch.Tensor:
-    return torch.Tensor.clone(parameter.detach())
+def _local_tensor(parameter: ShardedTensor) -> torch.Tensor:
+    return parameter.local.clone()
 
 
 def _is_optimizer_state(value: Mapping[Any, Any]) -> bool:

@@ -33,7 +33,6 @@ from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_name, local_path
-from fullshard.engine import ShardedParameter
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
@@ -285,7 +284,7 @@ def _newest_complete(directory: Path) -> Path | None:
 
 
 def _whole_numel(parameters: Iterable[torch.nn.Parameter]) -> int:
-    return sum(p.global_shape.numel() if isinstance(p, ShardedParameter) else p.numel() for p in parameters)
+    return sum(p.numel() for p in parameters)
 
 
 def _unreadable(directory: Path) -> CheckpointError:

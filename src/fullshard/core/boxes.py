@@ -1,0 +1,46 @@
+"""An interval of a flattened tensor as boxes of the tensor: how other formats and torch's tools cut tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fullshard.core.layout import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalBox:
+    """Neighbouring elements of a tensor in each of its dims.
+
+    Attributes:
+        offsets: index of the first element.
+        sizes: elements in each dim.
+        start: its first element's place in the interval.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, which follow one another in the flattened tensor."""
+        return math.prod(self.sizes)
+
+
+def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
+    """The boxes that `interval` of a tensor of `shape` consists of, at most 2n - 1 of them for n dims, in order."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    at = interval.start
+    while at < interval.stop:
+        left = interval.stop - at
+        # the outermost dim of which a whole slice begins here and fits
+        dim = next((d for d, stride in enumerate(strides) if at % stride == 0 and stride <= left), len(shape))
+        index = tuple(at // stride % size for stride, size in zip(strides, shape, strict=True))
+        if dim == len(shape):  # a scalar
+            yield IntervalBox((), (), 0)
+            return
+        count = min(left // strides[dim], shape[dim] - index[dim])
+        yield IntervalBox(index, (1,) * dim + (count, *shape[dim + 1 :]), at - interval.start)
+        at += count * strides[dim]

@@ -1,0 +1,587 @@
+"""What leaves the engine is a DTensor: a whole tensor for whoever computes with it, of which each rank has an interval.
+
+    p, p.grad, optimizer state, state dicts     `ShardedTensor`s, of global shape; `to_local()` is this rank's interval
+    element by element, a copy, a cast          interval by interval; the result is a `ShardedTensor` again
+    rows, reshaped, split along the first dim   views: a `ShardedTensor` of a part of the same memory
+    a sum, a mean, a norm                       each rank's part, put together at once: a collective
+    random numbers                              those that one process draws: every rank draws all and keeps its own
+    anything else                               of the whole, gathered for it: a collective, as torch's DTensor does
+    pickle, safetensors, a raw address          an error, and the way out
+
+What a kernel changes in place it changes everywhere, or it is an error. Nothing is computed of one rank's elements
+as if they were all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from fullshard.comm import torch_private
+from fullshard.comm.mesh import Mesh
+from fullshard.core.boxes import IntervalBox, boxes
+from fullshard.core.errors import LifecycleError
+from fullshard.core.layout import Interval
+from fullshard.engine.span import Span
+
+WAY_OUT = (
+    "call, on every rank, fullshard.checkpoint.save_checkpoint or torch.distributed.checkpoint.save; whole tensors are "
+    "fullshard.checkpoint.full_state_dict(model), export_hf, or .full_tensor() of each"
+)
+
+_ALIKE = frozenset(
+    torch_private.COPY_KERNELS
+    | {"alias", "clone", "copy_", "detach", "empty_like", "fill_", "full_like", "ones_like", "zero_", "zeros_like"}
+    | {"is_pinned", "lift_fresh", "pin_memory"}
+)
+"""Kernels that treat elements alike, besides those that torch marks so."""
+
+
+class ShardedTensor(DTensor):
+    """A tensor of which each rank has an interval, shape (n,), of the flattened elements.
+
+    Args:
+        local: this rank's interval.
+        span: which one that is.
+
+    Attributes:
+        local: the same, without autograd.
+    """
+
+    span: Span
+    __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state asks for it
+
+    def __new__(cls, local: torch.Tensor, span: Span, *, requires_grad: bool = False) -> ShardedTensor:
+        """Wrap `local`."""
+        self: ShardedTensor = torch_private.wrap(cls, local, span.layout(local.dtype), requires_grad=requires_grad)
+        self.span = span
+        return self
+
+    def __init__(self, *_args: object, **_options: object) -> None:
+        """Nothing is left to do: torch's own takes as long as making the tensor."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's interval, shape (n,); no part of autograd's graph."""
+        return torch_private.local_of(self)
+
+    @property
+    def name(self) -> str:
+        """Whose values these are, or were computed from: all names of a tied parameter."""
+        return str(self.span.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The same, apart."""
+        return self.span.name.names
+
+    @property
+    def __tensor_flatten__(self) -> NoReturn:
+        # With it, moving a module would swap its parameters for others, and a compiler would trace what it cannot make.
+        raise AttributeError("a compiler cannot take it apart")
+
+    @property
+    def interval(self) -> Interval:
+        """The elements of the flattened whole that this rank has."""
+        return self.span.interval
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's interval, shape (n,); in the whole's shape where every rank has all of it. Differentiable."""
+        local = super().to_local(grad_placements=grad_placements)
+        return local.view(self.shape) if self.span.mesh.shard_size == 1 else local
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole, a new tensor on this rank's device. A collective: every rank calls it, in the same order.
+
+        Differentiable: what comes back is taken for the gradient of the whole, equal on every rank, unless
+        `grad_placements` says otherwise.
+        """
+        whole: torch.Tensor = self._replicate().to_local(grad_placements=grad_placements)
+        return whole
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """As torch's: to replicated, to shards along a dim, to another mesh. A collective."""
+        own = self.placements
+        mesh = device_mesh or self.device_mesh
+        if mesh == self.device_mesh and placements is not None and tuple(placements) == own:
+            return self.view(self.shape)  # type: ignore[return-value]
+        redistributed: DTensor = self._replicate().redistribute(device_mesh, placements, **options)
+        return redistributed
+
+    def _replicate(self) -> DTensor:
+        if torch.is_grad_enabled() and self.requires_grad:
+            replicated: DTensor = _Replicate.apply(self)
+            return replicated
+        return replicated_of(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}({self.name}, shape={tuple(self.shape)}, "
+            f"interval=[{self.interval.start}, {self.interval.stop}), dtype={self.dtype}, local={self.local})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        copied = ShardedTensor(self.local.detach().clone(), self.span, requires_grad=self.requires_grad)
+        copied._is_param = isinstance(self, torch.nn.Parameter)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise LifecycleError(
+            f"cannot pickle {self.name}: this rank has elements {self.interval.start} to {self.interval.stop} of "
+            f"{self.span.numel}",
+            hint=WAY_OUT,
+        )
+
+    def data_ptr(self) -> int:
+        """0, as torch's DTensor has it: there is no address of the whole."""
+        return 0
+
+    def untyped_storage(self) -> NoReturn:
+        """Refused: it has no memory as a whole, and this rank's interval is not what somebody asks for."""
+        raise LifecycleError(
+            f"{self.name} has no memory of its own: this rank has elements {self.interval.start} to "
+            f"{self.interval.stop} of {self.span.numel}",
+            hint=f"take .to_local() for this rank's elements; {WAY_OUT}",
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every kernel of torch that is given one comes through here."""
+        return _compute(func, args, kwargs or {})
+
+    # -- what torch.distributed.checkpoint asks of a tensor ---------------------------------------------------------
+
+    def boxes(self) -> list[IntervalBox]:
+        """This rank's interval as boxes of the whole."""
+        return list(boxes(tuple(self.shape), self.interval))
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # not before somebody saves
+
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes()]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        for box in self.boxes():
+            if torch.Size(box.offsets) == index.offset:
+                return self.local[box.start : box.start + box.numel].view(box.sizes)
+        raise LifecycleError(
+            f"{self.name}: this rank has no elements from {tuple(index.offset)} on, but {self}", hint="see its boxes()"
+        )
+
+
+class _Replicate(torch.autograd.Function):
+    """To a tensor that every rank has whole; a gradient of that comes back as this rank's interval."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> DTensor:
+        ctx.span = tensor.span
+        return replicated_of(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        return ShardedTensor(ctx.span.cut(whole).clone(), ctx.span)
+
+
+def replicated_of(tensor: ShardedTensor) -> DTensor:
+    """The whole as a DTensor that every rank has; no part of autograd's graph."""
+    return dtensor_of(tensor.span.gather(tensor.local), tensor.span.mesh)
+
+
+def dtensor_of(local: torch.Tensor, mesh: Mesh, placement: Placement | None = None) -> DTensor:
+    """Torch's own DTensor, replicated along all axes, or along all but the shard axis."""
+    placements: list[Placement] = [Replicate()] * mesh.device_mesh.ndim
+    if placement is not None and mesh.shard_size > 1:
+        placements[-1] = placement
+    layout = torch_private.layout_of(mesh.device_mesh, placements, local.shape, local.dtype)
+    dtensor: DTensor = torch_private.wrap(DTensor, local, layout)
+    return dtensor
+
+
+class _WholeCopy(DTensor):
+    """What a view becomes that is no interval, a transposed matrix for example: a copy, which must not be changed."""
+
+    span: Span
+
+    @classmethod
+    def of(cls, dtensor: DTensor, span: Span) -> _WholeCopy:
+        self: _WholeCopy = torch_private.wrap(cls, torch_private.local_of(dtensor), torch_private.layout_from(dtensor))
+        self.span = span
+        return self
+
+    def __init__(self, *_args: object, **_options: object) -> None: ...
+
+    @property
+    def name(self) -> str:
+        """Of the parameter that it is a view of."""
+        return str(self.span.name)
+
+    def plain(self) -> DTensor:
+        """The same without the guard."""
+        dtensor: DTensor = torch_private.wrap(DTensor, torch_private.local_of(self), torch_private.layout_from(self))
+        return dtensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        changed = args[0] if args else None
+        if torch_private.writes(func) and isinstance(changed, _WholeCopy):
+            raise LifecycleError(
+                f"`{func.overloadpacket.__name__}` would change a copy of {changed.name}, not its values: the "
+                "copy was gathered for a view that no rank has as an interval",
+                hint="change rows, or whole tensors, or work inside `with fullshard.unsharded(model, writeback=True)`",
+            )
+        _refuse_plain(func, args, kwargs or {})
+        return func(*_map(args, _WholeCopy, _WholeCopy.plain), **_map(kwargs or {}, _WholeCopy, _WholeCopy.plain))
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------
+
+
+def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = func.overloadpacket.__name__
+    special = _SPECIAL.get(name)
+    if special is not None:
+        result = special(func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if name.startswith(torch_private.MANY_KERNELS):
+        return _many(func, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _random(func, args, kwargs)
+    if torch.Tag.pointwise in func.tags or name in _ALIKE:
+        return _alike(func, args, kwargs)
+    if torch_private.is_view(func):
+        return _view(func, args, kwargs)
+    return _gathered(func, args, kwargs)
+
+
+def _map(value: Any, kind: type[torch.Tensor], function: Callable[[Any], Any]) -> Any:
+    """`value`, a kernel's arguments or result, with `function` applied to each tensor of that kind."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map(item, kind, function) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(item, kind, function) for item in value])
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _map(value, torch.Tensor, found.append)
+    return found
+
+
+def _first(value: Any) -> ShardedTensor | None:
+    return next((tensor for tensor in _tensors(value) if isinstance(tensor, ShardedTensor)), None)
+
+
+def _changed(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a kernel that writes writes to."""
+    return kwargs.get("out", args[0])
+
+
+def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Interval by interval."""
+    target = _changed(args, kwargs) if torch_private.writes(func) else _first((args, kwargs))
+    if not isinstance(target, ShardedTensor) or not all(_fits(t, target.span) for t in _tensors((args, kwargs))):
+        return _gathered(func, args, kwargs)
+    made = _Locals(target, func)
+    result = func(*_map(args, torch.Tensor, made.of), **_map(kwargs, torch.Tensor, made.of))
+    _count_changes(func, args, kwargs)
+    return _map(result, torch.Tensor, made.wrap)
+
+
+def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Torch counts changes of tensors before it comes here: of the wrappers, but not of what they wrap."""
+    for position, name in torch_private.written(func):
+        changed = args[position] if position < len(args) else kwargs.get(name)
+        locals_ = [tensor.local for tensor in _tensors(changed) if isinstance(tensor, ShardedTensor)]
+        if locals_:
+            torch.autograd.graph.increment_version(locals_)
+
+
+def _fits(tensor: torch.Tensor, span: Span) -> bool:
+    """Whether broadcasting makes it a tensor of the span's shape."""
+    sizes = zip(reversed(tensor.shape), reversed(span.shape), strict=False)
+    return tensor.dim() <= len(span.shape) and all(size in (1, wanted) for size, wanted in sizes)
+
+
+class _Locals:
+    """This rank's intervals of a kernel's arguments, and the way back from its results."""
+
+    def __init__(self, target: ShardedTensor, func: torch_private.Kernel) -> None:
+        self._target, self._span, self._func = target, target.span, func
+        self._wrapped: dict[int, ShardedTensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the kernel is to be given in place of an argument."""
+        if isinstance(tensor, ShardedTensor) and self._span.is_like(tensor.span):
+            self._wrapped[id(tensor.local)] = tensor
+            return tensor.local
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        elif tensor.numel() != 1:
+            raise _mixed(self._func, self._target, tensor)
+        if tensor.dim() == 0:
+            return tensor
+        return tensor.reshape(1) if tensor.numel() == 1 else self._span.cut(tensor)
+
+    def wrap(self, result: torch.Tensor) -> torch.Tensor:
+        """What the caller is given in place of a result."""
+        known = self._wrapped.get(id(result))
+        return ShardedTensor(result, self._span) if known is None else known
+
+
+def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Kernels that take lists of tensors, position by position: optimizers', mostly."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
+    first = next(value for value in lists if _first(value) is not None)
+    made = [_Locals(tensor, func) if isinstance(tensor, ShardedTensor) else None for tensor in first]
+
+    def local(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return value.full_tensor() if isinstance(value, DTensor) else value
+        if len(value) != len(first):
+            return value
+        return [
+            one.of(tensor) if one is not None and isinstance(tensor, torch.Tensor) else tensor
+            for one, tensor in zip(made, value, strict=True)
+        ]
+
+    result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
+    _count_changes(func, args, kwargs)
+    if result is None:
+        return None
+    return [tensor if one is None else one.wrap(tensor) for one, tensor in zip(made, result, strict=True)]
+
+
+def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Views that are intervals of the flattened whole share memory; of others there is a guarded copy."""
+    tensor = args[0]
+    if isinstance(tensor, ShardedTensor) and _first((args[1:], kwargs)) is None:
+        views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
+        parts = views if isinstance(views, (list, tuple)) else [views]
+        if all(part.is_contiguous() and part.dtype == tensor.dtype for part in parts):
+            made = [_part_of(tensor, part) for part in parts]
+            return made if isinstance(views, (list, tuple)) else made[0]
+    held = _first((args, kwargs))
+    assert held is not None  # noqa: S101 -- else this would not have been asked
+    return _map(_gathered(func, args, kwargs), DTensor, lambda copy: _WholeCopy.of(copy, held.span))
+
+
+def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
+    start, span = int(view.storage_offset()), tensor.span
+    part = span.part(view.shape, start)
+    own = part.interval.shift(start - span.interval.start)
+    return ShardedTensor(tensor.local[own.start : own.stop] if own.numel else tensor.local[:0], part)
+
+
+def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Random numbers as one process draws them: every rank draws all, from a generator in the same state."""
+    tensor = args[0]
+    is_fresh = torch_private.writes(func) or func.overloadpacket.__name__.endswith("_like")
+    if not isinstance(tensor, ShardedTensor):
+        return _gathered(func, args, kwargs)
+    span, local = tensor.span, tensor.local
+    whole = torch.empty(span.shape, dtype=local.dtype, device=local.device) if is_fresh else tensor.full_tensor()
+    others = _map(args[1:], DTensor, DTensor.full_tensor)
+    result = func(whole, *others, **_map(kwargs, DTensor, DTensor.full_tensor))
+    if torch_private.writes(func):
+        local.copy_(span.cut(whole))
+        _count_changes(func, args, kwargs)
+        return tensor
+    return _map(
+        result,
+        torch.Tensor,
+        lambda made: (
+            ShardedTensor(span.cut(made).clone(), span) if made.shape == span.shape else dtensor_of(made, span.mesh)
+        ),
+    )
+
+
+def _plain_whole(tensor: DTensor) -> torch.Tensor:
+    if isinstance(tensor, ShardedTensor):
+        return tensor.span.gather(tensor.local)
+    whole: torch.Tensor = tensor.full_tensor()
+    return whole
+
+
+def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of whole tensors, which every rank has then; what a kernel writes is cut to this rank's interval again."""
+    _refuse_plain(func, args, kwargs)
+    wholes: dict[int, torch.Tensor] = {}
+
+    def whole(tensor: DTensor) -> torch.Tensor:
+        if id(tensor) not in wholes:
+            wholes[id(tensor)] = _plain_whole(tensor)
+        return wholes[id(tensor)]
+
+    held = _first((args, kwargs))
+    assert held is not None  # noqa: S101 -- else this would not have been asked
+    result = func(*_map(args, DTensor, whole), **_map(kwargs, DTensor, whole))
+    if not torch_private.writes(func):
+        return _map(result, torch.Tensor, lambda made: dtensor_of(made, held.span.mesh))
+    target = _changed(args, kwargs)
+    if not isinstance(target, DTensor) or whole(target).shape != target.shape:
+        raise LifecycleError(
+            f"`{func.overloadpacket.__name__}` of {held.name} would write what is no tensor of its shape",
+            hint="compute with .full_tensor() of it",
+        )
+    if isinstance(target, ShardedTensor):
+        target.local.copy_(target.span.cut(whole(target)))
+        _count_changes(func, args, kwargs)
+    else:
+        target.copy_(dtensor_of(whole(target), held.span.mesh))
+    return target
+
+
+def _refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    tensors = _tensors((args, kwargs))
+    plain = next((t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1), None)
+    if plain is not None:
+        raise _mixed(func, next(t for t in tensors if isinstance(t, (ShardedTensor, _WholeCopy))), plain)
+
+
+def _mixed(func: torch_private.Kernel, tensor: ShardedTensor | _WholeCopy, other: torch.Tensor) -> LifecycleError:
+    return LifecycleError(
+        f"`{func.overloadpacket.__name__}` of {tensor.name} {tuple(tensor.shape)}, whose elements are spread over the "
+        f"ranks, and of a plain tensor {tuple(other.shape)}, of which nobody knows whether every rank has the same",
+        hint="use what .full_tensor() gives on every rank, or distribute_tensor(other, p.device_mesh, [Replicate()]); "
+        "or compute in forward or inside `with fullshard.unsharded(model)`",
+    )
+
+
+# -- reductions and other kernels with a rule of their own ------------------------------------------------------
+
+
+def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
+    dims = [dim] if isinstance(dim, int) else dim
+    return not keepdim and (not dims or len(dims) == tensor.dim())
+
+
+def _reduced(local: torch.Tensor, mesh: Mesh, placement: Placement) -> torch.Tensor:
+    """What the ranks' parts come to. At once: `item()` of what torch has left partial is one rank's part of it."""
+    whole: torch.Tensor = dtensor_of(local, mesh, placement).full_tensor()
+    return whole
+
+
+def _sum(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+    if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
+        return NotImplemented
+    mesh = tensor.span.mesh
+    return dtensor_of(_reduced(tensor.local.sum(**options), mesh, Partial()), mesh)
+
+
+def _mean(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+    total = _sum(func, tensor, dim, keepdim, **options)
+    return total if total is NotImplemented else total / tensor.numel()
+
+
+def _norm(
+    func: torch_private.Kernel, tensor: Any, order: float = 2, dim: Any = None, keepdim: bool = False, **options: Any
+) -> Any:
+    if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
+        return NotImplemented
+    mesh = tensor.span.mesh
+    return dtensor_of(_reduced(_local_norm(tensor, order, **options), mesh, _placement_of_norm(order)), mesh)
+
+
+def _local_norm(tensor: ShardedTensor, order: float, **options: Any) -> torch.Tensor:
+    local = tensor.local if tensor.local.numel() else tensor.local.new_zeros(1)  # not every norm of nothing is 0
+    norm: torch.Tensor = torch.linalg.vector_norm(local, order, **options)
+    return norm
+
+
+def _placement_of_norm(order: float) -> Placement:
+    """A maximum and a count need no root."""
+    return Partial("max") if order == float("inf") else Partial() if order == 0 else torch_private.norm_partial(order)
+
+
+def _norms(func: torch_private.Kernel, tensors: Sequence[torch.Tensor], order: float = 2, dtype: Any = None) -> Any:
+    spans = [tensor.span for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    if (
+        len(spans) < len(tensors)
+        or len({(span.mesh, tensor.dtype) for span, tensor in zip(spans, tensors, strict=True)}) > 1
+    ):
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    mesh = spans[0].mesh
+    locals_ = [_local_norm(tensor, order, dtype=dtype) for tensor in tensors]  # type: ignore[arg-type]
+    norms = _reduced(torch.stack(locals_), mesh, _placement_of_norm(order))
+    return [dtensor_of(norm, mesh) for norm in norms.unbind()]
+
+
+def _maxima(_func: torch_private.Kernel, tensors: Sequence[torch.Tensor]) -> Any:
+    return [tensor.max() for tensor in tensors]
+
+
+def _equal(_func: torch_private.Kernel, left: Any, right: Any) -> Any:
+    are_both = isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor)
+    if left.shape != right.shape or not are_both or not left.span.is_like(right.span):
+        return NotImplemented if left.shape == right.shape else False
+    return _everywhere(torch.equal(left.local, right.local), left.span.mesh)
+
+
+def _all_close(_func: torch_private.Kernel, left: Any, right: Any, *args: Any, **options: Any) -> bool:
+    close = torch.isclose(left, right, *args, **options)
+    if not isinstance(close, ShardedTensor):
+        return bool(close.full_tensor().all() if isinstance(close, DTensor) else close.all())
+    return _everywhere(bool(close.local.all()), close.span.mesh)
+
+
+def _everywhere(holds: bool, mesh: Mesh) -> bool:
+    """Whether something holds for the intervals of all ranks."""
+    return not _reduced(torch.tensor(int(not holds), device=mesh.device), mesh, Partial()).item()
+
+
+def _item(_func: torch_private.Kernel, tensor: ShardedTensor) -> Any:
+    return tensor.span.gather(tensor.local).item()
+
+
+def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int], *args: Any, **options: Any) -> Any:
+    """Of its shape it is laid out as the tensor, of any other every rank has it whole."""
+    if tuple(size) == tuple(tensor.shape) and not func.overloadpacket.__name__.endswith("strided"):
+        return ShardedTensor(func(tensor.local, tensor.local.shape, *args, **options), tensor.span)
+    return dtensor_of(func(tensor.local, size, *args, **options), tensor.span.mesh)
+
+
+def _is_same_size(_func: torch_private.Kernel, left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "linalg_vector_norm": _norm,
+    torch_private.MAX_OF_MANY: _maxima,
+    torch_private.NORM_OF_MANY: _norms,
+    "allclose": _all_close,
+    "equal": _equal,
+    torch_private.ITEM: _item,
+    "is_same_size": _is_same_size,
+    **dict.fromkeys(("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), _new),
+}

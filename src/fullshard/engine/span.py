@@ -1,0 +1,127 @@
+"""Where the elements of a tensor are that is spread over ranks as a parameter is, for torch and for the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Placement, Replicate
+
+from fullshard.comm import torch_private
+from fullshard.comm.mesh import Mesh
+from fullshard.core.layout import Interval
+
+
+@dataclass(frozen=True)
+class RaggedShard(Placement):
+    """A tensor's placement along the shard axis: its flattened elements lie in a bucket that is cut into equal shares.
+
+    Rank r has elements [r * shard_numel - offset, (r + 1) * shard_numel - offset), as far as there are such.
+
+    Attributes:
+        shard_numel: elements of the bucket that each rank owns.
+        offset: where in the bucket the tensor begins.
+    """
+
+    shard_numel: int
+    offset: int
+
+    def __post_init__(self) -> None:
+        """Make the half of it that is in C++: without, `is_shard()` and the like would end the process."""
+        super().__init__()
+
+    def __reduce__(self) -> tuple[type[RaggedShard], tuple[int, int]]:
+        return RaggedShard, (self.shard_numel, self.offset)
+
+    def interval(self, rank: int, numel: int) -> Interval:
+        """The elements of a flattened tensor of `numel` elements that `rank` has; empty if none."""
+        own = Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel).shift(-self.offset)
+        return Interval(0, numel).intersect(own)
+
+
+class Name:
+    """What the tensors that are laid out as one parameter are called in messages: by its qualified names."""
+
+    __slots__ = ("names",)
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "=".join(self.names) or "a tensor"
+
+
+class Span:
+    """The part of a bucket that a tensor takes up, and so which of its elements each rank has.
+
+    A parameter's gradient and its optimizer state have the parameter's own; rows of it have a part of it.
+
+    Args:
+        mesh: the ranks.
+        shape: of the whole tensor.
+        placement: where in which bucket it is.
+        name: of the parameter.
+
+    Attributes:
+        interval: elements of the flattened tensor that this rank has.
+    """
+
+    __slots__ = ("_layouts", "interval", "mesh", "name", "numel", "placement", "shape")
+
+    def __init__(self, mesh: Mesh, shape: Sequence[int], placement: RaggedShard, name: Name) -> None:
+        self.mesh, self.shape, self.placement, self.name = mesh, torch.Size(shape), placement, name
+        self.numel = math.prod(shape)
+        self.interval = placement.interval(mesh.shard_rank, self.numel)
+        self._layouts: dict[torch.dtype, torch_private.Layout] = {}
+
+    def __deepcopy__(self, _memo: object) -> Span:
+        return self  # it never changes, and a copy of a tensor is laid out as the tensor
+
+    def __repr__(self) -> str:
+        return f"Span({self.name}, {tuple(self.shape)}, [{self.interval.start}, {self.interval.stop}))"
+
+    def layout(self, dtype: torch.dtype) -> torch_private.Layout:
+        """What torch makes a DTensor of this dtype with."""
+        layout = self._layouts.get(dtype)
+        if layout is None:
+            mesh = self.mesh.device_mesh
+            has_shard_axis = mesh.ndim == 2 or self.mesh.replicate_size == 1
+            placements = (Replicate(),) * (mesh.ndim - has_shard_axis) + (self.placement,) * has_shard_axis
+            layout = self._layouts[dtype] = torch_private.layout_of(mesh, placements, self.shape, dtype)
+        return layout
+
+    def is_like(self, other: Span) -> bool:
+        """Whether each rank has the same elements of both."""
+        return (
+            self.placement == other.placement
+            and self.shape == other.shape
+            and self.mesh.shard_group is other.mesh.shard_group
+            and self.mesh.shard_rank == other.mesh.shard_rank
+        )
+
+    def part(self, shape: Sequence[int], start: int) -> Span:
+        """That of a tensor of `shape` whose elements are this one's from `start` on."""
+        placement = RaggedShard(self.placement.shard_numel, self.placement.offset + start)
+        return Span(self.mesh, shape, placement, self.name)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a whole tensor, or of one that becomes that by broadcasting, shape (n,)."""
+        flat = whole.expand(self.shape).reshape(-1)
+        return flat[self.interval.start : self.interval.stop]
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole, a new tensor of shape `shape` on the device, of which each rank gives its elements. A collective.
+
+        Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
+        """
+        full = torch.empty(self.numel, dtype=local.dtype, device=self.mesh.device)
+        full[self.interval.start : self.interval.stop] = local
+        group = self.mesh.shard_group
+        for owner in range(self.mesh.shard_size if group is not None else 0):
+            interval = self.placement.interval(owner, self.numel)
+            if interval.numel:
+                dist.broadcast(full[interval.start : interval.stop], group=group, group_src=owner)
+        return full.view(self.shape)

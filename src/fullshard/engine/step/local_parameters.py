@@ -1,0 +1,81 @@
+"""Optimizers whose kernels take addresses, or that code their state in blocks, update plain tensors: local intervals.
+
+During such an optimizer's step its groups hold, in place of each sharded parameter, a plain parameter that is this
+rank's interval, with its gradient and the state, which stays as the optimizer has made it. bitsandbytes' kernels take
+addresses; torchao's optimizers are compiled, and count blocks within what a rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.sharded_tensor import ShardedTensor
+
+_PACKAGES = ("bitsandbytes", "torchao")
+_LENT = "_fullshard_lent"
+_PLAIN = "_fullshard_plain"
+
+
+def takes_local(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is one of these."""
+    return any(cls.__module__.partition(".")[0] in _PACKAGES for cls in type(optimizer).__mro__)
+
+
+def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
+    """This rank's interval of a sharded parameter as a plain one, shape (n,): always the same."""
+    plain: nn.Parameter | None = getattr(parameter, _PLAIN, None)
+    if plain is None:
+        plain = nn.Parameter(parameter.local, requires_grad=parameter.requires_grad)
+        setattr(parameter, _PLAIN, plain)
+    # An empty one has nothing to update, and CUDA refuses to launch a kernel for it.
+    plain.grad = parameter.local_grad if plain.numel() else None
+    return plain
+
+
+def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Put plain parameters in place of sharded ones, until `take_back`; returns what `step` is to be called with.
+
+    A closure is called with the sharded ones back in their place.
+    """
+    take_back(optimizer)  # a step before has failed
+    lent: list[tuple[list[Any], int, ShardedParameter]] = []
+    for group in optimizer.param_groups:
+        members = group["params"]
+        for index, parameter in enumerate(members):
+            if isinstance(parameter, ShardedParameter):
+                lent.append((members, index, parameter))
+                members[index] = plain = local_parameter(parameter)
+                if parameter in optimizer.state:
+                    optimizer.state[plain] = {k: _local(v) for k, v in optimizer.state.pop(parameter).items()}
+    setattr(optimizer, _LENT, lent)
+
+    def called_back(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            take_back(optimizer)
+            loss = closure()
+            lend(optimizer, (), {})
+            return loss
+
+        return call
+
+    new_args = tuple(called_back(argument) if callable(argument) else argument for argument in args)
+    return new_args, {key: called_back(value) if callable(value) else value for key, value in kwargs.items()}
+
+
+def take_back(optimizer: torch.optim.Optimizer) -> None:
+    """Put the sharded parameters back, with the state; nothing if they are there."""
+    for members, index, parameter in vars(optimizer).pop(_LENT, ()):
+        plain = members[index]
+        members[index] = parameter
+        if plain in optimizer.state:
+            optimizer.state[parameter] = optimizer.state.pop(plain)
+        plain.grad = None
+
+
+def _local(value: Any) -> Any:
+    return value.local if isinstance(value, ShardedTensor) else value

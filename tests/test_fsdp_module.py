@@ -1,0 +1,263 @@
+"""Every public method of torch's `FSDPModule` is here: it does what torch's does, or is refused with a reason.
+
+pytest tests/test_fsdp_module.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torchs
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import fullshard
+from fullshard.core.errors import ConfigError, LifecycleError, WrapError
+from fullshard.core.events import Event, EventKind
+from fullshard.engine import FSDPModule, fully_shard
+from tests.distributed import run_ranks
+from tests.traps import (
+    BLOCKS,
+    Stack,
+    assert_same_gradients,
+    assert_trains_alike,
+    batch,
+    build,
+    build_sharded,
+    rank_and_size,
+    reference_step,
+    run_squared,
+    sharded_step,
+)
+
+
+def test_no_name_is_missing() -> None:
+    theirs = {name for name in vars(torchs.FSDPModule) if not name.startswith("_")}
+    assert theirs <= {name for name in dir(FSDPModule) if not name.startswith("_")}
+    assert {"fully_shard", "register_fsdp_forward_method", "UnshardHandle", "share_comm_ctx"} <= set(fullshard.__all__)
+
+
+def check_handle() -> None:
+    """An unshard that is only begun, waited for or not, and freed before it is waited for."""
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    block: Any = model.get_submodule("blocks.0")
+    whole = plain.get_parameter("blocks.0.up.weight")
+    handle = block.unshard(async_op=True)
+    assert isinstance(handle, fullshard.UnshardHandle)
+    handle.wait()
+    assert torch.equal(block.up.weight, whole) and not isinstance(block.up.weight, fullshard.ShardedTensor)
+    block.reshard()
+    handle.wait()
+    assert isinstance(block.up.weight, fullshard.ShardedTensor)
+    assert block.unshard() is None
+    block.reshard()
+    block.unshard(async_op=True)
+    assert_trains_alike(model, plain, run_squared, steps=2)
+
+
+def test_an_unshard_that_is_only_begun() -> None:
+    run_ranks(check_handle, 2)
+
+
+def check_reset() -> None:
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    block: Any = model.get_submodule("blocks.0")
+    run_squared(model, 0, rank_and_size()[0])
+    model.zero_grad()
+    loss = model(batch(0, rank_and_size()[0])).sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.register_hook(lambda _: 1 // 0)
+        loss.backward()
+    with pytest.raises(LifecycleError, match=r"unit 'blocks\.0', which is not the outermost"):
+        block.reset_iter_state()
+    model.reset_iter_state()  # type: ignore[operator]
+    assert_trains_alike(model, plain, run_squared, steps=2, first=1)
+
+
+def test_back_to_rest_after_a_failure() -> None:
+    run_ranks(check_reset, 2)
+
+
+class Looked(nn.Module):
+    """Looks up what its backward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.rest = nn.Embedding(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.rest(self.table(x))
+        return out
+
+
+def look_up(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    torch.manual_seed(100 * step + rank)
+    loss: torch.Tensor = model(torch.randint(7, (4,))).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def check_unread() -> list[str]:
+    events: list[Event] = []
+    model, plain = build_sharded(Looked, ("table",), events=events), build(Looked)
+    table: Any = model.get_submodule("table")
+    table.set_unshard_in_backward(False)
+    for step in range(2):
+        events.clear()
+        sharded_step(model, look_up, step)
+        reference_step(plain, look_up, step)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    return [event.unit for event in events if event.kind is EventKind.UNSHARD_ISSUED]
+
+
+def test_parameters_that_backward_does_not_read() -> None:
+    for units in run_ranks(check_unread, 2):
+        assert units.count("table") == 1  # in forward
+
+
+def check_hook() -> None:
+    """It sees each reduced gradient once, averaged, and what it changes is changed."""
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    block: Any = model.get_submodule("blocks.0")
+    seen: list[int] = []
+
+    def double(gradient: torch.Tensor) -> None:
+        seen.append(gradient.numel())
+        gradient.mul_(2)
+
+    block.set_all_reduce_hook(double)
+    sharded_step(model, run_squared, 0)
+    reference_step(plain, run_squared, 0)
+    for parameter in plain.get_submodule("blocks.0").parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+    assert_same_gradients(model, plain)
+    assert len(seen) == 1
+    block.set_all_reduce_hook(None)
+    model.zero_grad()
+    run_squared(model, 1, rank_and_size()[0])
+    assert len(seen) == 1
+    with pytest.raises(LifecycleError, match="stream"):
+        block.set_all_reduce_hook(double, stream=object())
+
+
+def test_a_hook_on_reduced_gradients() -> None:
+    run_ranks(check_hook, 2)
+
+
+class WaitedFor:
+    """Stands for an event of an accelerator, which a CPU has none of."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def check_settings() -> None:
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    root: Any = model
+    event = WaitedFor()
+    root.set_post_optim_event(event)
+    root.set_reduce_scatter_max_input_buffers(3)
+    root.set_separate_reduce_scatter_group()
+    for enable in (True, False):
+        root.set_force_sum_reduction_for_comms(enable)
+        root.set_reduce_scatter_unused_params(enable)
+    root.set_allocate_memory_from_process_group_for_comm(False)
+    fullshard.share_comm_ctx([model])
+    assert_trains_alike(model, plain, run_squared, steps=2)
+    assert event.waits == 1
+    root.set_reduce_scatter_divide_factor(1.0)
+    model.zero_grad()
+    sharded_step(model, run_squared, 3)
+    plain.zero_grad()
+    reference_step(plain, run_squared, 3)
+    for parameter in root.head.parameters():
+        parameter.grad.div_(2)
+    assert_same_gradients(root.head, plain.get_submodule("head"))
+
+    for wrong in (True, 1.5):
+        with pytest.raises(TypeError):
+            root.set_reduce_scatter_max_input_buffers(wrong)
+    with pytest.raises(ValueError, match="positive"):
+        root.set_reduce_scatter_max_input_buffers(0)
+    for refuse in (
+        lambda: root.set_custom_all_gather(object()),
+        lambda: root.set_custom_reduce_scatter(object()),
+        lambda: root.set_symm_mem_for_comm(),
+        lambda: root.set_separate_reduce_scatter_group(False),
+        lambda: root.set_allocate_memory_from_process_group_for_comm(True),
+    ):
+        with pytest.raises(LifecycleError, match=r"is not supported: .*\nhint"):
+            refuse()
+    with pytest.raises(WrapError, match="no unit"):
+        fullshard.share_comm_ctx([nn.Linear(2, 2)])
+
+
+def test_settings_are_used_or_refused() -> None:
+    run_ranks(check_settings, 2)
+
+
+def check_placements() -> None:
+    torch.manual_seed(0)
+    model, plain = nn.Linear(6, 4), nn.Linear(6, 4)
+    plain.load_state_dict(model.state_dict())
+    asked = []
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        asked.append(tuple(parameter.shape))
+        return Shard(parameter.ndim - 1) if parameter.ndim > 1 else None
+
+    fully_shard(model, shard_placement_fn=placement)
+    assert asked == [(4, 6), (4,)]
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[attr-defined]
+    for wrong in (Shard(2), "rows"):
+        with pytest.raises(ConfigError, match=r"Linear\.weight \(4, 6\)"):
+            fully_shard(nn.Linear(6, 4), shard_placement_fn=lambda _, wrong=wrong: wrong)  # type: ignore[misc]
+
+
+def test_the_dim_that_torch_would_shard_along_makes_no_difference() -> None:
+    run_ranks(check_placements, 2)
+
+
+def check_accumulated() -> None:
+    """At the end of a backward, once for each parameter that has a gradient of it; it may step an optimizer, too."""
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    seen: list[str] = []
+    optimizers = {}
+    for own in model.parameters():
+        optimizers[own] = torch.optim.SGD([own], lr=0.1)
+
+        def step(parameter: Any) -> None:
+            seen.append(parameter.name)
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        handle = own.register_post_accumulate_grad_hook(step)
+    first, *others = [name for name, _ in model.named_parameters()]
+    model.get_parameter(first).requires_grad_(False)
+    plain.get_parameter(first).requires_grad_(False)
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(2):
+        sharded_step(model, run_squared, number)
+        assert all(p.grad is None for p in model.parameters())
+        reference_step(plain, run_squared, number)
+        expected.step()
+        expected.zero_grad()
+        assert sorted(seen) == sorted(others)
+        seen.clear()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other.detach(), rtol=1e-9, atol=1e-9)  # type: ignore[attr-defined]
+    handle.remove()
+    run_squared(model, 2, rank_and_size()[0])
+    assert len(seen) == len(others) - 1
+
+
+def test_hooks_on_accumulated_gradients() -> None:
+    run_ranks(check_accumulated, 2)

@@ -1,0 +1,475 @@
+"""Sharded parameters, gradients and state are DTensors: what is computed with them is of the whole, or refused.
+
+pytest tests/test_sharded_tensor.py
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+from torch.optim import swa_utils
+
+from fullshard.core.errors import LifecycleError
+from fullshard.engine import ShardedParameter, ShardedTensor
+from tests.distributed import run_ranks
+from tests.traps import (
+    BLOCKS,
+    WIDTH,
+    Stack,
+    assert_same_gradients,
+    assert_trains_alike,
+    batch,
+    build,
+    build_sharded,
+    rank_and_size,
+    reference_step,
+    run_squared,
+    sharded_step,
+)
+
+
+class Weighted(Stack):
+    """With weights that a script uses past forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar, self.single = nn.Parameter(torch.zeros(())), nn.Parameter(torch.ones(1))
+        self.pair, self.table = nn.Parameter(torch.zeros(2)), nn.Embedding(2, 3)
+        self.cube = nn.Parameter(torch.arange(60.0).view(3, 4, 5) / 60)
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, (list, tuple)):
+        return [whole(item) for item in value]
+    return value
+
+
+# -- what it is -------------------------------------------------------------------------------------------------------
+
+
+def check_identity() -> None:
+    model, plain = build_sharded(Weighted, BLOCKS), build(Weighted)
+    held = 0
+    for (name, own), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(own, DTensor) and isinstance(own, nn.Parameter) and isinstance(own, ShardedParameter)
+        assert own.shape == other.shape and own.numel() == other.numel() and own.stride() == other.stride()
+        assert own.dim() == own.ndim == other.dim() and own.dtype == other.dtype and own.name == name
+        assert own.device_mesh.size() == 2 and len(own.placements) == 1
+        [placement] = own.placements
+        assert not (placement.is_shard() or placement.is_shard(0) or placement.is_replicate() or placement.is_partial())
+        assert placement == copy.deepcopy(placement) and "RaggedShard" in repr(placement)
+        assert torch.equal(own.full_tensor(), other)
+        start, stop = own.interval.start, own.interval.stop
+        assert torch.equal(own.to_local(), other.flatten()[start:stop]) and own.to_local().requires_grad
+        held += own.to_local().numel()
+    assert 0 < held < sum(p.numel() for p in plain.parameters())
+    alone = build_sharded(Weighted, BLOCKS, strategy="NO_SHARD")
+    for own, other in zip(alone.parameters(), plain.parameters(), strict=True):
+        assert isinstance(own, DTensor) and torch.equal(own.to_local(), other)
+
+
+def test_a_parameter_is_a_dtensor() -> None:
+    run_ranks(check_identity, 2)
+
+
+# -- functions --------------------------------------------------------------------------------------------------------
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "torch.norm": torch.norm,
+    "norm 1": lambda p: p.norm(1),
+    "norm inf": lambda p: torch.linalg.vector_norm(p, float("inf")),
+    "norm 0": lambda p: torch.linalg.vector_norm(p, 0),
+    "norm 3": lambda p: torch.linalg.vector_norm(p, 3),
+    "norms of rows": lambda p: p.norm(dim=-1),
+    "foreach norm": lambda p: torch._foreach_norm([p, p * 2]),
+    "sum": torch.sum,
+    "sum of a dim": lambda p: p.sum(0),
+    "sum of all dims": lambda p: p.sum((0, 1, 2), keepdim=True),
+    "mean": torch.mean,
+    "std": lambda p: p.std(),
+    "max": torch.max,
+    "amin": lambda p: p.amin(),
+    "argmax": torch.argmax,
+    "any": lambda p: (p > 0.9).any(),
+    "isfinite": lambda p: torch.isfinite(p).all(),
+    "count": torch.count_nonzero,
+    "equal": lambda p: torch.equal(p, p.clone()),
+    "not equal": lambda p: torch.equal(p, p + 1),
+    "allclose": lambda p: torch.allclose(p, p * 1.0),
+    "item": lambda p: p[1, 2, 3].item(),
+    "exp": torch.exp,
+    "p * p - 1": lambda p: p * p - 1,
+    "by a number": lambda p: (2 * p + 0.5) / 3,
+    "by a scalar tensor": lambda p: p * torch.tensor(2.0, dtype=p.dtype),
+    "where": lambda p: torch.where(p > 0.5, p, torch.zeros_like(p)),
+    "cast": lambda p: p.to(torch.bfloat16).float(),
+    "lerp": lambda p: torch.lerp(p, p * 2, 0.25),
+    "broadcast of its own": lambda p: p * p[:1],
+    "broadcast of two": lambda p: p[0].view(4, 5, 1) * p[1, 0],
+    "a row": lambda p: p[1],
+    "a row of a row": lambda p: p[2, 3],
+    "rows": lambda p: p[1:],
+    "a column": lambda p: p[:, 1],
+    "every second": lambda p: p[::2],
+    "split": lambda p: p.split(2),
+    "unbind": lambda p: p.unbind(),
+    "view": lambda p: p.view(-1, 5),
+    "flatten": lambda p: p.flatten(),
+    "unsqueeze": lambda p: p.unsqueeze(1).squeeze(1),
+    "transpose": lambda p: p.transpose(0, 2),
+    "permute and add": lambda p: p.permute(2, 0, 1) + 1,
+    "cat": lambda p: torch.cat([p, p]),
+    "stack": lambda p: torch.stack([p, p], 1),
+    "matmul": lambda p: p[0] @ p[1].t(),
+    "sort": lambda p: p.sort(dim=-1).values,
+    "svd": lambda p: torch.linalg.svdvals(p[0]),
+    "like": lambda p: [torch.zeros_like(p), torch.ones_like(p, dtype=torch.int64), torch.full_like(p, 2.5)],
+    "new": lambda p: [p.new_zeros(2, 2), p.new_ones(p.shape), p.new_full((3,), 1.5)],
+    "vector": lambda p: nn.utils.parameters_to_vector([p, p]),
+    "clone, detach": lambda p: p.clone().detach(),
+    "deepcopy": copy.deepcopy,
+    "redistribute": lambda p: p.redistribute(placements=[Shard(1)]) if isinstance(p, DTensor) else p,
+    "foreach": lambda p: torch._foreach_mul([p, p + 1], 2.0),
+    "foreach max": lambda p: torch._foreach_max([p]),
+    "rand_like": lambda p: [seed(), torch.rand_like(p)],
+    "dropout": lambda p: [seed(), functional.dropout(p, 0.5)],
+}
+
+
+def seed() -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.ones(())
+
+
+def check_functions() -> dict[str, str]:
+    wrong = {}
+    own, other = (m.get_parameter("cube") for m in (build_sharded(Weighted, BLOCKS), build(Weighted)))
+    for name, function in FUNCTIONS.items():
+        with torch.no_grad():
+            try:
+                torch.testing.assert_close(whole(function(own)), function(other), rtol=1e-9, atol=1e-9)
+            except Exception as error:
+                wrong[name] = repr(error)
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_functions_are_of_the_whole(world_size: int) -> None:
+    assert run_ranks(check_functions, world_size) == [{}] * world_size
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "uniform_": nn.init.uniform_,
+    "normal_": nn.init.normal_,
+    "constant_": lambda p: nn.init.constant_(p, 0.25),
+    "trunc_normal_": nn.init.trunc_normal_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "orthogonal_": lambda p: nn.init.orthogonal_(p.view(12, 5)),
+    "dirac_": nn.init.dirac_,
+    "a row": lambda p: p[1].zero_(),
+    "rows": lambda p: p[1:].fill_(2),
+    "p[1] =": lambda p: p.__setitem__(1, 7.0),
+    "an element": lambda p: p[2, 1, 3].fill_(5),
+    "through a view": lambda p: p.view(-1).mul_(3),
+    "through .data": lambda p: p.data.add_(1),
+    "copy_": lambda p: p.copy_(p * 2),
+    "copy_ of another layout": lambda p: p.copy_(whole_of(p, 0.5)),
+    "masked_fill_": lambda p: p.masked_fill_(p > 0.5, 0.0),
+    "triu_": lambda p: p.triu_(),
+    "bernoulli_": lambda p: p.bernoulli_(0.5),
+    "foreach": lambda p: torch._foreach_add_([p], [p], alpha=0.5),
+    "foreach by a tensor": lambda p: torch._foreach_mul_([p], torch.tensor(0.5, dtype=p.dtype)),
+    "lerp_": lambda p: p.lerp_(torch.ones_like(p), 0.5),
+    ".data =": lambda p: setattr(p, "data", p * 2),
+}
+
+
+def whole_of(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """A tensor like it, if that is a DTensor one that every rank has whole."""
+    made = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape) * value
+    return distribute_tensor(made, tensor.device_mesh, [Replicate()]) if isinstance(tensor, DTensor) else made
+
+
+def check_in_place() -> dict[str, str]:
+    """What is changed in place is changed for the next forward and the next step, too."""
+    wrong = {}
+    for name, function in IN_PLACE.items():
+        model, plain = build_sharded(Computes, []), build(Computes)
+        outputs = []
+        try:
+            for each in (model, plain):
+                each(torch.ones(1, dtype=torch.float64))
+                seed()
+                with torch.no_grad():
+                    function(each.get_parameter("cube"))
+                outputs.append((whole(each.cube), each(torch.ones(1, dtype=torch.float64))))
+            torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-9, atol=1e-9)
+        except Exception as error:
+            wrong[name] = repr(error)
+    return wrong
+
+
+class Computes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cube = nn.Parameter(torch.arange(60.0).view(3, 4, 5) / 60)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.cube * self.cube).sum() * x
+
+
+def test_changes_in_place_are_those_of_one_process() -> None:
+    assert run_ranks(check_in_place, 2) == [{}, {}]
+
+
+# -- in a loss --------------------------------------------------------------------------------------------------------
+
+RIGHT: dict[str, Callable[[Any], Any]] = {
+    "p.pow(2).sum()": lambda m: sum(p.pow(2).sum() for p in m.parameters()),
+    "torch.abs(p).sum()": lambda m: sum(torch.abs(p).sum() for p in m.parameters()),
+    "norms": lambda m: sum(torch.norm(p) for p in m.parameters()),
+    "mean": lambda m: (m.head.weight - 1).abs().mean(),
+    "logsumexp": lambda m: torch.logsumexp(m.embed.weight, (0, 1)),
+    "a row": lambda m: m.head.weight[1].square().sum(),
+    "a full tensor": lambda m: sum((whole(p) ** 3).sum() for p in m.parameters()),
+}
+
+
+def check_penalties() -> None:
+    """A penalty has one process's value and gradient, also of what was frozen when it was sharded."""
+    for penalty in RIGHT.values():
+        for make in (Stack, frozen):
+            model, plain = build_sharded(make, BLOCKS), build(make)
+            for each in (model, plain):
+                each.requires_grad_(True)
+            penalised = functools.partial(run_penalised, penalty=penalty)
+            value = sharded_step(model, penalised, 0)
+            expected = reference_step(plain, penalised, 0)
+            assert_same_gradients(model, plain)
+            assert value is None or expected is None or torch.isfinite(whole(value))
+            torch.testing.assert_close(whole(penalty(model)).detach(), penalty(plain).detach())
+
+
+def frozen() -> nn.Module:
+    return Stack().requires_grad_(False)
+
+
+def run_penalised(model: nn.Module, step: int, rank: int, *, penalty: Callable[[nn.Module], Any]) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank)).square().mean() + 0.1 * whole(penalty(model))
+    loss.backward()
+    return loss.detach()
+
+
+def test_penalties_have_the_right_gradient() -> None:
+    run_ranks(check_penalties, 2)
+
+
+def uncertainty(model: Any, out: torch.Tensor) -> Any:
+    losses = torch.stack([out.square().mean(), out.abs().mean()])
+    return (losses * torch.exp(-model.pair) + model.pair).sum()
+
+
+MIXED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "two losses' weights": uncertainty,
+    "a row": lambda m, out: (out + m.table.weight[1]).mean(),
+    "a tied head": lambda m, out: functional.linear(out, m.table.weight).mean(),
+    "an anchor": lambda m, _: ((m.head.weight - torch.zeros(3, WIDTH)) ** 2).sum(),
+    "autograd.grad": lambda m, out: torch.autograd.grad(out.sum(), [*m.parameters()], allow_unused=True),
+    "backward(inputs=)": lambda m, out: out.sum().backward(inputs=[*m.parameters()]),
+}
+
+
+def refuse_mixtures() -> dict[str, str]:
+    """With a tensor of which a rank has its own, every rank refuses, whatever it owns; the model trains on."""
+    wrong = {}
+    for name, make in MIXED.items():
+        model = build_sharded(Weighted, BLOCKS)
+        rank, _ = rank_and_size()
+        try:
+            make(model, model(batch(0, rank))).backward()
+        except LifecycleError as error:
+            if not re.search("plain tensor|no graph has", str(error)):
+                wrong[name] = str(error)
+        except Exception as error:
+            wrong[name] = repr(error)
+        else:
+            wrong[name] = "silent"
+        model.zero_grad()
+        run_squared(model, 1, rank)
+    return wrong
+
+
+def test_mixtures_with_plain_tensors_are_refused() -> None:
+    assert run_ranks(refuse_mixtures, 2) == [{}, {}]
+
+
+# -- an optimizer's and a script's own lines --------------------------------------------------------------------------
+
+
+class Normalised(torch.optim.Optimizer):
+    """A script's own optimizer, that looks at whole tensors, too."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                state["average"].lerp_(p.grad, 0.1)
+                trust = (p.norm() / (state["average"].norm() + 1)).clamp(0.5, 2)
+                p.mul_(1 - group["lr"]).add_(state["average"].sign() * trust, alpha=-group["lr"])
+
+
+def check_own_lines() -> None:
+    """An optimizer of one's own, a step by hand, averages: no warning, and the same weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+        optimizers = Normalised(model.parameters()), Normalised(plain.parameters())
+        assert_trains_alike(model, plain, run_squared, optimizers=optimizers)
+        assert all(isinstance(s["average"], ShardedTensor) for s in optimizers[0].state.values())
+        optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        reference_step(plain, run_squared, 5)
+        sharded_step(model, run_squared, 5)
+        teacher, plain_teacher = build_sharded(Stack, BLOCKS), build(Stack)
+        for student, average in ((model, teacher), (plain, plain_teacher)):
+            with torch.no_grad():
+                for p, q in zip(student.parameters(), average.parameters(), strict=True):
+                    p -= 0.1 * p.grad  # type: ignore[operator, misc]
+                    p.add_(p.grad * 0.05)  # type: ignore[operator]
+                    q.mul_(0.9).add_(p, alpha=0.1)
+                    p.grad = None
+                torch._foreach_lerp_(list(average.parameters()), list(student.parameters()), 0.1)
+        assert_trains_alike(teacher, plain_teacher, run_squared, steps=1)
+        assert_trains_alike(model, plain, run_squared, steps=1)
+
+
+def test_own_lines_are_right() -> None:
+    run_ranks(check_own_lines, 2)
+
+
+def check_averages() -> None:
+    """An average of the parameters alone: a deep copy of each is a DTensor of its own."""
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    averages = [copy.deepcopy(p) for p in model.parameters()], [copy.deepcopy(p) for p in plain.parameters()]
+    assert all(isinstance(p, nn.Parameter) and isinstance(p, ShardedTensor) for p in averages[0])
+    assert_trains_alike(model, plain, run_squared)
+    for average, each in zip(averages, (model, plain), strict=True):
+        with torch.no_grad():
+            for old, new in zip(average, each.parameters(), strict=True):
+                old.lerp_(new, 0.5)
+    for own, other in zip(*averages, strict=True):
+        torch.testing.assert_close(whole(own), other.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_averages_of_deep_copies() -> None:
+    run_ranks(check_averages, 2)
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+def average_unsharded(model: Any) -> None:
+    swa_utils.AveragedModel(build(Stack)).update_parameters(model)
+    averages = swa_utils.AveragedModel(build(Stack))
+    averages.n_averaged += 1
+    averages.update_parameters(model)
+
+
+def take_weights(model: Any) -> None:
+    with torch.no_grad():
+        for own, other in zip(model.parameters(), build(Normed).parameters(), strict=True):
+            own.copy_(other)
+
+
+def change_a_column(model: Any) -> None:
+    with torch.no_grad():
+        model.embed.weight[:, 0].zero_()
+
+
+def remove_norm(model: Any) -> None:
+    changed: Any = build_sharded(Normed, BLOCKS)
+    nn.utils.remove_weight_norm(changed.normed)
+    run_squared(changed, 0, 0)
+
+
+class Upper(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu()
+
+
+def parametrize_upper(model: Any) -> None:
+    nn.utils.parametrize.register_parametrization(model.embed, "weight", Upper())
+
+
+class Normed(Weighted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.normed(x))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "all_reduce of gradients": (lambda m: dist.all_reduce(m.embed.weight.grad), "a collective of embed.weight"),
+    "broadcast of weights": (lambda m: dist.broadcast(m.embed.weight.data, 0), "a collective of embed.weight"),
+    "broadcast of parameters": (lambda m: dist.broadcast(m.embed.weight, 0), "a collective of embed.weight"),
+    "all_gather": (lambda m: dist.all_gather([m.embed.weight] * 2, m.embed.weight), "a collective of embed.weight"),
+    "weights of a plain model": (take_weights, "plain tensor"),
+    "an unsharded average": (lambda _: average_unsharded(build_sharded(Stack, BLOCKS)), "plain tensor"),
+    "remove_weight_norm": (remove_norm, "normed.weight.*was put into the model"),
+    "a column": (change_a_column, "would change a copy of embed.weight"),
+    "other data": (lambda m: setattr(m.embed.weight, "data", torch.zeros(WIDTH, WIDTH)), "cannot give"),
+    "another gradient": (lambda m: setattr(m.embed.weight, "grad", torch.zeros(2)), "gradient of embed.weight: got a"),
+    "pickle": (lambda m: pickle.dumps(m.embed.weight), "cannot pickle embed.weight"),
+    "pickle of a gradient": (lambda m: pickle.dumps(m.embed.weight.grad), "cannot pickle embed.weight"),
+    "pickle of a state dict": (lambda m: torch.save(m.state_dict(), "weights.pt"), "cannot pickle"),
+    "safetensors": (lambda m: save_file(m.state_dict(), "weights.safetensors"), "has no memory"),
+    "memory": (lambda m: m.embed.weight.untyped_storage(), "embed.weight has no memory of its own"),
+}
+
+
+def refuse_all(folder: str) -> dict[str, str]:
+    wrong = {}
+    os.chdir(folder)
+    model = build_sharded(Normed, BLOCKS)
+    run_squared(model, 0, rank_and_size()[0])
+    for name, (use, message) in REFUSED.items():
+        try:
+            use(model)
+        except LifecycleError as error:
+            if not re.search(message, str(error)):
+                wrong[name] = str(error)
+        except Exception as error:
+            wrong[name] = repr(error)
+        else:
+            wrong[name] = "silent"
+    return wrong
+
+
+def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
+    assert run_ranks(refuse_all, 2, str(tmp_path)) == [{}, {}]
+    assert not list(tmp_path.glob("*.safetensors"))
