@@ -37,7 +37,7 @@ def is_lazy_tensor(tensor: torch.Tensor) -> bool:
 
 
 def fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The gradients the optimizer will use: this rank's slices, averaged over all ranks."""
+    """The gradients the optimizer will use, averaged over all ranks; of sharded parameters `ShardedTensor`s."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
