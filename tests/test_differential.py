@@ -613,9 +613,9 @@ def overflow_in_one_slice(strategy: str, shard_size: int | None) -> tuple[float,
     tokens, targets = batch(0, 0)
     scaler.scale(nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())).backward()
     if dist.get_rank() == 1:
-        own = next(p for p in model.parameters() if p.grad is not None and p.shape.numel())
-        assert own.grad is not None
-        own.grad[-1] = float("inf")
+        sharded = (p for p in model.parameters() if isinstance(p, ShardedParameter))
+        own = next(p.local_grad for p in sharded if p.local_grad is not None and p.interval.numel)
+        own[-1] = float("inf")
     scaler.step(optimizer)
     scaler.update()
     after = parameters(model)
