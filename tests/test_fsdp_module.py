@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 import fullshard
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import FSDPModule, fully_shard
+from fullshard.engine import FSDPModule, fully_shard, units_of
+from fullshard.engine.schedule import schedule_of
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -261,3 +262,35 @@ def check_accumulated() -> None:
 
 def test_hooks_on_accumulated_gradients() -> None:
     run_ranks(check_accumulated, 2)
+
+
+def check_numbers_of_ranks() -> list[int]:
+    """As torch has it: 1 keeps parameters whole until backward, all ranks free them."""
+    gathers = []
+    for ranks in (True, 2, False, 1):
+        events: list[Event] = []
+        model = build(Stack)
+        for name in BLOCKS:
+            fully_shard(model.get_submodule(name), reshard_after_forward=ranks)
+        fully_shard(model)
+        schedule_of(units_of(model)[0]).event_sink = events.append
+        run_squared(model, 0, rank_and_size()[0])
+        gathers.append(sum(event.kind is EventKind.UNSHARD_ISSUED for event in events))
+    for wrong in (0, 3, -1, "2", 1.0):
+        with pytest.raises(ConfigError, match="that is a divisor of the shard size 2"):
+            fully_shard(nn.Linear(2, 2), reshard_after_forward=wrong)  # type: ignore[arg-type]
+    return gathers
+
+
+def test_parameters_are_freed_after_forward_by_numbers_of_ranks() -> None:
+    for freed, by_number, kept, by_one in run_ranks(check_numbers_of_ranks, 2):
+        assert freed == by_number > kept == by_one
+
+
+def check_smaller_group() -> None:
+    with pytest.raises(ConfigError, match="resharding to 2 of 4 ranks is not supported"):
+        fully_shard(nn.Linear(2, 2), reshard_after_forward=2)
+
+
+def test_a_smaller_group_is_refused() -> None:
+    run_ranks(check_smaller_group, 4)

@@ -5,9 +5,9 @@ pytest tests/test_sharded_tensor.py
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import os
 import pickle
 import re
 import warnings
@@ -454,12 +454,12 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 
 def refuse_all(folder: str) -> dict[str, str]:
     wrong = {}
-    os.chdir(folder)
     model = build_sharded(Normed, BLOCKS)
     run_squared(model, 0, rank_and_size()[0])
     for name, (use, message) in REFUSED.items():
         try:
-            use(model)
+            with contextlib.chdir(folder):
+                use(model)
         except LifecycleError as error:
             if not re.search(message, str(error)):
                 wrong[name] = str(error)

@@ -47,7 +47,7 @@ def fully_shard(
     module: ModuleT | list[nn.Module],
     *,
     mesh: DeviceMesh | Mesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
@@ -62,7 +62,8 @@ def fully_shard(
         module: the module, or a list of modules that are unsharded together.
         mesh: 1-D shards over all its ranks, 2-D is (replicate, shard). Default: 1-D over all ranks.
         reshard_after_forward: free the unsharded parameters between forward and backward. Default: True, but False
-            for the outermost unit, whose parameters backward needs at once.
+            for the outermost unit, whose parameters backward needs at once. A number is that of ranks which share them
+            until backward: 1 means False, all ranks of the shard axis mean True, others are not supported.
         shard_placement_fn: torch's way to shard along another dim. Asked of each parameter, and refused if it wants
             another mesh; the dim changes nothing, as intervals have none: `full_tensor()` and checkpoints are the same.
         mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
@@ -79,7 +80,7 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
-    _check_reshard(reshard_after_forward)
+    reshard = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
     for one in modules:
         if unit_of(one) is not None:
             raise WrapError(f"{type(one).__name__} is a unit already", hint="call fully_shard once per module")
@@ -98,7 +99,7 @@ def fully_shard(
         mesh=resolved,
         policy=MixedPrecisionPolicy.of(mp_policy),
         storage=Storage.of(offload_policy, resolved.device),
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=reshard,
         inner=inner,
         model=None,
         init=None,
@@ -296,12 +297,21 @@ def _check_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter
             )
 
 
-def _check_reshard(value: object) -> None:
-    if value is not None and not isinstance(value, bool):
+def _reshard_after_forward(value: object, shard_size: int) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or value < 1 or shard_size % value:
         raise ConfigError(
-            f"reshard_after_forward = {value!r}: resharding to a smaller group is not supported",
+            f"reshard_after_forward = {value!r}: expected True, False, None or a number of ranks that is a divisor of "
+            f"the shard size {shard_size}",
+            hint="leave it out",
+        )
+    if value not in (1, shard_size):
+        raise ConfigError(
+            f"reshard_after_forward = {value}: resharding to {value} of {shard_size} ranks is not supported",
             hint="use True, False or None; HYBRID_SHARD shards inside a host",
         )
+    return value != 1
 
 
 def _check_offload(offload: Offload, plans: Sequence[UnitPlan]) -> None:
