@@ -5,6 +5,7 @@ pytest tests/test_fsdp_module.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -294,3 +295,30 @@ def check_smaller_group() -> None:
 
 def test_a_smaller_group_is_refused() -> None:
     run_ranks(check_smaller_group, 4)
+
+
+SWITCHES: dict[str, Callable[[Any], list[bool]]] = {
+    "set_requires_gradient_sync": lambda unit: [unit.reduce_gradients],
+    "set_requires_all_reduce": lambda unit: [bucket.requires_all_reduce for bucket in unit.buckets],
+    "set_reshard_after_forward": lambda unit: [unit.reshard_after_forward],
+    "set_reshard_after_backward": lambda unit: [unit.reshard_after_backward],
+}
+
+
+def check_recursion() -> None:
+    """Switches are for all units inside, too, unless told otherwise."""
+    model: Any = build_sharded(Stack, BLOCKS)
+    *inner, outermost = units_of(model)
+    for name, values in SWITCHES.items():
+        set_switch = getattr(model, name)
+        set_switch(True)
+        set_switch(False, recurse=False)
+        assert not any(values(outermost)) and all(all(values(unit)) for unit in inner), name
+        set_switch(False)
+        assert not any(any(values(unit)) for unit in inner), name
+        set_switch(True)
+        assert all(all(values(unit)) for unit in (*inner, outermost)), name
+
+
+def test_switches_are_for_units_inside_too() -> None:
+    run_ranks(check_recursion, 2)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import WrapError
-from fullshard.engine import fully_shard, meta_parameters, shard_model
+from fullshard.engine import fully_shard, meta_parameters, repoint, shard_model
 from tests.distributed import run_ranks
 from tests.traps import WIDTH, Stack, rank_and_size, sharded_parameters
 
@@ -88,6 +88,21 @@ def test_same_initialisation_on_any_number_of_ranks() -> None:
     alone, two, four = (run_ranks(check_plain, n, "meta", ("blocks.0", "blocks.1"))[0] for n in (1, 2, 4))
     for name, value in alone.items():
         assert np.array_equal(value, two[name]) and np.array_equal(value, four[name]), name
+
+
+def check_optimizer_of_meta() -> None:
+    """An optimizer that was made while the model was on the meta device holds parameters that are no more."""
+    with torch.device("meta"):
+        model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    shard_model(model, unit_modules=[model.blocks[0]])
+    repoint(optimizer, model)
+    [group] = optimizer.param_groups
+    assert all(held is own for held, own in zip(group["params"], model.parameters(), strict=True))
+
+
+def test_an_optimizer_made_on_meta_is_repointed() -> None:
+    run_ranks(check_optimizer_of_meta, 2)
 
 
 def check_lstm() -> None:

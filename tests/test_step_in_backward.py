@@ -9,6 +9,7 @@ pytest tests/test_step_in_backward.py
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import signal
@@ -26,7 +27,7 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import FSDPModule, no_sync, shard_model, step_in_backward, unsharded
+from fullshard.engine import FSDPModule, fully_shard, no_sync, shard_model, step_in_backward, unsharded
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
 from tests.optimizers import in_groups
@@ -254,6 +255,29 @@ def train_until_killed(killed: int) -> None:
         model.get_submodule("blocks.0").register_full_backward_hook(die)
     run_backward(model, 0)
     optimizer.step()
+
+
+def check_outer_unit_later() -> None:
+    """What steps in the backward of a model goes on when that becomes a part of a larger one."""
+    torch.manual_seed(0)
+    inner, last = nn.Linear(6, 6), nn.Linear(6, 2)
+    plain = copy.deepcopy(nn.Sequential(inner, last))
+    fully_shard(inner)
+    optimizer = optim.SGD(inner.parameters(), lr=0.1)
+    step_in_backward(optimizer)
+    model = fully_shard(nn.Sequential(inner, last))
+    expected = optim.SGD(plain[0].parameters(), lr=0.1)
+    for each in (model, plain):
+        each(torch.ones(3, 6)).square().mean().backward()
+    assert all(p.is_used_up for p in inner.parameters())  # type: ignore[attr-defined]
+    optimizer.step()
+    expected.step()
+    for own, other in zip(inner.parameters(), plain[0].parameters(), strict=True):
+        torch.testing.assert_close(own.full_tensor(), other.detach())  # type: ignore[attr-defined]
+
+
+def test_a_unit_around_it_made_later() -> None:
+    run_ranks(check_outer_unit_later, 2)
 
 
 def check_killed(killed: int) -> tuple[str, float]:
