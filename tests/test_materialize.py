@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import WrapError
-from fullshard.engine import fully_shard, meta_parameters, repoint, shard_model
+from fullshard.engine import meta_parameters, repoint, shard_model
 from tests.distributed import run_ranks
 from tests.traps import WIDTH, Stack, rank_and_size, sharded_parameters
 
@@ -147,20 +147,12 @@ def llama() -> nn.Module:
     return model
 
 
-def check_llama(how: str, api: str) -> None:
+def check_llama(how: str) -> None:
     normal = llama()
     with torch.device("meta") if how == "meta" else meta_parameters():
         model = llama()
     layers: list[nn.Module] = list(model.get_submodule("model.layers").children())
-    if api == "fully_shard":
-        # A layer alone cannot reach the model's initialisation.
-        with torch.device("meta"):
-            spare = llama()
-        with pytest.raises(WrapError, match=r"LlamaRMSNorm.*weight"):
-            fully_shard(spare.get_submodule("model.layers.0"))
-        model = fully_shard(model)
-    else:
-        model = shard_model(model, unit_modules=layers)
+    model = shard_model(model, unit_modules=layers)
     buffers = dict(model.named_buffers())
     for name, expected in normal.named_buffers():
         assert torch.equal(buffers[name], expected), name
@@ -183,9 +175,8 @@ def check_llama(how: str, api: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["meta", "meta_parameters"])
-@pytest.mark.parametrize("api", ["shard_model", "fully_shard"])
-def test_llama_on_meta(how: str, api: str) -> None:
-    run_ranks(check_llama, 2, how, api)
+def test_llama_on_meta(how: str) -> None:
+    run_ranks(check_llama, 2, how)
 
 
 # -- what nothing initialises -----------------------------------------------------------------------------------

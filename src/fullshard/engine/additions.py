@@ -50,8 +50,7 @@ class Additions:
     def __init__(self, units: Sequence[Unit]) -> None:
         _count_registrations()
         self._units = units
-        slots = [slot for unit in units for bucket in unit.buckets for slot in bucket.slots]
-        self._places = {(id(module), attribute) for slot in slots for module, attribute in slot.owners}
+        self._places = {(id(m), attribute) for unit in units for slot in unit.slots for m, attribute in slot.owners}
         parameters = [p for _, module in self._modules() for p in module._parameters.values() if p is not None]
         # Held, so that another parameter cannot get the id of one that is gone.
         self._left_alone = {id(p): p for p in parameters if sharded_parameter_of(p) is None}

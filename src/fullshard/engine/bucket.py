@@ -25,9 +25,9 @@ from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
-from fullshard.engine.bucket_spec import BucketSpec
+from fullshard.engine.bucket_spec import BucketSpec, Reducing
 from fullshard.engine.gradient import Gradient
-from fullshard.engine.materialize import WeightSource
+from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
@@ -42,6 +42,7 @@ class BucketOwner(Protocol):
 
     name: str
     is_pinned: bool
+    reducing: Reducing
 
     def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
         """Tell the sink, if there is one."""
@@ -81,10 +82,10 @@ class Bucket(BucketSpec):
         storage: Storage,
         owner: BucketOwner,
         number: int,
-        weights: WeightSource | None = None,
+        weights: Values | None = None,
     ) -> None:
         super().__init__(slots, mesh=mesh, policy=policy, storage=storage)
-        self.owner, self._number = owner, number
+        self.owner, self._number, self.reducing = owner, number, owner.reducing
         self.has_gradient_hooks = False
         self._gathering: Work | None = None
         self._is_lost = False
@@ -107,7 +108,7 @@ class Bucket(BucketSpec):
     def _make_gradient(self) -> Gradient:
         return Gradient(self, self.sharded_parameters, storage_id=self.storage_id, emit=self.emit)
 
-    def _allocate(self, weights: WeightSource | None) -> None:
+    def _allocate(self, weights: Values | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
         layout, mesh = self.layout, self.mesh
         self.buffer: FullBuffer = mesh.gather.full_buffer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -35,6 +36,21 @@ def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
     )
 
 
+@dataclass(slots=True)
+class Reducing:
+    """How the gradients of a unit are reduced.
+
+    Attributes:
+        divisor: what their sum over all ranks is divided by.
+        requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
+        hook: called with each reduced gradient of this rank's interval, before it is published.
+    """
+
+    divisor: float
+    requires_all_reduce: bool = True
+    hook: Callable[[torch.Tensor], object] | None = None
+
+
 class BucketSpec:
     """Parameters that share dtypes and trainability, and what follows from that.
 
@@ -48,9 +64,7 @@ class BucketSpec:
         plan: dtypes, places and bytes, as the planner has them, from when it was made: it may have been frozen then.
         slices: where in this rank's interval each parameter is.
         tag: its number in the model, the same on every rank; set when the model is put together.
-        divisor: what the sum of gradients over all ranks is divided by.
-        reduced_hook: called with each reduced gradient of this rank's interval, before it is published.
-        requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
+        reducing: the unit's, once it is a part of one.
     """
 
     tag: int
@@ -73,8 +87,7 @@ class BucketSpec:
         self.is_gathered_from_host = plan.is_gathered_from_host
         self.state_visits_device = plan.state_visits_device
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
-        self.divisor, self.requires_all_reduce = float(mesh.world_size), True
-        self.reduced_hook: Callable[[torch.Tensor], object] | None = None
+        self.reducing = Reducing(float(mesh.world_size))
 
 
 def _packing(sent_as: str | None) -> Packing | None:

@@ -55,8 +55,8 @@ def fully_shard(
 ) -> Any:
     """Make `module` a unit, in place: shard its parameters, except those of units inside it.
 
-    Call it on inner modules first and on the model last. Parameters on the meta device are initialised here, one unit
-    at a time (see `fullshard.engine.materialize`).
+    Call it on inner modules first and on the model last. Parameters on the meta device stay there until
+    `model.to_empty(device=)`, after which they are NaN until somebody initialises them, or `load_state_dict`.
 
     Args:
         module: the module, or a list of modules that are unsharded together.
@@ -103,6 +103,7 @@ def fully_shard(
         inner=inner,
         model=None,
         init=None,
+        leaves_meta=True,
         sync_module_states=False,
     )
     assemble(modules, schedule)
@@ -184,6 +185,7 @@ def shard_model(
             inner=[m for other in plans if other is not plan for m in other.modules if unit_of(m) is not None],
             model=model,
             init=param_init_fn,
+            leaves_meta=False,
             sync_module_states=sync_module_states,
             weights=weights,
         )
@@ -215,6 +217,7 @@ def _make_unit(
     inner: Iterable[nn.Module],
     model: nn.Module | None,
     init: InitFunction | None,
+    leaves_meta: bool,
     sync_module_states: bool,
     weights: WeightSource | None = None,
 ) -> None:
@@ -227,6 +230,7 @@ def _make_unit(
         stop_at=[m for m in inner if id(m) in below],
         model=model,
         init=init,
+        leaves_meta=leaves_meta,
         sync_module_states=sync_module_states,
         buffer_dtype=policy.buffer_dtype,
         weights=weights,

@@ -237,7 +237,11 @@ class Gradient:
         # Before the call: what appears later in this backward goes into new memory, and `full` is the reduction's.
         self._full, self._pieces, self._filled = None, (), set()
         self._reducing = self._spec.mesh.reduce.reduce_scatter(
-            full, tag=self._spec.tag, divisor=self._spec.divisor, packing=self._spec.reduce_packing, dtype=self.dtype
+            full,
+            tag=self._spec.tag,
+            divisor=self._spec.reducing.divisor,
+            packing=self._spec.reduce_packing,
+            dtype=self.dtype,
         )
 
     def advance(self) -> None:
@@ -250,7 +254,7 @@ class Gradient:
         if self._held is not None:
             shard.add_(self._held)
             self._held = None
-        if self._spec.requires_all_reduce:
+        if self._spec.reducing.requires_all_reduce:
             self._replicating = self._spec.mesh.replicate.all_reduce(shard, tag=self._spec.tag)
             if self._spec.main_is_on_host and self._spec.storage.host is not None:
                 # Now, not in `finish`: the copy goes on beside the rest of backward.
@@ -272,8 +276,8 @@ class Gradient:
         if self._earlier is not None:
             shard.add_(self._earlier)
             self._earlier = None
-        if self._spec.reduced_hook is not None:
-            self._spec.reduced_hook(shard)
+        if self._spec.reducing.hook is not None:
+            self._spec.reducing.hook(shard)
         self._accumulate(shard.to(self.main_dtype), used)
         return True
 

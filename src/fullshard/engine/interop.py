@@ -238,8 +238,9 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *
         pair = local_state_dict.get(key)
         if isinstance(pair, tuple) and isinstance(pair[0], ShardedTensor):
             sharded, whole = pair
-            sharded.local.copy_(sharded.span.cut(whole))
-            local_state_dict[key] = sharded
+            own = sharded.span.cut(whole)
+            local_state_dict[key] = ShardedTensor(own.clone(), sharded.span) if sharded.is_meta else sharded
+            sharded.local.copy_(own)
         else:
             others.append(key)
     torch_private.distribute_tensors.torchs(local_state_dict, others, *args, **options)

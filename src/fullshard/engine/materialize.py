@@ -28,7 +28,15 @@ WEIGHTS = "_fullshard_weights"
 """Attribute of a module in the model: the `WeightSource` its parameters on the meta device come from."""
 
 
-class WeightSource(Protocol):
+class Values(Protocol):
+    """Gives parameters on the meta device their values."""
+
+    def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
+        """Fill `out` (1-D, any dtype and device) with elements `interval` of the flattened parameter."""
+        ...
+
+
+class WeightSource(Values, Protocol):
     """Where parameters on the meta device come from, so that a rank reads only what it will own."""
 
     def start(self, model: nn.Module) -> None:
@@ -41,10 +49,6 @@ class WeightSource(Protocol):
 
     def holds(self, slot: Slot) -> bool:
         """Whether `read` can give this parameter."""
-        ...
-
-    def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` (1-D, any dtype and device) with elements `interval` of the flattened parameter."""
         ...
 
     def initialize(self, module: nn.Module) -> bool:
@@ -65,6 +69,7 @@ def materialize(
     stop_at: Iterable[nn.Module],
     model: nn.Module | None,
     init: InitFunction | None,
+    leaves_meta: bool,
     sync_module_states: bool,
     buffer_dtype: torch.dtype | None,
     weights: WeightSource | None = None,
@@ -78,6 +83,7 @@ def materialize(
         model: the whole model, if it is known.
         init: for modules with something on the meta device. Default: their own `reset_parameters`, else the
             `_init_weights` of the Transformers model around them.
+        leaves_meta: what is on the meta device stays there.
         sync_module_states: take rank 0's values also where nothing was on the meta device.
         buffer_dtype: cast floating-point buffers to this.
         weights: what it holds stays on the meta device here; the bucket reads its interval of it.
@@ -97,7 +103,7 @@ def materialize(
         deferred = {id(slot) for slot in plan.slots if weights.holds(slot)}
         init = _init_with(weights, init or _default_init(model, plan.modules))
     own = {(id(m), attribute) for slot in plan.slots if id(slot) not in deferred for m, attribute in slot.owners}
-    meta = [module for module in modules if _has_meta(module, own)]
+    meta = [] if leaves_meta else [module for module in modules if _has_meta(module, own)]
     for module in meta:
         _initialize(module, own, device=mesh.device, init=init or _default_init(model, plan.modules))
     # Allocating replaces parameter objects, so read the slots' parameters again.
@@ -216,7 +222,7 @@ def _default_init(model: nn.Module | None, roots: list[nn.Module]) -> InitFuncti
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     for name, buffer in module._buffers.items():
-        if buffer is not None and not is_exact(buffer):
+        if buffer is not None and not buffer.is_meta and not is_exact(buffer):
             to_dtype = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
             module._buffers[name] = buffer.to(device=device, dtype=to_dtype)
 

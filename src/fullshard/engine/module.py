@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.parameter import ShardedParameter, sharded_parameter_of
+from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.span import Span
 from fullshard.engine.unit import Unit
 
 _UNIT = "_fullshard_unit"
@@ -99,8 +100,7 @@ class FSDPModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the replicate axis too; False leaves that to a later backward."""
         for unit in self._units(recurse):
-            for bucket in unit.buckets:
-                bucket.requires_all_reduce = requires_all_reduce
+            unit.reducing.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the parameters are freed between forward and backward."""
@@ -121,8 +121,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""
-        for bucket in _unit(self).buckets:
-            bucket.divisor = factor
+        _unit(self).reducing.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -150,8 +149,7 @@ class FSDPModule:
                 "set_all_reduce_hook(stream=...): the hook runs where the gradient is waited for",
                 hint="leave stream out; in the hook wait for what it launches elsewhere",
             )
-        for bucket in _unit(self).buckets:
-            bucket.reduced_hook = hook
+        _unit(self).reducing.hook = hook
 
     def set_post_optim_event(self, event: Any) -> None:
         """Wait for `event` before the next forward gathers; once. Only that: the model's own steps are known."""
@@ -212,9 +210,17 @@ class FSDPModule:
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         units = units_of(self)  # type: ignore[arg-type]
+        on_meta = [unit for unit in units if unit.stand_ins is not None and _makes_real(unit, fn)]
         for unit in units:
-            _check_apply(unit, fn)
-        return super()._apply(_except_on_host(units, fn), recurse)  # type: ignore[misc, no-any-return]
+            if unit.stand_ins is None:
+                _check_apply(unit, fn)
+        for unit in on_meta:
+            unit.make_real(is_filled=False)
+        made = [p for unit in on_meta for _, p in unit.entries]
+        on_host = [
+            p for u in units if u.stand_ins is None for b in u.buckets if b.main_is_on_host for _, p in u.entries
+        ]
+        return super()._apply(_except({p.span for p in made + on_host}, fn), recurse)  # type: ignore[misc, no-any-return]
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise _replicated(self, "DataParallel")
@@ -425,10 +431,9 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
             if unit.requested_reshard_after_forward is None
             else unit.requested_reshard_after_forward
         )
-        for bucket in unit.buckets:
-            for slot, parameter in zip(bucket.slots, bucket.sharded_parameters, strict=True):
-                names = [join(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]
-                parameter.span.name.names = tuple(dict.fromkeys(names))
+        for slot, parameter in unit.entries:
+            names = [join(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]
+            parameter.span.name.names = tuple(dict.fromkeys(names))
 
 
 def clean_name(path: str) -> str:
@@ -458,33 +463,45 @@ def _check_apply(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None
             )
 
 
-def _except_on_host(
-    units: Iterable[Unit], fn: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`fn` for all but shards and gradients that are offloaded."""
-    on_host = [p for unit in units for b in unit.buckets if b.main_is_on_host for p in b.sharded_parameters]
-    held = {p.span for p in on_host}
-    return (lambda tensor: tensor if getattr(tensor, "span", None) in held else fn(tensor)) if held else fn
+def _makes_real(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether `fn` moves what is on the meta device to where the unit belongs."""
+    for slot, _ in unit.entries:
+        probe = torch.empty(0, dtype=slot.parameter.dtype, device="meta")
+        result = fn(probe)
+        places = {probe.device, unit.mesh.device} | ({torch.device("cpu")} if unit.storage.host is not None else set())
+        if result.device not in places or result.dtype != probe.dtype:
+            raise LifecycleError(
+                f"unit {unit.name!r}: cannot turn parameters on the meta device, of {probe.dtype}, into {result.dtype} "
+                f"on {result.device}",
+                hint=f"use to_empty(device={str(unit.mesh.device)!r}); cast the model before sharding it",
+            )
+        if not result.is_meta:
+            return True
+    return False
 
 
-def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedParameter]]:
+def _except(spans: set[Span], fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`fn` for all tensors but those with one of these spans."""
+    return (lambda tensor: tensor if getattr(tensor, "span", None) in spans else fn(tensor)) if spans else fn
+
+
+def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedTensor]]:
     """(state dict key, sharded parameter) of every place of the unit's own parameters below `module`."""
     unit = _unit(module)
     places: dict[int, list[str]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         places.setdefault(id(inner), []).append(path)
     entries = []
-    for bucket in unit.buckets:
-        for slot, parameter in zip(bucket.slots, bucket.sharded_parameters, strict=True):
-            for owner, attribute in slot.owners:
-                paths = [prefix + join(_state_dict_path(path), attribute) for path in places.get(id(owner), ())]
-                entries += [(path, parameter) for path in paths]
+    for slot, parameter in unit.entries:
+        for owner, attribute in slot.owners:
+            paths = [prefix + join(_state_dict_path(path), attribute) for path in places.get(id(owner), ())]
+            entries += [(path, parameter) for path in paths]
     return entries
 
 
 def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
     """At rest the values are DTensors, and so they are where modules hold the original parameters."""
-    if _unit(module).is_pinned:
+    if _unit(module).is_pinned or _unit(module).stand_ins is not None:
         return
     for key, parameter in _entries(module, prefix):
         if key in state_dict:
@@ -510,18 +527,34 @@ def _before_load_state_dict(
     unit = _unit(module)
     schedule = schedule_of(unit)
     schedule.loads += 1
-    unit.reshard()
-    schedule.settle()
-    if local_metadata.get("assign_to_params_buffers"):
-        raise LifecycleError(
-            f"unit {unit.name!r}: load_state_dict(assign=True) would replace sharded parameters",
-            hint="leave assign out: values are copied into the shards",
-        )
+    given = {
+        key: value for key, _ in _entries(module, prefix) if isinstance(value := state_dict.get(key), torch.Tensor)
+    }
+    if unit.stand_ins is not None and any(not value.is_meta for value in given.values()):
+        unit.make_real(is_filled=False)
+    if unit.stand_ins is None:
+        unit.reshard()
+        schedule.settle()
     if unit.is_pinned:
         return
+    replaces = bool(local_metadata.get("assign_to_params_buffers"))
     for key, parameter in _entries(module, prefix):
-        value = state_dict.get(key)
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue  # torch copies a DTensor, laid out in whichever way
-        if value.shape == parameter.shape:
-            state_dict[key] = ShardedTensor(parameter.span.cut(value.detach()), parameter.span)
+        value = given.get(key)
+        if value is None or value.is_meta or value.shape != parameter.shape:
+            continue  # torch has something to say about it
+        if not isinstance(value, DTensor):
+            value = state_dict[key] = ShardedTensor(parameter.span.cut(value.detach()), parameter.span)
+        if replaces:
+            _take(parameter, value)
+            state_dict[key] = parameter
+
+
+def _take(parameter: ShardedTensor, value: torch.Tensor) -> None:
+    """What `load_state_dict(assign=True)` does to a sharded parameter, which stays a view of its bucket."""
+    if value.dtype != parameter.dtype:
+        raise LifecycleError(
+            f"load_state_dict(assign=True) of {parameter.name}: got {value.dtype}, sharded as {parameter.dtype}",
+            hint="leave assign out to cast, or cast the model before sharding it",
+        )
+    with torch.no_grad():
+        parameter.copy_(value)

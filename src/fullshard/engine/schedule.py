@@ -71,6 +71,7 @@ class Schedule:
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False
         self._part_handles: list[RemovableHandle] = []
+        self._is_on_meta = False
         self._additions = Additions(())
         self._activations: Activations | None = None
         mesh.gather.pages.begin_training()
@@ -101,9 +102,16 @@ class Schedule:
         for unit in units:
             unit.schedule = self
             self._part_handles += unit.watch_parts(is_outermost=unit is units[-1])
-        for tag, bucket in enumerate(bucket for unit in units for bucket in unit.buckets):
-            bucket.tag = tag
         self._additions = Additions(self.units)
+        self.know_buckets()
+
+    def know_buckets(self) -> None:
+        """A unit has its buckets now; once all have, number them."""
+        self._is_on_meta = any(unit.stand_ins is not None for unit in self.units)
+        if self._is_on_meta:
+            return
+        for tag, bucket in enumerate(bucket for unit in self.units for bucket in unit.buckets):
+            bucket.tag = tag
         self._activations = Activations.of(self.units)
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -136,6 +144,9 @@ class Schedule:
             self.post_optim_event.wait()
             self.post_optim_event = None
         self._additions.check()
+        if self._is_on_meta:
+            for unit in self.units:
+                unit.make_real()
         self._thread = threading.get_ident()
         if self._stepped_since_forward and torch.is_grad_enabled():
             self.steps, self._stepped_since_forward = self.steps + 1, False
@@ -147,6 +158,8 @@ class Schedule:
             loads = f"weights loaded into {self.loads} units"
             check_agreement(self.mesh, [*_describe_structure(self.units[::-1]), loads], what="the sharded model")
             self._is_verified = True
+            for unit in self.units:
+                unit.warn_of_empty()
         for unit in self.units:
             unit.take_requires_grad()
             unit.reshard_if_outdated()

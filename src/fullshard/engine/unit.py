@@ -12,8 +12,9 @@ own them, so a graph that is thrown away takes its calls with it.
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -26,14 +27,16 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.bucket_spec import by_bucket
+from fullshard.engine.bucket_spec import Reducing, by_bucket
+from fullshard.engine.deferred import HINT, StandIns
 from fullshard.engine.gradient import Product
-from fullshard.engine.materialize import WeightSource
+from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
+from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.weight_gradients import watch_uses
-from fullshard.wrap.partition import UnitPlan
+from fullshard.wrap.partition import Slot, UnitPlan
 
 
 class UnitState(Enum):
@@ -82,6 +85,9 @@ class UnitSchedule(Protocol):
     """What a unit asks of the order of work in its model, the `Schedule`: it tells what has begun and ended."""
 
     event_sink: EventSink | None
+
+    def know_buckets(self) -> None:
+        """A unit that was on the meta device has its buckets now."""
 
     @property
     def is_in_forward(self) -> bool:
@@ -133,8 +139,16 @@ class Unit:
         schedule: the order of work in the model it is part of.
         reshard_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
             outermost unit.
-        weights: gives the values of parameters that are still on the meta device.
+        weights: gives the values of parameters that are still on the meta device. Without, the unit waits for them.
+
+    Attributes:
+        slots: its parameters and where they are.
+        stand_ins: what its modules hold while it is on the meta device; it has no buckets then.
+        is_filled: whether it was given values, and not memory only.
     """
+
+    buckets: list[Bucket]
+    full_nbytes: int
 
     def __init__(
         self,
@@ -145,38 +159,102 @@ class Unit:
         storage: Storage,
         schedule: UnitSchedule,
         reshard_after_forward: bool | None,
-        weights: WeightSource | None = None,
+        weights: Values | None = None,
     ) -> None:
-        self.schedule = schedule
+        self.schedule, self.slots = schedule, plan.slots
         self.modules, self.mesh, self.policy, self.storage = plan.modules, mesh, policy, storage
         self.requested_reshard_after_forward = reshard_after_forward
         self.reshard_after_forward = reshard_after_forward is not False
         self.reshard_after_backward = True
         self.reduce_gradients = self.unshard_in_backward = True
+        self.reducing = Reducing(float(mesh.world_size))
         self.name = ""
         self.state = UnitState.SHARDED
         self.is_pinned = False
         self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self.buckets = [
-            Bucket(slots, mesh=mesh, policy=policy, storage=storage, owner=self, number=number, weights=weights)
-            for number, slots in enumerate(by_bucket(plan.slots, policy))
-        ]
-        self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
-        for bucket in self.buckets:
-            for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
-                for original in (slot.parameter, *slot.replaced):
-                    mark_original(original, sharded)
         self._calls: set[weakref.ref[Call]] = set()
         self._current: list[Call] = []
         self._ran: set[int] = set()
         self._part: nn.Module | None = None
         self._running = 0
         self._is_in_method = False
-        for bucket in self.buckets:
-            bucket.bind(unsharded=False)
         self._register_hooks()
+        self.stand_ins: StandIns | None = None
+        self.is_filled = True
+        if weights is None and any(slot.parameter.is_meta for slot in plan.slots):
+            self.stand_ins = StandIns(plan, mesh=mesh, policy=policy, storage=storage)
+        else:
+            self._allocate(weights)
+
+    def _allocate(self, values: Values | None) -> None:
+        mesh, policy, storage = self.mesh, self.policy, self.storage
+        self.buckets = [
+            Bucket(slots, mesh=mesh, policy=policy, storage=storage, owner=self, number=number, weights=values)
+            for number, slots in enumerate(by_bucket(self.slots, policy))
+        ]
+        self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
+        for bucket in self.buckets:
+            for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
+                for original in (slot.parameter, *slot.replaced):
+                    mark_original(original, sharded)
+            bucket.bind(unsharded=False)
+            if bucket.gradient is not None:
+                self.watch_gradients(bucket)
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for what the unit does not have, which are its buckets as long as nobody has given them memory.
+        if name in ("buckets", "full_nbytes"):
+            raise self._on_meta(getattr(self.stand_ins, "names_on_meta", []))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _on_meta(self, names: Sequence[str]) -> LifecycleError:
+        return LifecycleError(
+            f"rank {self.mesh.rank}, unit {self.name!r}: still on the meta device: {names}", hint=HINT
+        )
+
+    @property
+    def entries(self) -> list[tuple[Slot, ShardedTensor]]:
+        """Each parameter's slot, and what the modules hold of it at rest."""
+        if self.stand_ins is not None:
+            return self.stand_ins.entries
+        return [entry for b in self.buckets for entry in zip(b.slots, b.sharded_parameters, strict=True)]
+
+    def make_real(self, *, is_filled: bool = True) -> None:
+        """Leave the meta device, with the values that the modules hold by now.
+
+        Args:
+            is_filled: whether there must be such; otherwise parameters without are NaN, for somebody to fill.
+
+        Raises:
+            LifecycleError: there are none for some parameters.
+        """
+        stand_ins = self.stand_ins
+        if stand_ins is None:
+            return
+        on_meta = stand_ins.names_on_meta
+        if is_filled and on_meta:
+            raise self._on_meta(on_meta)
+        stand_ins.settle()
+        self._allocate(stand_ins)
+        self.stand_ins, self.is_filled = None, is_filled
+        names = {id(slot): stand_in.names for slot, stand_in in stand_ins.entries}
+        for slot, sharded in self.entries:
+            sharded.span.name.names = names[id(slot)]
+        self.schedule.know_buckets()
+
+    def warn_of_empty(self) -> None:
+        """Say which parameters were given memory, and no values before the first forward."""
+        if self.is_filled:
+            return
+        self.is_filled = True
+        empty = [p.name for _, p in self.entries if p.local.numel() and bool(p.local.isnan().all())]
+        if empty:
+            warnings.warn(
+                f"rank {self.mesh.rank}, unit {self.name!r}: to_empty() and then nobody has filled {', '.join(empty)}",
+                stacklevel=2,
+            )
 
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
@@ -329,9 +407,6 @@ class Unit:
             module.register_forward_pre_hook(_uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
             # always_call: an exception inside forward must not leave the unit unsharded
             module.register_forward_hook(_uncompiled(self._post_forward), always_call=True)
-        for bucket in self.buckets:
-            if bucket.gradient is not None:
-                self.watch_gradients(bucket)
 
     def watch_gradients(self, bucket: Bucket) -> None:
         """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
@@ -415,7 +490,7 @@ class Unit:
         In the outermost unit any: an encoder called on its own uses the embedding that the whole model owns. In others
         embeddings, which models look tokens up in (`get_input_embeddings()`) before they call what holds them.
         """
-        parts = {id(m): m for bucket in self.buckets for slot in bucket.slots for m, _ in slot.owners}
+        parts = {id(m): m for slot in self.slots for m, _ in slot.owners}
         handles = []
         for part in parts.values():
             is_watched = is_outermost or isinstance(part, nn.Embedding)

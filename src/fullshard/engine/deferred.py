@@ -1,0 +1,106 @@
+"""Units on the meta device, which have a layout and no memory until somebody gives their parameters values.
+
+Modules hold stand-ins in the meantime, of global shape and laid out as the sharded parameters will be. A unit is made
+real by `model.to_empty(device=)`, by `load_state_dict`, or, if its modules hold real parameters by then, at the first
+forward.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import LifecycleError
+from fullshard.core.layout import Interval
+from fullshard.engine.bucket_spec import BucketSpec, by_bucket
+from fullshard.engine.offload import Storage
+from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.span import Name, RaggedShard, Span
+from fullshard.wrap.partition import Slot, UnitPlan
+
+HINT = (
+    "call model.to_empty(device=...) and initialise it, or load_state_dict; fullshard.shard_model runs the model's own "
+    "initialisation, a unit at a time"
+)
+
+
+class StandIns:
+    """What the modules of a unit hold while it is on the meta device, and the values they have in the end.
+
+    Args:
+        plan: the unit. Parameters of it that are real keep their values.
+        mesh, policy, storage: as for the unit.
+
+    Attributes:
+        entries: each slot and its stand-in.
+    """
+
+    def __init__(self, plan: UnitPlan, *, mesh: Mesh, policy: MixedPrecisionPolicy, storage: Storage) -> None:
+        self.entries: list[tuple[Slot, ShardedTensor]] = []
+        for slots in by_bucket(plan.slots, policy):
+            layout = BucketSpec(slots, mesh=mesh, policy=policy, storage=storage).layout
+            for index, slot in enumerate(slots):
+                placement = RaggedShard(layout.shard_numel, layout.offsets[index])
+                span = Span(mesh, layout.specs[index].shape, placement, Name())
+                self.entries.append((slot, _stand_in(slot.parameter, span)))
+        for slot, stand_in in self.entries:
+            for module, attribute in slot.owners:
+                module._parameters[attribute] = stand_in  # type: ignore[assignment]
+
+    @property
+    def names_on_meta(self) -> list[str]:
+        """Of the parameters that have no values yet."""
+        return [stand_in.names[0] for slot, stand_in in self.entries if _held(slot).is_meta]
+
+    def settle(self) -> None:
+        """Take over what the modules hold by now.
+
+        Raises:
+            LifecycleError: one of them holds a parameter of another shape or dtype than was sharded.
+        """
+        for slot, stand_in in self.entries:
+            held, original = _held(slot), slot.parameter
+            if (held.shape, held.dtype) != (original.shape, original.dtype):
+                raise LifecycleError(
+                    f"parameter {stand_in.name} was replaced while it was on the meta device by one of shape "
+                    f"{tuple(held.shape)} and {held.dtype}: got sharded as {tuple(original.shape)} and "
+                    f"{original.dtype}",
+                    hint="replace or cast it before fully_shard",
+                )
+            if not original.is_meta:
+                slot.replaced.append(original)
+            slot.replaced += dict.fromkeys((stand_in, held))  # type: ignore[arg-type]
+            slot.parameter = nn.Parameter(torch.empty_like(original, device="meta"), held.requires_grad)
+
+    def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
+        """Fill `out`, shape (n,), with these elements of a parameter: NaN where it has no values yet."""
+        held = _held(slot).detach()
+        if held.is_meta:
+            out.fill_(math.nan if out.is_floating_point() or out.is_complex() else 0)
+        elif isinstance(held, ShardedTensor) and held.interval == interval:
+            out.copy_(held.local)
+        else:
+            whole = held.full_tensor() if isinstance(held, DTensor) else held
+            out.copy_(whole.reshape(-1)[interval.start : interval.stop])
+
+
+def _stand_in(parameter: nn.Parameter, span: Span) -> ShardedTensor:
+    if parameter.is_meta:
+        local = torch.empty(span.interval.numel, dtype=parameter.dtype, device="meta")
+    else:
+        local = span.cut(parameter.detach()).to(span.mesh.device, copy=True)
+    stand_in = ShardedTensor(local, span, requires_grad=parameter.requires_grad)
+    stand_in._is_param = True
+    return stand_in
+
+
+def _held(slot: Slot) -> torch.Tensor:
+    module, attribute = slot.owners[0]
+    held = module._parameters[attribute]
+    assert held is not None  # noqa: S101 -- it was a parameter before
+    return held

@@ -1,0 +1,245 @@
+"""Units on the meta device: from torch's way of setting a model up (`to_empty`, then initialise) to loaded weights."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import distribute_tensor
+
+from fullshard import (
+    CPUOffloadPolicy,
+    ShardedParameter,
+    ShardedTensor,
+    clip_grad_norm_,
+    describe,
+    fully_shard,
+    repoint,
+    shard_model,
+    unsharded,
+)
+from fullshard.core.errors import LifecycleError
+from tests.distributed import run_ranks
+from tests.traps import rank_and_size
+
+WIDTH = 5
+INPUTS = torch.arange(20, dtype=torch.float32).view(4, WIDTH) / 10
+
+
+class Net(nn.Module):
+    """A norm with buffers, a layer, and a head with the layer's weight; `scale` is the outermost unit's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.layer.weight
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.block = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.block(self.layer(self.norm(x)))) * self.scale
+        return out
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 2.0)
+
+
+def net(**options: Any) -> Any:
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(model.block, **options)
+    return fully_shard(model, **options)
+
+
+def initialise(model: nn.Module, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if isinstance(reset := getattr(module, "reset_parameters", None), type(module.forward)):
+            reset()
+
+
+def whole() -> Net:
+    model = Net()
+    initialise(model)
+    return model
+
+
+def assert_equal(model: nn.Module, reference: nn.Module) -> None:
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter, ShardedParameter), name
+        assert torch.equal(parameter.full_tensor(), expected), name
+    for (name, buffer), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+
+
+def assert_trains(model: nn.Module, reference: nn.Module) -> None:
+    """Every rank has the same inputs, so the gradients are one process's."""
+    both = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, reference)]
+    for _ in range(2):
+        for each, optimizer in both:
+            each(INPUTS).square().mean().backward()
+            clip_grad_norm_(each.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter, ShardedTensor)
+        torch.testing.assert_close(parameter.full_tensor(), expected, msg=name)
+
+
+def check_empty() -> None:
+    model = net()
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta and isinstance(parameter, ShardedTensor) and isinstance(parameter, nn.Parameter)
+        assert parameter.shape == Net().get_parameter(name).shape and parameter.name.startswith(name)
+    assert all(value.is_meta for value in model.state_dict().values())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.to_empty(device="cpu")
+    assert model.head.weight is model.layer.weight and model.layer.weight.names == ("layer.weight", "head.weight")
+    assert all(bool(p.isnan().all()) for p in model.parameters())
+    repoint(optimizer, model)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    initialise(model)
+    assert_equal(model, whole())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_trains(model, whole())
+
+
+def check_nobody_filled() -> None:
+    model = net()
+    model.to_empty(device="cpu")
+    initialise(model.block)
+    with pytest.warns(UserWarning, match="nobody has filled") as caught:
+        model(INPUTS)
+    assert not any("block" in str(warning.message) for warning in caught)
+
+
+def check_refused() -> None:
+    rank, _ = rank_and_size()
+    model = net()
+    for use in (
+        lambda: model(INPUTS),
+        lambda: model.unshard(),
+        lambda: describe(model),
+        lambda: unsharded(model).__enter__(),
+    ):
+        with pytest.raises(
+            LifecycleError, match=rf"(?s)rank {rank}.*still on the meta device: \['(block|scale).*to_empty"
+        ):
+            use()
+    with pytest.raises(LifecycleError, match=r"of torch.float32, into torch.bfloat16.*\n.*cast the model before"):
+        model.to(torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="to_empty"):
+        model.to("cpu")
+    model.scale = nn.Parameter(torch.ones(WIDTH + 1))
+    model.block.to_empty(device="cpu")
+    for child in (model.norm, model.layer, model.head):
+        child.to_empty(device="cpu")
+    with pytest.raises(LifecycleError, match=r"parameter scale was replaced.*\(6,\)"):
+        model(INPUTS)
+    assert model.scale.shape == (WIDTH + 1,)  # and nothing was taken over
+
+
+def check_parts() -> None:
+    """Parts of a unit made real one by one, and a parameter put in place, are what it starts with."""
+    model, reference = net(), whole()
+    model.set_gradient_divide_factor(1.0)
+    model.block.set_gradient_divide_factor(1.0)
+    for child in (model.norm, model.layer, model.head, model.block):
+        child.to_empty(device="cpu")
+    held = model.norm.weight
+    initialise(model.block[0])
+    model.scale = nn.Parameter(torch.full((WIDTH,), 2.0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, ShardedTensor):
+                parameter.local.copy_(parameter.span.cut(reference.get_parameter(name)))
+    for name, buffer in reference.named_buffers():
+        model.get_buffer(name).copy_(buffer)
+    model(INPUTS).square().mean().backward()
+    reference(INPUTS).square().mean().backward()
+    assert_equal(model, reference)
+    _, size = rank_and_size()
+    torch.testing.assert_close(model.scale.grad.full_tensor(), reference.scale.grad * size)
+    torch.testing.assert_close(model.block[0].weight.grad.full_tensor(), reference.block[0].weight.grad * size)
+    optimizer = torch.optim.SGD([held, model.scale], lr=0.1)
+    repoint(optimizer, model)
+    assert optimizer.param_groups[0]["params"][0] is model.norm.weight
+
+
+def check_loaded(how: str) -> None:
+    rank, _ = rank_and_size()
+    model, reference = net(), whole()
+    state = reference.state_dict()
+    if how == "distributed":
+        meta = model.state_dict()
+        state = {
+            key: nn.Parameter(distribute_tensor(value, meta[key].device_mesh, meta[key].placements))
+            if isinstance(meta[key], ShardedTensor)
+            else value
+            for key, value in state.items()
+        }
+        model.load_state_dict(state, assign=True)
+    elif how == "broadcast":
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state if rank == 0 else {}, options=options)
+    else:
+        model.load_state_dict(state, assign=how == "assign")
+        if how == "copy":  # torch leaves buffers on meta then
+            for module, other in zip(model.modules(), reference.modules(), strict=True):
+                module._buffers.update({name: buffer.clone() for name, buffer in other.named_buffers(recurse=False)})
+    assert_equal(model, reference)
+    assert_trains(model, reference)
+
+
+def check_real(how: str) -> None:
+    """`assign=True` on a model that has memory keeps the parameters, which an optimizer holds."""
+    reference = whole()
+    model: Any = shard_model(Net(), unit_modules=[])
+    before = dict(model.named_parameters())
+    model.load_state_dict(reference.state_dict(), assign=True)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    assert_equal(model, reference)
+    with pytest.raises(LifecycleError, match=r"scale.*got torch.float64.*float32"):
+        model.load_state_dict(whole().double().state_dict(), assign=True)
+
+
+def check_mixed() -> None:
+    """Real parameters in a unit with others on meta keep their values, frozen ones and the trained."""
+    model: Any = Net()
+    model.layer.bias.requires_grad_(False)
+    bias, scale = model.layer.bias.detach().clone(), model.scale.detach().clone()
+    model.norm.to("meta")
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model.norm.to_empty(device="cpu")
+    model.norm.weight.requires_grad_(False)
+    initialise(model.norm)
+    model(INPUTS).square().mean().backward()
+    assert torch.equal(model.layer.bias.full_tensor(), bias) and torch.equal(model.scale.full_tensor(), scale)
+    assert model.layer.bias.grad is None and model.norm.weight.grad is None and model.norm.bias.grad is not None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_to_empty_and_initialise_is_one_process(world_size: int) -> None:
+    run_ranks(check_empty, world_size)
+
+
+@pytest.mark.parametrize(
+    "check", [check_nobody_filled, check_refused, check_parts, check_mixed], ids=lambda c: c.__name__
+)
+def test_meta(check: Any) -> None:
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("how", ["assign", "copy", "distributed", "broadcast"])
+def test_loading_makes_it_real(how: str) -> None:
+    run_ranks(check_loaded, 2, how)
+
+
+def test_assign_keeps_sharded_parameters() -> None:
+    run_ranks(check_real, 2, "")
