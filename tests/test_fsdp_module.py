@@ -143,8 +143,13 @@ def check_hook() -> None:
     model.zero_grad()
     run_squared(model, 1, rank_and_size()[0])
     assert len(seen) == 1
-    with pytest.raises(LifecycleError, match="stream"):
-        block.set_all_reduce_hook(double, stream=object())
+    stream, streams = torch.cpu.Stream(), []
+    block.set_all_reduce_hook(lambda _: streams.append(torch.cpu.current_stream()), stream=stream)
+    run_squared(model, 1, rank_and_size()[0])
+    assert streams == [stream] and torch.cpu.current_stream() is not stream
+    replicated: Any = build_sharded(Stack, BLOCKS, strategy="NO_SHARD")
+    with pytest.raises(ConfigError, match=r"stream.* 2 replicas"):
+        replicated.set_all_reduce_hook(double, stream=stream)
 
 
 def test_a_hook_on_reduced_gradients() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Mesh:
         gather, reduce, replicate: collectives for unsharding, for gradients along the shard axis, and for gradients
             along the replicate axis, each on a communicator of its own so that none waits for another.
         device_mesh: torch's name for it: (shard,) or (replicate, shard).
+        thread: that made it; ranks may be threads of one process.
     """
 
     device: torch.device
@@ -55,6 +57,7 @@ class Mesh:
     reduce: Collectives = field(kw_only=True)
     replicate: Collectives = field(kw_only=True)
     device_mesh: DeviceMesh = field(kw_only=True)
+    thread: int = field(default_factory=get_ident)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. A collective over all ranks of the mesh.
@@ -121,15 +124,18 @@ def init_mesh(
         )
     key = (dist.group.WORLD, device, shard_size)
     if key not in _CACHE:
-        for old in [old for old in _CACHE if old[0] is not dist.group.WORLD]:
-            del _CACHE[old]  # its groups have been destroyed; held on to, each would keep its threads
+        # Of groups that have been destroyed, which would keep their threads.
+        for old, mesh in list(_CACHE.items()):
+            if old[0] is not dist.group.WORLD and mesh.thread == get_ident():
+                del _CACHE[old]
         _CACHE[key] = _build(world_size // shard_size, shard_size, device)
     return _CACHE[key]
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
     """The mesh that was made of, or has made, this one of torch's; None if there is none."""
-    return next((mesh for mesh in _CACHE.values() if mesh.device_mesh == device_mesh), None)
+    own = (mesh for key, mesh in list(_CACHE.items()) if key[0] is dist.group.WORLD)
+    return next((mesh for mesh in own if mesh.device_mesh == device_mesh), None)
 
 
 def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
@@ -139,7 +145,7 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
     columns = [[row[s] for row in rows] for s in range(shard_size)]
     world_size = dist.get_world_size()
     timeout = _timeout(device)
-    control = None if world_size == 1 else dist.new_group(backend="gloo", timeout=timeout)
+    control = None if world_size == 1 else dist.new_group(backend=_control_backend(device), timeout=timeout)
     shard_group = _own_group(rows, rank, timeout)
     replicate_group = _own_group(columns, rank, timeout)
     return Mesh(
@@ -181,6 +187,13 @@ def _timeout(device: torch.device) -> timedelta:
     """What the user gave `init_process_group`; torch would use the backend's default for further groups."""
     assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
     return torch_private.timeout_of(dist.group.WORLD, device)
+
+
+def _control_backend(device: torch.device) -> str | None:
+    """Gloo; where the ranks' own is written in Python and sends what is on the host, that: they may be threads."""
+    assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
+    speaks_own = device.type == "cpu" and torch_private.backend_of(dist.group.WORLD, device) is None
+    return None if speaks_own else "gloo"
 
 
 def _own_group(rank_lists: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:

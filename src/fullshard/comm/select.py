@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.pages import pages_of
@@ -25,7 +26,7 @@ def collectives_for(
     | ranks | collectives |
     |---|---|
     | one | none |
-    | on accelerators | the backend's own |
+    | on accelerators, or in a group that is written in Python | the backend's own |
     | on CPUs of one host | shared memory |
     | on CPUs of several hosts, as many on each and neighbours in the group | shared memory inside, Gloo between hosts |
     | on other CPUs | Gloo, point to point |
@@ -37,7 +38,8 @@ def collectives_for(
         device: where the tensors are.
         only_all_reduce: nothing else will be asked for; all-reduce has one implementation per backend.
     """
-    if only_all_reduce and group is not None and device.type == "cpu" and dist.get_world_size(group) > 1:
+    is_gloo = group is not None and device.type == "cpu" and torch_private.backend_of(group, device) is not None
+    if only_all_reduce and group is not None and is_gloo and dist.get_world_size(group) > 1:
         return GlooCollectives(group)
     return choices_for(group, device)[0].collectives
 
@@ -57,6 +59,8 @@ def choices_for(group: dist.ProcessGroup | None, device: torch.device) -> list[C
         return [Candidate(Alone(pages_of(device)), Route.NONE.value, "one rank has nobody to communicate with")]
     if device.type != "cpu":
         return [Candidate(NativeCollectives(group), dist.get_backend(group), "it is made for the devices' own links")]
+    if torch_private.backend_of(group, device) is None:
+        return [Candidate(NativeCollectives(group), dist.get_backend(group), "the group is written in Python")]
     point_to_point = Candidate(GlooCollectives(group), Route.POINT_TO_POINT.value, "Gloo's own are slower")
     own = Candidate(NativeCollectives(group), "gloo", "never: each byte of a reduce-scatter is sent twice")
 

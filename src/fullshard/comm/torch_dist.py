@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import (
     BufferSpec,
     Collectives,
@@ -125,6 +126,8 @@ class NativeCollectives(Collectives):
         if how.packing is not None:
             return self._reduce_packed(full, how, how.packing)
         own = own_interval(full, self.rank, self.size)
+        if torch_private.backend_of(self.group, full.device) is None:
+            own = torch.empty_like(own)  # Python's may write it while others still read what this rank gives
         return summing([reduce_scatter_single(own, full, group=self.group, async_op=True)], [own], how.divisor)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:

@@ -305,7 +305,16 @@ default_store = _get_default_store
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """What `init_process_group` was given; further groups would have the backend's default. Since 2.0."""
-    return group._get_backend(device).options._timeout
+    backend = backend_of(group, device)
+    return dist.default_pg_timeout if backend is None else backend.options._timeout
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What sends tensors of a device; None in a group that is written in Python, which has no such part. Since 2.0."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None
 
 
 def worker_context(agent: LocalElasticAgent) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,11 +45,27 @@ class Reducing:
         divisor: what their sum over all ranks is divided by.
         requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
         hook: called with each reduced gradient of this rank's interval, before it is published.
+        stream: where it is called; None: where the gradient is waited for.
     """
 
     divisor: float
     requires_all_reduce: bool = True
     hook: Callable[[torch.Tensor], object] | None = None
+    stream: Any = None
+
+    def call_hook(self, reduced: torch.Tensor) -> None:
+        """Call the hook, if there is one, in order with what comes before and after it."""
+        if self.hook is None:
+            return
+        if self.stream is None:
+            self.hook(reduced)
+            return
+        device = torch.get_device_module(reduced.device)
+        current = device.current_stream()
+        self.stream.wait_stream(current)
+        with device.stream(self.stream):
+            self.hook(reduced)
+        current.wait_stream(self.stream)
 
 
 class BucketSpec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ from fullshard.wrap.partition import UnitPlan, check_types, partition
 from fullshard.wrap.quantized import expose_scales, outline
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_BEGINNING = threading.Lock()
 
 
 def fully_shard(
@@ -199,11 +201,11 @@ def shard_model(
     return model
 
 
-@functools.cache
 def _begin() -> None:
     """Once in a process, when something is sharded for the first time."""
-    check_switches()
-    install()
+    with _BEGINNING:
+        check_switches()
+        install()
 
 
 def _make_unit(

@@ -276,8 +276,7 @@ class Gradient:
         if self._earlier is not None:
             shard.add_(self._earlier)
             self._earlier = None
-        if self._spec.reducing.hook is not None:
-            self._spec.reducing.hook(shard)
+        self._spec.reducing.call_hook(shard)
         self._accumulate(shard.to(self.main_dtype), used)
         return True
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
-from fullshard.core.errors import LifecycleError
+from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
@@ -142,14 +142,20 @@ class FSDPModule:
 
         Args:
             hook: None takes it away.
-            stream: refused, but for None: it runs where the gradient is waited for.
+            stream: call it there, in order with what comes before and after. Not with a replicate axis, along which
+                gradients are reduced on a stream of the engine's.
+
+        Raises:
+            ConfigError: a stream and a replicate axis.
         """
-        if stream is not None:
-            raise LifecycleError(
-                "set_all_reduce_hook(stream=...): the hook runs where the gradient is waited for",
-                hint="leave stream out; in the hook wait for what it launches elsewhere",
+        unit = _unit(self)
+        if stream is not None and unit.mesh.replicate_size > 1:
+            raise ConfigError(
+                f"unit {unit.name!r}: set_all_reduce_hook(stream=...) on a mesh of {unit.mesh.replicate_size} replicas, "
+                "which reduces along its replicate axis by itself",
+                hint="leave stream out, or shard over a 1-D mesh and reduce between replicas in the hook",
             )
-        _unit(self).reducing.hook = hook
+        unit.reducing.hook, unit.reducing.stream = hook, stream
 
     def set_post_optim_event(self, event: Any) -> None:
         """Wait for `event` before the next forward gathers; once. Only that: the model's own steps are known."""
