@@ -22,7 +22,7 @@ from fullshard import (
     shard_model,
     unsharded,
 )
-from fullshard.core.errors import LifecycleError
+from fullshard.core.errors import LifecycleError, OptimizerError
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
 
@@ -132,8 +132,8 @@ def check_refused() -> None:
             LifecycleError, match=rf"(?s)rank {rank}.*still on the meta device: \['(block|scale).*to_empty"
         ):
             use()
-    with pytest.raises(LifecycleError, match=r"of torch.float32, into torch.bfloat16.*\n.*cast the model before"):
-        model.to(torch.bfloat16)
+    with pytest.raises(LifecycleError, match=r"from torch.float32 on meta into torch.float64 on cpu"):
+        model._apply(lambda tensor: torch.empty_like(tensor, device="cpu", dtype=torch.float64))
     with pytest.raises(NotImplementedError, match="to_empty"):
         model.to("cpu")
     model.scale = nn.Parameter(torch.ones(WIDTH + 1))
@@ -222,6 +222,48 @@ def check_mixed() -> None:
     model(INPUTS).square().mean().backward()
     assert torch.equal(model.layer.bias.full_tensor(), bias) and torch.equal(model.scale.full_tensor(), scale)
     assert model.layer.bias.grad is None and model.norm.weight.grad is None and model.norm.bias.grad is not None
+
+
+def check_cast(how: str) -> None:
+    """A model that is cast after sharding is one that was cast before, in forward, backward and step."""
+    reference = whole()
+    if how == "meta":
+        model: Any = net().to(torch.float64).to_empty(device="cpu")
+        initialise(model.to(torch.float32))
+        model.double()
+    else:
+        offload = CPUOffloadPolicy(pin_memory=False) if how == "offload" else None
+        model = shard_model(whole(), unit_modules=[], offload_policy=offload)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stale = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.unshard()
+        model.to(torch.float64)
+        repoint(optimizer, model)
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+        with pytest.raises(OptimizerError, match=r"holds scale as it was before sharding"):
+            stale.step()
+    reference.double()
+    assert_equal(model, reference)
+    assert model.norm.running_mean.dtype is torch.float64 and model.norm.num_batches_tracked.dtype is torch.int64
+    global INPUTS
+    before, INPUTS = INPUTS, INPUTS.double()
+    try:
+        assert_trains(model, reference)
+        with pytest.raises(LifecycleError, match=r"rank \d, unit '.*'.*with gradients or optimizer state"):
+            model.float()
+    finally:
+        INPUTS = before
+    fresh: Any = shard_model(whole(), unit_modules=[])
+    fresh(INPUTS).sum().backward()
+    with pytest.raises(LifecycleError, match="with gradients or optimizer state"):
+        fresh.to(torch.bfloat16)
+    with pytest.raises(LifecycleError, match=r"from torch.float32 on cpu into torch.float32 on meta"):
+        fresh.to("meta")
+
+
+@pytest.mark.parametrize("how", ["meta", "real", "offload"])
+def test_cast_after_sharding(how: str) -> None:
+    run_ranks(check_cast, 2, how)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

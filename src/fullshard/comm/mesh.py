@@ -180,7 +180,7 @@ def _device_mesh(
     group = shard_group or replicate_group
     if group is None:
         return torch_private.mesh_without_groups(device.type, [0], 0)
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard" if shard_group else "replicate",))
+    return DeviceMesh.from_group(group, device.type)  # without names, as torch's own default has it
 
 
 def _timeout(device: torch.device) -> timedelta:

@@ -2,12 +2,13 @@
 
 Modules hold stand-ins in the meantime, of global shape and laid out as the sharded parameters will be. A unit is made
 real by `model.to_empty(device=)`, by `load_state_dict`, or, if its modules hold real parameters by then, at the first
-forward.
+forward. A model that is cast goes the same way, in one go.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -30,27 +31,44 @@ HINT = (
 
 
 class StandIns:
-    """What the modules of a unit hold while it is on the meta device, and the values they have in the end.
+    """What the modules of a unit hold while it has no buckets, and the values they have in the end.
 
     Args:
-        plan: the unit. Parameters of it that are real keep their values.
-        mesh, policy, storage: as for the unit.
-
-    Attributes:
-        entries: each slot and its stand-in.
+        entries: each slot and its stand-in, which the modules hold from now on.
     """
 
-    def __init__(self, plan: UnitPlan, *, mesh: Mesh, policy: MixedPrecisionPolicy, storage: Storage) -> None:
-        self.entries: list[tuple[Slot, ShardedTensor]] = []
+    def __init__(self, entries: Iterable[tuple[Slot, ShardedTensor]]) -> None:
+        self.entries = list(entries)
+        for slot, stand_in in self.entries:
+            stand_in._is_param = True
+            for module, attribute in slot.owners:
+                module._parameters[attribute] = stand_in  # type: ignore[assignment]
+
+    @classmethod
+    def of_plan(cls, plan: UnitPlan, *, mesh: Mesh, policy: MixedPrecisionPolicy, storage: Storage) -> StandIns:
+        """Those of a new unit, on the meta device. Parameters of it that are real keep their values."""
+        entries = []
         for slots in by_bucket(plan.slots, policy):
             layout = BucketSpec(slots, mesh=mesh, policy=policy, storage=storage).layout
             for index, slot in enumerate(slots):
                 placement = RaggedShard(layout.shard_numel, layout.offsets[index])
                 span = Span(mesh, layout.specs[index].shape, placement, Name())
-                self.entries.append((slot, _stand_in(slot.parameter, span)))
-        for slot, stand_in in self.entries:
-            for module, attribute in slot.owners:
-                module._parameters[attribute] = stand_in  # type: ignore[assignment]
+                entries.append((slot, _stand_in(slot.parameter, span)))
+        return cls(entries)
+
+    @classmethod
+    def cast(
+        cls, entries: Iterable[tuple[Slot, ShardedTensor]], fn: Callable[[torch.Tensor], torch.Tensor]
+    ) -> StandIns:
+        """Those of a unit whose parameters become what `fn` makes of this rank's intervals: of another dtype."""
+        changed = []
+        for slot, held in entries:
+            local = fn(held.local.detach())
+            slot.replaced += [slot.parameter, held]  # type: ignore[list-item]
+            whole = torch.empty(held.shape, dtype=local.dtype, device="meta")
+            slot.parameter = nn.Parameter(whole, held.requires_grad)
+            changed.append((slot, ShardedTensor(local, held.span, requires_grad=held.requires_grad)))
+        return cls(changed)
 
     @property
     def names_on_meta(self) -> list[str]:
@@ -94,9 +112,7 @@ def _stand_in(parameter: nn.Parameter, span: Span) -> ShardedTensor:
         local = torch.empty(span.interval.numel, dtype=parameter.dtype, device="meta")
     else:
         local = span.cut(parameter.detach()).to(span.mesh.device, copy=True)
-    stand_in = ShardedTensor(local, span, requires_grad=parameter.requires_grad)
-    stand_in._is_param = True
-    return stand_in
+    return ShardedTensor(local, span, requires_grad=parameter.requires_grad)
 
 
 def _held(slot: Slot) -> torch.Tensor:

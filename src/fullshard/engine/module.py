@@ -7,6 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, auto
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -151,8 +152,8 @@ class FSDPModule:
         unit = _unit(self)
         if stream is not None and unit.mesh.replicate_size > 1:
             raise ConfigError(
-                f"unit {unit.name!r}: set_all_reduce_hook(stream=...) on a mesh of {unit.mesh.replicate_size} replicas, "
-                "which reduces along its replicate axis by itself",
+                f"unit {unit.name!r}: set_all_reduce_hook(stream=...) on {unit.mesh.replicate_size} replicas, "
+                "which are reduced over already",
                 hint="leave stream out, or shard over a 1-D mesh and reduce between replicas in the hook",
             )
         unit.reducing.hook, unit.reducing.stream = hook, stream
@@ -216,10 +217,11 @@ class FSDPModule:
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         units = units_of(self)  # type: ignore[arg-type]
-        on_meta = [unit for unit in units if unit.stand_ins is not None and _makes_real(unit, fn)]
+        results = {unit: _applied(unit, fn) for unit in units}
+        on_meta = [unit for unit in units if results[unit] is _Applied.REAL]
         for unit in units:
-            if unit.stand_ins is None:
-                _check_apply(unit, fn)
+            if results[unit] is _Applied.CAST:
+                unit.cast(fn)
         for unit in on_meta:
             unit.make_real(is_filled=False)
         made = [p for unit in on_meta for _, p in unit.entries]
@@ -455,35 +457,39 @@ def join(path: str, attribute: str) -> str:
 # -- guards and state dicts -------------------------------------------------------------------------------------
 
 
-def _check_apply(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """`model.to(...)` and friends may not move or cast sharded parameters; where they change nothing they may run."""
-    for bucket in unit.buckets:
-        # What is on the host computes elsewhere: a model that is moved there stays as it is.
-        probe = torch.empty(0, dtype=bucket.dtype, device=bucket.mesh.device)
-        result = fn(probe)
-        if result.device != probe.device or result.dtype != probe.dtype:
-            raise LifecycleError(
-                f"unit {unit.name!r}: cannot turn sharded parameters from {probe.dtype} on {probe.device} into "
-                f"{result.dtype} on {result.device}",
-                hint="move or cast the model before sharding it; for mixed precision use mp_policy",
-            )
+class _Applied(Enum):
+    """What a function that `model.to(...)` and friends apply comes to for a unit."""
+
+    SAME = auto()
+    CAST = auto()
+    """other dtypes"""
+    REAL = auto()
+    """from the meta device to the unit's"""
 
 
-def _makes_real(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether `fn` moves what is on the meta device to where the unit belongs."""
-    for slot, _ in unit.entries:
-        probe = torch.empty(0, dtype=slot.parameter.dtype, device="meta")
-        result = fn(probe)
-        places = {probe.device, unit.mesh.device} | ({torch.device("cpu")} if unit.storage.host is not None else set())
-        if result.device not in places or result.dtype != probe.dtype:
+def _applied(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> _Applied:
+    """What `fn` comes to.
+
+    Raises:
+        LifecycleError: parameters on another device, where the unit cannot follow.
+    """
+    # What is on the host computes elsewhere: a model that is moved there stays as it is.
+    before = torch.device("meta") if unit.stand_ins is not None else unit.mesh.device
+    applied = _Applied.SAME
+    for dtype in dict.fromkeys(parameter.dtype for _, parameter in unit.entries):
+        result = fn(torch.empty(0, dtype=dtype, device=before))
+        if result.device == before:
+            applied = _Applied.CAST if result.dtype != dtype else applied
+            continue
+        is_own = result.device == unit.mesh.device or (unit.storage.host is not None and result.device.type == "cpu")
+        if unit.stand_ins is None or not is_own or result.dtype != dtype:
             raise LifecycleError(
-                f"unit {unit.name!r}: cannot turn parameters on the meta device, of {probe.dtype}, into {result.dtype} "
-                f"on {result.device}",
-                hint=f"use to_empty(device={str(unit.mesh.device)!r}); cast the model before sharding it",
+                f"unit {unit.name!r}: cannot turn sharded parameters from {dtype} on {before} into {result.dtype} on "
+                f"{result.device}",
+                hint="move the model before sharding it, or to_empty() it from the meta device to where it belongs",
             )
-        if not result.is_meta:
-            return True
-    return False
+        return _Applied.REAL
+    return applied
 
 
 def _except(spans: set[Span], fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -224,10 +224,10 @@ def local_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
     """The sharded parameter that stands for an original one; None if no unit owns it."""
-    if isinstance(parameter, ShardedParameter):
-        return parameter
     reference = getattr(parameter, _REFERENCE, None)
-    return reference() if reference is not None else None
+    if reference is not None:
+        return reference()  # type: ignore[no-any-return]
+    return parameter if isinstance(parameter, ShardedParameter) else None
 
 
 def mark_original(parameter: nn.Parameter, sharded: ShardedParameter) -> None:

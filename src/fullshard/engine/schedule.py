@@ -443,6 +443,11 @@ class Schedule:
         if self._in_backward and torch_private.backward_under_way() == -1 and threading.get_ident() == self._thread:
             self.reset()
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has."""
+        return self._stepped_since_forward or self.steps > 0
+
     def before_optimizer_step(self) -> None:
         """Main weights are about to change: nothing gathered from the old ones may be left.
 

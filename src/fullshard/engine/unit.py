@@ -86,6 +86,10 @@ class UnitSchedule(Protocol):
 
     event_sink: EventSink | None
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has."""
+
     def know_buckets(self) -> None:
         """A unit that was on the meta device has its buckets now."""
 
@@ -184,7 +188,7 @@ class Unit:
         self.stand_ins: StandIns | None = None
         self.is_filled = True
         if weights is None and any(slot.parameter.is_meta for slot in plan.slots):
-            self.stand_ins = StandIns(plan, mesh=mesh, policy=policy, storage=storage)
+            self.stand_ins = StandIns.of_plan(plan, mesh=mesh, policy=policy, storage=storage)
         else:
             self._allocate(weights)
 
@@ -243,6 +247,24 @@ class Unit:
         for slot, sharded in self.entries:
             sharded.span.name.names = names[id(slot)]
         self.schedule.know_buckets()
+
+    def cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Turn the parameters into what `fn` makes of them: of another dtype, on the same device.
+
+        Raises:
+            LifecycleError: there are gradients, or an optimizer has stepped, whose state would be left behind.
+        """
+        is_real = self.stand_ins is None
+        if is_real and (self.schedule.has_stepped or any(p.grad is not None for _, p in self.entries)):
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: cast to another dtype with gradients or optimizer state",
+                hint="cast the model before the first step; for mixed precision use mp_policy",
+            )
+        if is_real:
+            self.reshard()
+        self.stand_ins = StandIns.cast(self.entries, fn)
+        if is_real:
+            self.make_real(is_filled=self.is_filled)
 
     def warn_of_empty(self) -> None:
         """Say which parameters were given memory, and no values before the first forward."""
