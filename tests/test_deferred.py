@@ -232,6 +232,7 @@ def check_cast(how: str) -> None:
         initialise(model.to(torch.float32))
         model.double()
     else:
+        torch.__future__.set_swap_module_params_on_conversion(how == "swap")
         offload = CPUOffloadPolicy(pin_memory=False) if how == "offload" else None
         model = shard_model(whole(), unit_modules=[], offload_policy=offload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -253,6 +254,7 @@ def check_cast(how: str) -> None:
             model.float()
     finally:
         INPUTS = before
+        torch.__future__.set_swap_module_params_on_conversion(False)
     fresh: Any = shard_model(whole(), unit_modules=[])
     fresh(INPUTS).sum().backward()
     with pytest.raises(LifecycleError, match="with gradients or optimizer state"):
@@ -261,7 +263,7 @@ def check_cast(how: str) -> None:
         fresh.to("meta")
 
 
-@pytest.mark.parametrize("how", ["meta", "real", "offload"])
+@pytest.mark.parametrize("how", ["meta", "real", "offload", "swap"])
 def test_cast_after_sharding(how: str) -> None:
     run_ranks(check_cast, 2, how)
 

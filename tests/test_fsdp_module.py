@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torchs
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.tensor import Shard
 
 import fullshard
@@ -19,6 +20,7 @@ from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import FSDPModule, fully_shard, units_of
 from fullshard.engine.schedule import schedule_of
+from fullshard.engine.sharded_tensor import ShardedTensor
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -327,3 +329,26 @@ def check_recursion() -> None:
 
 def test_switches_are_for_units_inside_too() -> None:
     run_ranks(check_recursion, 2)
+
+
+def check_replicated_around() -> None:
+    """Torch's `replicate` around a unit leaves the unit's slices alone, and averages the rest."""
+    model, plain = build(Stack), build(Stack)
+    block: Any = model.get_submodule("blocks.0")
+    fully_shard(block)
+    before = {name: p.full_tensor() for name, p in block.named_parameters()}
+    replicate(model)
+    run_squared(model, 0, rank_and_size()[0])
+    for name, parameter in block.named_parameters():
+        assert torch.equal(parameter.full_tensor(), before[name]), name
+    for rank in range(2):
+        run_squared(plain, 0, rank)
+    for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(parameter, ShardedTensor) == name.startswith("blocks.0"), name
+        assert parameter.grad is not None and reference.grad is not None, name
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, ShardedTensor) else parameter.grad
+        torch.testing.assert_close(grad, reference.grad / 2, msg=name)
+
+
+def test_replicate_around_a_unit() -> None:
+    run_ranks(check_replicated_around, 2)

@@ -28,6 +28,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Placement
@@ -208,6 +209,13 @@ running_compiler: Callable[[], object | None] = get_eval_frame_callback
 MANAGED = "_is_fsdp_managed_module"
 """Attribute of every module in a sharded model: the compiler then takes its parameters for what they are at each call,
 not for what they were when it compiled. Since 2.0."""
+
+
+def mark_fully_sharded(module: nn.Module) -> None:
+    """Have torch's composable functions, `replicate` among them, leave its parameters alone. Since 2.0."""
+    registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 """What torch's wrappers, for checkpointing and compiling, put into the names of parameters. Else a name in a checkpoint

@@ -228,7 +228,12 @@ class FSDPModule:
         on_host = [
             p for u in units if u.stand_ins is None for b in u.buckets if b.main_is_on_host for _, p in u.entries
         ]
-        return super()._apply(_except({p.span for p in made + on_host}, fn), recurse)  # type: ignore[misc, no-any-return]
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(False)  # they are what they are to become
+        try:
+            return super()._apply(_except({p.span for p in made + on_host}, fn), recurse)  # type: ignore[misc, no-any-return]
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise _replicated(self, "DataParallel")
@@ -305,6 +310,7 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
             members[name] = _entered_past_forward(name, member)
     module.__class__ = type(cls.__name__, (FSDPModule, cls), members)
     module.__dict__[_UNIT] = unit
+    torch_private.mark_fully_sharded(module)
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
     for inner in module.modules():
         inner.__dict__[torch_private.MANAGED] = True
