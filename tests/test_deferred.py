@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -73,8 +73,8 @@ def assert_equal(model: nn.Module, reference: nn.Module) -> None:
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert isinstance(parameter, ShardedParameter), name
         assert torch.equal(parameter.full_tensor(), expected), name
-    for (name, buffer), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
-        assert torch.equal(buffer, expected), name
+    for (name, buffer), value in zip(model.named_buffers(), reference.buffers(), strict=True):
+        assert torch.equal(buffer, value), name
 
 
 def assert_trains(model: nn.Module, reference: nn.Module) -> None:
@@ -147,7 +147,7 @@ def check_refused() -> None:
 
 def check_parts() -> None:
     """Parts of a unit made real one by one, and a parameter put in place, are what it starts with."""
-    model, reference = net(), whole()
+    model, reference = net(), cast(Any, whole())
     model.set_gradient_divide_factor(1.0)
     model.block.set_gradient_divide_factor(1.0)
     for child in (model.norm, model.layer, model.head, model.block):

@@ -239,6 +239,11 @@ def under_meta() -> None:
         model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
+        assert all(p.is_meta for p in model.parameters())
+        model.to_empty(device="cpu")
+        for module in model:
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
     loss = model(torch.ones(2, WIDTH)).sum()
     loss.backward()
     assert loss.isfinite() and all(p.grad is not None and not p.is_meta for p in model.parameters())

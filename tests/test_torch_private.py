@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed._composable.replicate import _is_fully_sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -497,6 +498,13 @@ def loaders() -> None:
     assert iter(loader) is iterator
 
 
+@check("mark_fully_sharded")
+def composable_functions() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torch_private.mark_fully_sharded(model[0])
+    assert _is_fully_sharded(model[0]) and not _is_fully_sharded(model[1])
+
+
 @check("classes_to_wrap", "wrap_function")
 def policies() -> None:
     def function(_module: nn.Module) -> bool:
@@ -509,7 +517,7 @@ def policies() -> None:
 # -- processes --------------------------------------------------------------------------------------------------
 
 
-@check("default_store", "timeout_of", "check_sent", "check_sent_list")
+@check("default_store", "timeout_of", "backend_of", "check_sent", "check_sent_list")
 def process_groups() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
@@ -518,6 +526,8 @@ def process_groups() -> None:
         assert torch_private.default_store().get("place") == b"here"
         assert dist.group.WORLD is not None
         assert torch_private.timeout_of(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=77)
+        assert isinstance(torch_private.backend_of(dist.group.WORLD, torch.device("cpu")), dist.ProcessGroupGloo)
+        assert torch_private.backend_of(dist.group.WORLD, torch.device("meta")) is None
         for call in (
             lambda tensor: dist.all_reduce(tensor),
             lambda tensor: dist.broadcast(tensor, 0),

@@ -43,6 +43,7 @@ from fullshard.wrap.quantized import expose_scales, outline
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _BEGINNING = threading.Lock()
+"""Ranks may be threads of one process."""
 
 
 def fully_shard(
@@ -201,11 +202,11 @@ def shard_model(
     return model
 
 
+@functools.cache
 def _begin() -> None:
     """Once in a process, when something is sharded for the first time."""
-    with _BEGINNING:
-        check_switches()
-        install()
+    check_switches()
+    install()
 
 
 def _make_unit(
@@ -223,7 +224,8 @@ def _make_unit(
     sync_module_states: bool,
     weights: WeightSource | None = None,
 ) -> None:
-    _begin()
+    with _BEGINNING:
+        _begin()
     _check_not_managed(plan)
     below = {id(m) for root in plan.modules for m in root.modules()}
     materialize(
