@@ -219,9 +219,11 @@ class FSDPModule:
         units = units_of(self)  # type: ignore[arg-type]
         results = {unit: _applied(unit, fn) for unit in units}
         on_meta = [unit for unit in units if results[unit] is _Applied.REAL]
-        for unit in units:
-            if results[unit] is _Applied.CAST:
-                unit.cast(fn)
+        to_cast = [unit for unit in units if results[unit] is _Applied.CAST]
+        for unit in to_cast:
+            unit.check_cast()  # all of them before any is changed
+        for unit in to_cast:
+            unit.cast(fn)
         for unit in on_meta:
             unit.make_real(is_filled=False)
         made = [p for unit in on_meta for _, p in unit.entries]
@@ -553,9 +555,14 @@ def _before_load_state_dict(
     if unit.stand_ins is None:
         unit.reshard()
         schedule.settle()
+    replaces = bool(local_metadata.get("assign_to_params_buffers"))
+    if unit.is_pinned and replaces:
+        raise LifecycleError(
+            f"unit {unit.name!r}: load_state_dict(assign=True) would replace parameters that are kept unsharded",
+            hint="leave assign out, or load outside of `with unsharded(model)`",
+        )
     if unit.is_pinned:
         return
-    replaces = bool(local_metadata.get("assign_to_params_buffers"))
     for key, parameter in _entries(module, prefix):
         value = given.get(key)
         if value is None or value.is_meta or value.shape != parameter.shape:

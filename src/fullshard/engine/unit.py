@@ -248,18 +248,22 @@ class Unit:
             sharded.span.name.names = names[id(slot)]
         self.schedule.know_buckets()
 
-    def cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Turn the parameters into what `fn` makes of them: of another dtype, on the same device.
+    def check_cast(self) -> None:
+        """See to it that nothing would be left behind by `cast`.
 
         Raises:
-            LifecycleError: there are gradients, or an optimizer has stepped, whose state would be left behind.
+            LifecycleError: there are gradients, or an optimizer has stepped, which has state.
         """
-        is_real = self.stand_ins is None
-        if is_real and (self.schedule.has_stepped or any(p.grad is not None for _, p in self.entries)):
+        if self.stand_ins is None and (self.schedule.has_stepped or any(p.grad is not None for _, p in self.entries)):
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: cast to another dtype with gradients or optimizer state",
+                f"rank {self.mesh.rank}, unit {self.name!r}: cannot cast sharded parameters with gradients or "
+                "optimizer state",
                 hint="cast the model before the first step; for mixed precision use mp_policy",
             )
+
+    def cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Turn the parameters into what `fn` makes of them: of another dtype, on the same device."""
+        is_real = self.stand_ins is None
         if is_real:
             self.reshard()
         self.stand_ins = StandIns.cast(self.entries, fn)
