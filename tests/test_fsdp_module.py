@@ -14,6 +14,7 @@ import torch.distributed.fsdp as torchs
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
@@ -352,3 +353,28 @@ def check_replicated_around() -> None:
 
 def test_replicate_around_a_unit() -> None:
     run_ranks(check_replicated_around, 2)
+
+
+def check_ignored_around() -> None:
+    """DistributedDataParallel around a unit is refused, unless it is told to leave the unit's parameters alone."""
+    model, plain = build(Stack), build(Stack)
+    block: Any = model.get_submodule("blocks.0")
+    fully_shard(block)
+    names = [f"blocks.0.{name}" for name, _ in block.named_parameters()]
+    for told in ([], names[:-1]):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, told)
+        with pytest.raises(LifecycleError, match="DistributedDataParallel around a sharded"):
+            DistributedDataParallel(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped = DistributedDataParallel(model)
+    run_squared(wrapped, 0, rank_and_size()[0])
+    for rank in range(2):
+        run_squared(plain, 0, rank)
+    for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and reference.grad is not None, name
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, ShardedTensor) else parameter.grad
+        torch.testing.assert_close(grad, reference.grad / 2, msg=name)
+
+
+def test_ddp_that_leaves_units_alone() -> None:
+    run_ranks(check_ignored_around, 2)

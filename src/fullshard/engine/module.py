@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
+from types import FrameType
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -82,7 +83,7 @@ class FSDPModule:
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As every module has it: sharded parameters, after a backward that failed too."""
         caller = sys._getframe(1)
-        if caller.f_globals.get("__name__") == _DDP:
+        if caller.f_globals.get("__name__") == _DDP and not _is_ignored_by(self, caller):  # type: ignore[arg-type]
             raise _replicated(self, "DistributedDataParallel")
         schedule_of(_unit(self)).recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
@@ -268,6 +269,20 @@ def _replicated(module: FSDPModule, wrapper: str) -> LifecycleError:
         f"{wrapper} around a sharded {type(module).__name__} would make replicas of this rank's slices",
         hint="leave it out: the units reduce gradients over all ranks themselves",
     )
+
+
+def _is_ignored_by(module: nn.Module, caller: FrameType) -> bool:
+    """Whether the DistributedDataParallel whose code has called was told to leave its sharded parameters alone."""
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_globals.get("__name__") == _DDP:
+        ddp = frame.f_locals.get("self")
+        ignored = getattr(ddp, "parameters_to_ignore", None)
+        if ddp is not None and ignored is not None:
+            path = next(path for path, inner in ddp.module.named_modules() if inner is module)
+            own = nn.Module.named_parameters(module, path)
+            return all(name in ignored for name, parameter in own if isinstance(parameter, ShardedTensor))
+        frame = frame.f_back
+    return False
 
 
 def anything_was_sharded() -> bool:
