@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fullshard
@@ -158,6 +159,11 @@ def test_4_optimizers_of_8_bits_without_a_trainer(tmp_path: Path, name: str) -> 
 # -- 5: several models and optimizers ---------------------------------------------------------------------------------
 
 
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def two_models(directory: str, order: tuple[int, ...], load: bool) -> list[dict[str, torch.Tensor]]:
     torch.manual_seed(load)  # what is loaded must replace other values
     models: list[Any] = [nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, width)) for width in (3, 5)]
@@ -177,7 +183,7 @@ def two_models(directory: str, order: tuple[int, ...], load: bool) -> list[dict[
                 optimizer.zero_grad()
         accelerator.save_state(directory)
     moments = [
-        {f"{i}.{key}": value.clone() for i, state in enumerate(o.state.values()) for key, value in state.items()}
+        {f"{i}.{key}": own(value).clone() for i, state in enumerate(o.state.values()) for key, value in state.items()}
         for o in objects[2:]
     ]
     return [*(full_state_dict(model, rank0_only=False) for model in objects[:2]), *moments]
@@ -244,10 +250,10 @@ def with_orig_params(use_orig_params: bool | None) -> Any:
         optimizer.zero_grad()
         losses.append(loss.item())
     model(input_ids=ids, labels=ids).loss.backward()
-    held = sum(p.nbytes for p in model.parameters())
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    moments = sum(s[key].nbytes for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
+    held = sum(own(p).nbytes for p in model.parameters())
+    trained = sum(own(p).nbytes for p in model.parameters() if p.requires_grad)
+    gradients = sum(own(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+    moments = sum(own(s[key]).nbytes for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     return losses, held, trained, gradients, moments, whole
 
