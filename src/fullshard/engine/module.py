@@ -278,7 +278,8 @@ def _is_ignored_by(module: nn.Module, caller: FrameType) -> bool:
         ddp = frame.f_locals.get("self")
         ignored = getattr(ddp, "parameters_to_ignore", None)
         if ddp is not None and ignored is not None:
-            path = next(path for path, inner in ddp.module.named_modules() if inner is module)
+            around = ddp._modules.get("module", frame.f_locals.get("module"))  # it may not have it yet
+            path = next(path for path, inner in around.named_modules() if inner is module)
             own = nn.Module.named_parameters(module, path)
             return all(name in ignored for name, parameter in own if isinstance(parameter, ShardedTensor))
         frame = frame.f_back
