@@ -634,6 +634,28 @@ def whole_tensors() -> None:
         dist.destroy_process_group()
 
 
+@check("joined", "all_of", "set_local")
+def meshes_of_several_axes() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("replicate", "shard", "tp"))
+        both = torch_private.joined([mesh["replicate", "shard"], mesh["tp"]])
+        assert both.mesh_dim_names == ("replicate", "shard", "tp") and both.get_group("tp") is mesh.get_group("tp")
+        other = init_device_mesh("cpu", (1,))
+        with pytest.raises(RuntimeError, match="no name"):
+            torch_private.joined([other, mesh["tp"]])
+        assert dist.get_process_group_ranks(torch_private.all_of(mesh["replicate", "shard"])) == [0]
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(2, 3), mesh["tp"], [Shard(1)]))
+        halves = distribute_tensor(torch.ones(2, 3, dtype=torch.bfloat16), mesh["tp"], [Shard(1)])
+        torch_private.set_local(parameter, halves)  # type: ignore[arg-type]
+        assert parameter.dtype == torch.bfloat16 and parameter.is_leaf and parameter.requires_grad
+        assert torch.equal(parameter.full_tensor().detach(), torch.ones(2, 3, dtype=torch.bfloat16))  # type: ignore[attr-defined]
+        (parameter * 2).sum().backward()
+        assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+    finally:
+        dist.destroy_process_group()
+
+
 @check("state_dict", "load_state_dict")
 def optimizer_state() -> None:
     optimizer = torch.optim.AdamW([with_gradient()])

@@ -15,6 +15,7 @@ from torch import nn
 import fullshard
 from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.format import (
+    FORMAT_VERSION,
     CodedPieceRecord,
     FileRecord,
     Manifest,
@@ -25,6 +26,7 @@ from fullshard.checkpoint.format import (
     StateValueRecord,
     TensorRecord,
     rank_file_name,
+    tiling_record,
 )
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
 from fullshard.checkpoint.rng import rng_tensors
@@ -188,7 +190,9 @@ class RankWriter:
             optimizer = OptimizerRecord(
                 kind=type(self.optimizer).__name__, groups=tuple(self.groups), state=_merge_state(reports)
             )
+        parameters = _merge_tensors(self.parameters, reports, self._is_stored)
         manifest = Manifest(
+            format_version=FORMAT_VERSION if any(record.tiles for record in parameters.values()) else 1,
             save_id=self.save_id,
             saved_at=time.time(),
             fullshard_version=fullshard.__version__,
@@ -199,7 +203,7 @@ class RankWriter:
             ),
             parts=parts,
             files={name: record for report in reports for name, record in report.files.items()},
-            parameters=_merge_tensors(self.parameters, reports, self._is_stored),
+            parameters=parameters,
             buffers=_merge_tensors(self.buffers, reports, self._is_stored),
             optimizer=optimizer,
             states=self.states,
@@ -273,6 +277,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
             dtype=str(held.dtype).removeprefix("torch."),
             pieces=(CodedPieceRecord(rank=rank, start=interval.start, stop=interval.stop, coding=held.record),),
             layout="interval",
+            tiles=tiling_record(entry.parameter.tiling),
         )
         return StateReport(record=coded)
     tensor: torch.Tensor = entry.value
@@ -285,6 +290,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
             dtype=dtype_name(tensor, where=entry.name),
             pieces=(piece,) if entry.is_stored_here and stop > start else (),
             layout=entry.layout,
+            tiles=tiling_record(entry.parameter.tiling) if entry.layout == "interval" else None,
             is_on_host=entry.layout == "replicated" and tensor.device.type == "cpu",
         ),
         digest=google_crc32c.value(tensor_bytes(tensor)) if entry.layout == "replicated" else 0,
@@ -312,6 +318,7 @@ def _merge_tensors(
             pieces=tuple(pieces),
             aliases=local.names[1:],
             is_stored=is_stored(local),
+            tiles=tiling_record(local.tiling),
         )
     return records
 

@@ -17,16 +17,18 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
+from fullshard.core.tiling import UNTILED, Tiling
 
-FORMAT_VERSION = 1
-"""Raised when a manifest of the old version can no longer be written; every older version stays readable."""
+FORMAT_VERSION = 2
+"""The newest that is read, and written where the first does not do: of tensors that tensor parallelism has cut. Every
+older version stays readable."""
 
 MANIFEST_NAME = "manifest.json"
 TRAINER_STATE = "training_state"
@@ -139,6 +141,13 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
     return parts | ({f"{name}.book": ("float32", coding.book)} if coding.book else {})
 
 
+class TilingRecord(_Record):
+    """How tensor parallelism has cut a tensor: along `dim` into `parts`, as `torch.chunk` cuts."""
+
+    dim: Annotated[int, Field(ge=1)]
+    parts: Annotated[int, Field(ge=2)]
+
+
 class TensorRecord(_Record):
     """A tensor that is stored in pieces.
 
@@ -146,6 +155,7 @@ class TensorRecord(_Record):
         shape: global shape; `()` is a scalar.
         dtype: torch's name without the prefix, for example `bfloat16`.
         pieces: who stores which elements; empty pieces are left out.
+        tiles: if there are any, elements are counted tile by tile, not row by row.
         aliases: further names of the same tensor (tied parameters).
         is_stored: whether its elements are in this checkpoint; if not, only its shape and dtype are known here.
     """
@@ -155,11 +165,28 @@ class TensorRecord(_Record):
     pieces: tuple[PieceRecord, ...]
     aliases: tuple[str, ...] = ()
     is_stored: bool = True
+    tiles: TilingRecord | None = Field(default=None, exclude_if=lambda tiles: tiles is None)
+
+    @model_validator(mode="after")
+    def _tiles_are_along_a_dim(self) -> Self:
+        if self.tiles is not None and self.tiles.dim >= len(self.shape):
+            raise ValueError(f"tiles along dim {self.tiles.dim} of a tensor of shape {self.shape}")
+        return self
 
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
+
+    @property
+    def tiling(self) -> Tiling:
+        """How elements are counted."""
+        return UNTILED if self.tiles is None else Tiling(self.tiles.dim, self.tiles.parts)
+
+
+def tiling_record(tiling: Tiling) -> TilingRecord | None:
+    """What a record says of a tensor that is cut so; None if it is flattened row by row all the same."""
+    return None if tiling.is_row_by_row else TilingRecord(dim=tiling.dim, parts=tiling.parts)
 
 
 class StateTensorRecord(TensorRecord):
@@ -224,7 +251,7 @@ class Manifest(_Record):
     """
 
     format: Literal["fullshard"] = "fullshard"
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     save_id: str
     saved_at: float
     fullshard_version: str

@@ -130,7 +130,7 @@ def load_full_state_dict(
         if ranks.rank == 0:
             whole.copy_(given[name])
         ranks.broadcast_tensor(whole)
-        part = whole.reshape(-1)[local.interval.start : local.interval.stop]
+        part = local.tensor.span.cut(whole) if isinstance(local.tensor, ShardedTensor) else whole
         destination = local.held
         destination.copy_(part.view(destination.shape))
     return missing, unexpected

@@ -48,11 +48,13 @@ from fullshard.checkpoint.tensors import (
     tensor_bytes,
     torch_dtype,
 )
+from fullshard.checkpoint.tiles import read_across
 from fullshard.checkpoint.values import decode_value
 from fullshard.checkpoint.verify import pieces_of, quick_problems
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
+from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.step.state_dict import as_local, as_sharded
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ class _Target:
     Attributes:
         kind, name: kind of file, and name of the tensor in it.
         record: where its pieces are.
-        interval: elements of the flattened whole that `tensor` holds.
+        interval: elements of the flattened whole that `tensor` holds, counted as `tiling` says.
         tensor: the destination; its dtype is that of the record. State in few bits is a `CodedTensor`.
     """
 
@@ -81,6 +83,7 @@ class _Target:
     record: TensorRecord
     interval: Interval
     tensor: torch.Tensor | CodedTensor
+    tiling: Tiling = UNTILED
 
 
 def load_checkpoint(
@@ -285,7 +288,8 @@ class _Load:
                 places: dict[str, Any] = {**coded, **rows}
                 for key, record in records.items():
                     if key in places and isinstance(record, StateTensorRecord):
-                        self._targets.append(_Target("optimizer", f"{name}/{key}", record, local.interval, places[key]))
+                        where, place = f"{name}/{key}", places[key]
+                        self._targets.append(_Target("optimizer", where, record, local.interval, place, local.tiling))
                     else:
                         state[key] = self._allocate(name, key, record, local, there.get(key), on_device=on_device)
                 self._state.append((parameter, state))
@@ -308,13 +312,13 @@ class _Load:
             # with the strides of the parameter: fused optimizers walk both through memory without looking at them
             like = local.held
             tensor = there if _is_alike(there, like, dtype) else torch.empty_like(like, dtype=dtype)
-            interval = local.interval
+            interval, tiling = local.interval, local.tiling
         else:
             # torch wants the step count on the device for fused and capturable optimizers, else wherever it was
             on_host = record.is_on_host and not (on_device and key == "step")
             tensor = torch.empty(record.shape, dtype=dtype, device="cpu" if on_host else local.tensor.device)
-            interval = Interval(0, record.numel)
-        self._targets.append(_Target("optimizer", f"{name}/{key}", record, interval, tensor))
+            interval, tiling = Interval(0, record.numel), UNTILED
+        self._targets.append(_Target("optimizer", f"{name}/{key}", record, interval, tensor, tiling))
         return tensor
 
 
@@ -358,7 +362,15 @@ class Readers:
             reader.settle()
 
     def fill(
-        self, data: Bytes, kind: str, name: str, record: TensorRecord, interval: Interval, *, streams: bool = False
+        self,
+        data: Bytes,
+        kind: str,
+        name: str,
+        record: TensorRecord,
+        interval: Interval,
+        *,
+        tiling: Tiling = UNTILED,
+        streams: bool = False,
     ) -> None:
         """Read elements `interval` of a tensor that lies in pieces in files of one kind.
 
@@ -367,9 +379,18 @@ class Readers:
             kind: of the files.
             name: of the tensor in them.
             record: where its pieces are.
-            interval: elements of the flattened whole.
+            interval: elements of the flattened whole, counted as `tiling` says.
+            tiling: not cut, or as tensor parallelism has cut it.
             streams: calls follow the order of the files, and `settle` the last of them; only then all is proved.
         """
+        if record.tiling != tiling and not (tiling.is_row_by_row and record.tiling.is_row_by_row):
+
+            def read_tiles(part: Interval, into: torch.Tensor) -> None:
+                self.fill(tensor_bytes(into), kind, name, record, part, tiling=record.tiling)
+
+            out = torch.from_numpy(data).view(torch_dtype(DTYPES[record.dtype][0])) if len(data) else torch.empty(0)
+            read_across(read_tiles, out, shape=record.shape, source=record.tiling, target=tiling, wanted=interval)
+            return
         itemsize = DTYPES[record.dtype][1]
         pieces = {piece.rank: piece for piece in record.pieces}
         for read in plan_reads(pieces_of(record), interval):
@@ -382,9 +403,10 @@ class Readers:
             stored = reader.find(name, record.dtype, piece.interval.numel)
             (reader.stream_into if streams else reader.read_into)(stored.start + read.source.start * itemsize, part)
 
-    def fill_coded(self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval) -> None:
+    def fill_coded(self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval, tiling: Tiling) -> None:
         """Read optimizer state that is held as codes: as it was saved if it is the same piece, else coded anew."""
-        same = [p for p in record.pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
+        pieces = record.pieces if record.tiling == tiling else ()
+        same = [p for p in pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
         if same and isinstance(same[0], CodedPieceRecord):
             parts = self._coded_parts("optimizer", name, record.dtype, same[0], Interval(0, interval.numel))
             mine = out.parts()
@@ -393,7 +415,7 @@ class Readers:
                     mine[part].copy_(parts[part])
                 return
         values = torch.empty(interval.numel, dtype=torch_dtype(DTYPES[record.dtype][0]))
-        self.fill(tensor_bytes(values), "optimizer", name, record, interval)
+        self.fill(tensor_bytes(values), "optimizer", name, record, interval, tiling=tiling)
         out.write(values)
 
     def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:
@@ -448,12 +470,20 @@ def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
 def _fill(target: _Target, readers: Readers) -> None:
     """Read the elements of one target from the files that hold them."""
     if isinstance(target.tensor, CodedTensor):
-        readers.fill_coded(target.tensor, target.name, target.record, target.interval)
+        readers.fill_coded(target.tensor, target.name, target.record, target.interval, target.tiling)
         return
     tensor = target.tensor.detach()
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
     staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
-    readers.fill(tensor_bytes(staging), target.kind, target.name, target.record, target.interval, streams=True)
+    readers.fill(
+        tensor_bytes(staging),
+        target.kind,
+        target.name,
+        target.record,
+        target.interval,
+        tiling=target.tiling,
+        streams=True,
+    )
     if in_place:
         torch.autograd.graph.increment_version(tensor)  # nothing else tells that it has changed
     else:
@@ -490,7 +520,7 @@ def _match(
         elif record.dtype != dtype_name(local.tensor, where=local.name):
             problems.append(f"{what} {local.name!r} is {local.tensor.dtype}, saved as torch.{record.dtype}")
         else:
-            targets.append(_Target("model", name, record, local.interval, local.held))
+            targets.append(_Target("model", name, record, local.interval, local.held, local.tiling))
     problems += [f"{what} {name!r} of the checkpoint is not in the model" for name in saved if name not in used]
     return targets
 

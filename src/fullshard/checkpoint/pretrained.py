@@ -10,6 +10,7 @@ weight that is quantised on the way (QLoRA) that one weight before quantisation.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import logging
 import math
@@ -27,13 +28,16 @@ from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
 from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match
 from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest, stand_in
+from fullshard.checkpoint.tiles import read_across
 from fullshard.checkpoint.weight_files import model_directory, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
+from fullshard.core.tiling import UNTILED
 from fullshard.engine.fully_shard import meta_parameters
 from fullshard.engine.materialize import WEIGHTS
+from fullshard.engine.tile import tile_of
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import dequantised, is_exact, outline, quantise, whole_shape
 
@@ -284,6 +288,21 @@ class PretrainedWeights:
         return slot.parameter.is_meta and self._name(slot) is not None
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
+        """Fill `out` with elements `interval` of the parameter, or of its tile."""
+        tile = tile_of(slot.parameter)
+        if tile is None or tile.tiling is None:
+            self._read_rows(slot, interval, out)
+            return
+        read_across(
+            functools.partial(self._read_rows, slot),
+            out,
+            shape=tuple(slot.parameter.shape),
+            source=UNTILED,
+            target=tile.tiling,
+            wanted=interval.shift(tile.start),
+        )
+
+    def _read_rows(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out` with elements `interval` of the parameter."""
         name = self._name(slot)
         assert name is not None  # noqa: S101 -- the caller asked `holds`
@@ -381,7 +400,14 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     if problems:
         raise CheckpointError(f"{directory} does not fit {type(model).__name__}:\n" + "\n".join(problems))
     for local, stored in found:
-        stored.read(local.interval, local.held.view(-1))
+        read_across(
+            stored.read,
+            local.held.view(-1),
+            shape=local.shape,
+            source=UNTILED,
+            target=local.tiling,
+            wanted=local.interval,
+        )
 
 
 def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:

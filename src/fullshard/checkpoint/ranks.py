@@ -48,16 +48,18 @@ class Ranks:
         Raises:
             CheckpointError: only some ranks of the job share the model.
         """
-        for parameter in model.parameters():
-            if isinstance(parameter, ShardedParameter):
-                ranks = cls(parameter.mesh.control_group)
-                if parameter.mesh.world_size != ranks.world_size:
-                    raise CheckpointError(
-                        f"{parameter.name} is sharded over {parameter.mesh.world_size} of {ranks.world_size} ranks",
-                        hint="checkpoints need a mesh over all ranks",
-                    )
-                return ranks
-        return cls()
+        parameters = [p for p in model.parameters() if isinstance(p, ShardedParameter)]
+        if not parameters:
+            return cls()
+        first = parameters[0]
+        tile_ranks = max((p.span.tile.mesh.size() for p in parameters if p.span.tile is not None), default=1)
+        ranks = cls(first.mesh.control_group if tile_ranks == 1 else None)
+        if first.mesh.world_size * tile_ranks != ranks.world_size:
+            raise CheckpointError(
+                f"{first.name} is sharded over {first.mesh.world_size * tile_ranks} of {ranks.world_size} ranks",
+                hint="checkpoints need a mesh over all ranks",
+            )
+        return ranks
 
     def apart(self) -> Ranks:
         """The same ranks over a process group of their own, which another thread may use. A collective."""

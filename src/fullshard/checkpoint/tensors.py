@@ -12,6 +12,7 @@ from fullshard.checkpoint.storage import Bytes
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
+from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine import ShardedParameter, ShardedTensor
 from fullshard.engine.module import clean_name, units_of
 from fullshard.engine.schedule import schedule_of
@@ -25,8 +26,9 @@ class LocalTensor:
         names: qualified names without those of wrappers; several if it is tied. The first one identifies it.
         tensor: the parameter or buffer itself.
         shape: global shape.
-        interval: elements of the flattened whole that this rank holds.
+        interval: elements of the flattened whole, counted as `tiling` says, that this rank holds.
         is_writer: whether this rank saves them; of several ranks that hold the same elements exactly one does.
+        tiling: how tensor parallelism has cut it.
     """
 
     names: tuple[str, ...]
@@ -34,6 +36,7 @@ class LocalTensor:
     shape: tuple[int, ...]
     interval: Interval
     is_writer: bool
+    tiling: Tiling = UNTILED
 
     @property
     def name(self) -> str:
@@ -82,16 +85,32 @@ def local_parameters(model: nn.Module, *, rank: int, on_meta: bool = False) -> l
     for path, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(clean_name(path))
     result = []
+    tiles = [parameter.span.tile for parameter, _ in found.values() if isinstance(parameter, ShardedParameter)]
+    beneath = next((tile for tile in tiles if tile is not None), None)
     for parameter, names in found.values():
         if parameter.is_meta and not on_meta:
             raise CheckpointError(f"parameter {names[0]!r} is on the meta device", hint="initialise it first")
         unique = tuple(dict.fromkeys(names))
         if isinstance(parameter, ShardedParameter):
-            shape, interval = tuple(parameter.shape), parameter.interval
-            is_writer = parameter.mesh.replicate_rank == 0
+            tile = parameter.span.tile
+            # What tensor parallelism has left whole all its ranks have, although it may not be said of the parameter.
+            has_copies = not parameter.span.is_tiled and beneath is not None
+            is_writer = parameter.mesh.replicate_rank == 0 and not (has_copies and beneath and beneath.rank)
+            start = 0 if tile is None else tile.start
+            result.append(
+                LocalTensor(
+                    unique,
+                    parameter,
+                    tuple(parameter.shape),
+                    parameter.interval.shift(start),
+                    is_writer,
+                    UNTILED if tile is None or tile.tiling is None else tile.tiling,
+                )
+            )
         else:
-            shape, interval, is_writer = tuple(parameter.shape), Interval(0, parameter.numel()), rank == 0
-        result.append(LocalTensor(unique, parameter, shape, interval, is_writer))
+            result.append(
+                LocalTensor(unique, parameter, tuple(parameter.shape), Interval(0, parameter.numel()), rank == 0)
+            )
     return result
 
 

@@ -58,6 +58,13 @@ class Mesh:
     replicate: Collectives = field(kw_only=True)
     device_mesh: DeviceMesh = field(kw_only=True)
     thread: int = field(default_factory=get_ident)
+    _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
+
+    def joined(self, axis: DeviceMesh) -> DeviceMesh:
+        """`device_mesh` with one more axis, that of tensor parallelism, say. Raises `RuntimeError` if it cannot be."""
+        if axis not in self._joined:
+            self._joined[axis] = torch_private.joined([self.device_mesh, axis])
+        return self._joined[axis]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. A collective over all ranks of the mesh.
@@ -220,18 +227,18 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
     key = (dist.group.WORLD, device, device_mesh)
     if key in _CACHE:
         return _CACHE[key]
-    # A part of the world (tensor or pipeline parallelism owns the rest): only its own groups can be used, because
-    # making new ones would need the other ranks to take part.
+    # A part of the world (tensor or pipeline parallelism owns the rest): of its own groups, because making new ones
+    # needs all ranks. They all are here, each with its own part, if there is one to make of a mesh of two axes.
     hybrid = device_mesh.ndim == 2
     shard_group = device_mesh.get_group(1 if hybrid else 0)
     replicate_group = device_mesh.get_group(0) if hybrid else None
     coordinate = device_mesh.get_coordinate()
-    if coordinate is None or (hybrid and replicate_group is not None and ranks.shape[0] > 1 and ranks.shape[1] > 1):
-        raise ConfigError(
-            f"a 2-D mesh over only {ranks.numel()} of {dist.get_world_size()} ranks has no group of all its ranks",
-            hint="use a mesh over all ranks, or a 1-D mesh",
-        )
-    world_group = shard_group if ranks.shape[-1] > 1 else replicate_group
+    if coordinate is None:
+        raise ConfigError(f"this rank is not in {device_mesh}", hint="call fully_shard on the ranks of the mesh only")
+    is_line = not hybrid or 1 in ranks.shape
+    world_group = (
+        (shard_group if ranks.shape[-1] > 1 else replicate_group) if is_line else torch_private.all_of(device_mesh)
+    )
     _CACHE[key] = Mesh(
         device,
         rank=dist.get_rank(world_group),

@@ -156,6 +156,24 @@ def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> De
     return DeviceMesh(device_type, ranks, _init_backend=False, _rank=rank)
 
 
+def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh of the axes of several that were cut out of one; `RuntimeError` if they were not. Since 2.9."""
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise RuntimeError("an axis has no name")
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a part of a mesh. All ranks of the whole mesh make theirs together. Since 2.4."""
+    return mesh._flatten().get_group()
+
+
+def set_local(dtensor: DTensor, other: DTensor) -> None:
+    """Have a DTensor be what another is, in place: torch's `.data` leaves behind what is in Python. Since 2.0."""
+    dtensor.data = other
+    dtensor._local_tensor, dtensor._spec = other._local_tensor, other._spec
+
+
 def writes(kernel: OpOverload) -> bool:
     """Whether a kernel changes what it is given. Since 2.0."""
     return bool(kernel._schema.is_mutable)

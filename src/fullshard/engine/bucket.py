@@ -31,6 +31,7 @@ from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import aliases
 
@@ -135,12 +136,12 @@ class Bucket(BucketSpec):
                 weights.read(slot, interval, own)
                 slot.make_real(mesh.device)
             else:
-                own.copy_(slot.parameter.detach().reshape(-1)[interval.start : interval.stop])
+                own.copy_(plain_of(slot.parameter).reshape(-1)[interval.start : interval.stop])
         for index, slot in enumerate(self.slots):
-            # `.data` keeps the parameter object (subclasses, tied identities) and gives it a version counter of its
-            # own; `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
+            # This keeps the parameter object (subclasses, tied identities) and gives it a version counter of its own;
+            # `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
             for tensor in (slot.parameter, *aliases(slot.parameter)):
-                tensor.data = self._view(self.full, index)
+                set_plain(tensor, self._view(self.full, index))
         self._originals = tuple(slot.parameter for slot in self.slots)
         self._known_versions = self.versions()
         self.reshard()

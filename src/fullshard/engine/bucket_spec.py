@@ -13,6 +13,8 @@ from fullshard.comm.packing import Packing, packing_for
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
+from fullshard.engine.span import Name, RaggedShard, Span
+from fullshard.engine.tile import plain_of, tile_of
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import is_exact
 
@@ -80,6 +82,7 @@ class BucketSpec:
     Attributes:
         plan: dtypes, places and bytes, as the planner has them, from when it was made: it may have been frozen then.
         slices: where in this rank's interval each parameter is.
+        tiles: what of each parameter is in the bucket, where tensor parallelism has split it.
         tag: its number in the model, the same on every rank; set when the model is put together.
         reducing: the unit's, once it is a part of one.
     """
@@ -90,7 +93,7 @@ class BucketSpec:
         self.slots, self.mesh, self.storage = slots, mesh, storage
         self.plan = plan = BucketPlan.of(
             _key(slots[0], policy),
-            [tuple(slot.parameter.shape) for slot in slots],
+            [tuple(plain_of(slot.parameter).shape) for slot in slots],
             policy.dtypes,
             world_size=mesh.shard_size,
             offload=storage.offload,
@@ -104,7 +107,14 @@ class BucketSpec:
         self.is_gathered_from_host = plan.is_gathered_from_host
         self.state_visits_device = plan.state_visits_device
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
+        self.tiles = [tile_of(slot.parameter) for slot in slots]
         self.reducing = Reducing(float(mesh.world_size))
+
+    def span(self, index: int) -> Span:
+        """Which elements of parameter `index` each rank has, and under no name yet."""
+        layout, tile = self.layout, self.tiles[index]
+        shape = layout.specs[index].shape if tile is None else tile.whole_shape
+        return Span(self.mesh, shape, RaggedShard(layout.shard_numel, layout.offsets[index]), Name(), tile)
 
 
 def _packing(sent_as: str | None) -> Packing | None:

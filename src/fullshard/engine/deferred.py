@@ -21,7 +21,8 @@ from fullshard.engine.bucket_spec import BucketSpec, by_bucket
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.span import Name, RaggedShard, Span
+from fullshard.engine.span import Span
+from fullshard.engine.tile import plain_of, tile_of
 from fullshard.wrap.partition import Slot, UnitPlan
 
 HINT = (
@@ -49,11 +50,8 @@ class StandIns:
         """Those of a new unit, on the meta device. Parameters of it that are real keep their values."""
         entries = []
         for slots in by_bucket(plan.slots, policy):
-            layout = BucketSpec(slots, mesh=mesh, policy=policy, storage=storage).layout
-            for index, slot in enumerate(slots):
-                placement = RaggedShard(layout.shard_numel, layout.offsets[index])
-                span = Span(mesh, layout.specs[index].shape, placement, Name())
-                entries.append((slot, _stand_in(slot.parameter, span)))
+            spec = BucketSpec(slots, mesh=mesh, policy=policy, storage=storage)
+            entries += [(slot, _stand_in(slot.parameter, spec.span(index))) for index, slot in enumerate(slots)]
         return cls(entries)
 
     @classmethod
@@ -65,8 +63,8 @@ class StandIns:
         for slot, held in entries:
             local = fn(held.local.detach())
             slot.replaced += [slot.parameter, held]  # type: ignore[list-item]
-            whole = torch.empty(held.shape, dtype=local.dtype, device="meta")
-            slot.parameter = nn.Parameter(whole, held.requires_grad)
+            whole, tile = torch.empty(held.span.tile_shape, dtype=local.dtype, device="meta"), held.span.tile
+            slot.parameter = nn.Parameter(whole if tile is None else tile.wrap(whole), held.requires_grad)
             changed.append((slot, ShardedTensor(local, held.span, requires_grad=held.requires_grad)))
         return cls(changed)
 
@@ -103,15 +101,16 @@ class StandIns:
         elif isinstance(held, ShardedTensor) and held.interval == interval:
             out.copy_(held.local)
         else:
-            whole = held.full_tensor() if isinstance(held, DTensor) else held
-            out.copy_(whole.reshape(-1)[interval.start : interval.stop])
+            whole, tile = held.full_tensor() if isinstance(held, DTensor) else held, tile_of(slot.parameter)
+            out.copy_((whole if tile is None else tile.cut(whole)).reshape(-1)[interval.start : interval.stop])
 
 
 def _stand_in(parameter: nn.Parameter, span: Span) -> ShardedTensor:
     if parameter.is_meta:
         local = torch.empty(span.interval.numel, dtype=parameter.dtype, device="meta")
     else:
-        local = span.cut(parameter.detach()).to(span.mesh.device, copy=True)
+        own = plain_of(parameter).reshape(-1)[span.interval.start : span.interval.stop]
+        local = own.to(span.mesh.device, copy=True)
     return ShardedTensor(local, span, requires_grad=parameter.requires_grad)
 
 

@@ -37,6 +37,7 @@ from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharding import Sharding
+from fullshard.engine.tile import check_tiles
 from fullshard.engine.unit import Unit, UnitState, owner_of
 from fullshard.wrap.partition import UnitPlan, check_types, partition
 from fullshard.wrap.quantized import expose_scales, outline
@@ -79,7 +80,8 @@ def fully_shard(
     Raises:
         ConfigError: an argument that cannot be honoured.
         WrapError: already a unit, nothing to shard where something must be, a parameter that is tied to one in another
-            unit, or one of a tensor subclass that wraps other tensors (DTensor, torchao's).
+            unit, one of a tensor subclass that wraps other tensors (torchao's), or a DTensor that is not over another
+            axis of the same mesh (tensor parallelism).
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
@@ -93,6 +95,7 @@ def fully_shard(
     inner = [m for root in modules for m in root.modules() if unit_of(m) is not None]
     [plan] = partition(modules, ignored=ignored_params or (), stop_at=inner)
     check_types([plan], modules)
+    check_tiles([plan], modules, resolved)
     if shard_placement_fn is not None:
         _check_placements(plan, shard_placement_fn)
     schedule = Schedule(resolved)
@@ -175,6 +178,7 @@ def shard_model(
         weights.start(model)
     plans = partition([model], unit_modules, ignored=ignored_params or ())
     check_types(plans, [model])
+    check_tiles(plans, [model], mesh)
     _check_offload(offload_of(offload_policy), plans)
     schedule = Schedule(mesh)
     for plan in plans:

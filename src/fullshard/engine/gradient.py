@@ -30,6 +30,7 @@ from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.parameter import ShardedParameter, are_same, local_gradients
 from fullshard.engine.precision import torch_dtype
+from fullshard.engine.tile import plain_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,9 @@ class Gradient:
         if grad is None:
             return False
         parameter.grad = None  # its memory goes as soon as it is copied
+        tile = self._spec.tiles[index]
+        if tile is not None:
+            grad = tile.of_gradient(grad)
         self._add(index, parameter, grad)
         self.fired.add(index)
         return True
@@ -175,7 +179,7 @@ class Gradient:
                 "another part of its gradient appeared after the optimizer had stepped in backward",
                 hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
             )
-        if torch_private.storage_id(parameter.untyped_storage()) != self._storage_id:
+        if torch_private.storage_id(plain_of(parameter).untyped_storage()) != self._storage_id:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",

@@ -64,7 +64,7 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     clipped = [_Clipped.of(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)]
     clipped = [each for each in clipped if each.grad is not None]
-    norm = _norm_of([(each.mesh, each.grad) for each in clipped], norm_type, error_if_nonfinite, None)
+    norm = _norm_of([(each.span, each.grad) for each in clipped], norm_type, error_if_nonfinite, None)
     nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)  # type: ignore[arg-type]
     return norm
 
@@ -74,12 +74,12 @@ class _Clipped:
     """What torch's clipping asks of a parameter; of a sharded one the plain gradient, which is quicker to work with."""
 
     grad: Any
-    mesh: Mesh | None
+    span: Span | None
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Clipped:
         if isinstance(parameter, ShardedParameter) and not parameter.is_used_up:
-            return cls(parameter.local_grad, parameter.mesh)
+            return cls(parameter.local_grad, parameter.span)
         return cls(parameter.grad, None)
 
 
@@ -104,29 +104,29 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Torch's total norm, with the sharded gradients' part summed over their shard group."""
+    """Torch's total norm, with the sharded gradients' part summed over the ranks that share them."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    meshes = [tensor.span.mesh if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
-    mesh = next((mesh for mesh in meshes if mesh is not None), None)
-    if mesh is None:
+    spans = [tensor.span if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
+    span = next((span for span in spans if span is not None), None)
+    if span is None:
         return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
     locals_ = (tensor.local if isinstance(tensor, ShardedTensor) else tensor for tensor in tensors)
-    norm = _norm_of(list(zip(meshes, locals_, strict=True)), norm_type, error_if_nonfinite, foreach)
-    return dtensor_of(norm, mesh)  # as torch has it for its own sharded parameters
+    norm = _norm_of(list(zip(spans, locals_, strict=True)), norm_type, error_if_nonfinite, foreach)
+    return dtensor_of(norm, span)  # as torch has it for its own sharded parameters
 
 
 def _norm_of(
-    parts: Sequence[tuple[Mesh | None, torch.Tensor]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    parts: Sequence[tuple[Span | None, torch.Tensor]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
-    """The total norm of what each rank has a part of, with the mesh that shares it, and of what all have whole."""
-    sharded: dict[Mesh, list[torch.Tensor]] = {}
+    """The total norm of what each rank has a part of, with its span, and of what all have whole."""
+    sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...]], list[torch.Tensor]] = {}
     ordinary = []
-    for mesh, tensor in parts:
-        if mesh is None:
+    for span, tensor in parts:
+        if span is None:
             ordinary.append(tensor)
         else:
-            sharded.setdefault(mesh, []).append(tensor)
-    norms = [_group_norm(mesh, part, float(norm_type), foreach) for mesh, part in sharded.items()]
+            sharded.setdefault((span.mesh, span.groups), []).append(tensor)
+    norms = [_group_norm(*ranks, part, float(norm_type), foreach) for ranks, part in sharded.items()]
     if ordinary or not norms:
         norms.append(_local_norm(ordinary, norm_type, False, foreach))
     device = norms[0].device
@@ -138,8 +138,14 @@ def _norm_of(
     return total
 
 
-def _group_norm(mesh: Mesh, gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> torch.Tensor:
-    """Norm over one shard group, in float32 or wider. Empty slices are left out: most are at large world sizes."""
+def _group_norm(
+    mesh: Mesh,
+    groups: Sequence[dist.ProcessGroup],
+    gradients: Sequence[torch.Tensor],
+    order: float,
+    foreach: bool | None,
+) -> torch.Tensor:
+    """Norm over the ranks that share them, in float32 or wider. Empty slices are left out: most are at many ranks."""
     parts = [gradient for gradient in gradients if gradient.numel()]
     # of all gradients, not of the parts: the same on every rank
     dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
@@ -147,17 +153,13 @@ def _group_norm(mesh: Mesh, gradients: Sequence[torch.Tensor], order: float, for
         local = _local_norm(parts, order, False, foreach).to(mesh.device, dtype)
     else:
         local = torch.zeros((), device=mesh.device, dtype=dtype)
-    if mesh.shard_group is None:
+    if not groups:
         return local
-    if order == float("inf"):
-        dist.all_reduce(local, op=dist.ReduceOp.MAX, group=mesh.shard_group)
-        return local
-    if order == 0:  # a count
-        dist.all_reduce(local, group=mesh.shard_group)
-        return local
-    powered = local**order
-    dist.all_reduce(powered, group=mesh.shard_group)
-    return powered ** (1 / order)
+    is_root = order not in (0, float("inf"))  # neither a count nor a maximum
+    summed = local**order if is_root else local
+    for group in groups:
+        dist.all_reduce(summed, op=dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM, group=group)
+    return summed ** (1 / order) if is_root else summed
 
 
 # -- loss scaling -----------------------------------------------------------------------------------------------
@@ -174,12 +176,15 @@ def _unscale_grads(
     found: dict[torch.device, torch.Tensor] = torch_private.unscale.torchs(
         scaler, optimizer, inv_scale, found_inf, allow_fp16
     )
-    for mesh in dict.fromkeys(p.mesh for p in sharded_parameters(optimizer)):  # in the same order on every rank
-        if mesh.world_group is None:
+    parameters = sharded_parameters(optimizer)
+    groups = {p.mesh.world_group: p.mesh.device for p in parameters}  # in the same order on every rank
+    groups |= {p.span.tile.mesh.get_group(): p.mesh.device for p in parameters if p.span.tile is not None}
+    for group, device in groups.items():
+        if group is None:
             continue
-        flag = sum((f.to(mesh.device) for f in found.values()), torch.zeros((), device=mesh.device))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.world_group)
-        found = {device: flag.to(device) for device in found or {mesh.device: flag}}
+        flag = sum((f.to(device) for f in found.values()), torch.zeros((), device=device))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        found = {each: flag.to(each) for each in found or {device: flag}}
     return found
 
 

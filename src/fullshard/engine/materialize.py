@@ -18,6 +18,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
 from fullshard.core.layout import Interval
 from fullshard.engine.agree import check_agreement
+from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.partition import Slot, UnitPlan
 from fullshard.wrap.quantized import is_exact
 
@@ -32,7 +33,7 @@ class Values(Protocol):
     """Gives parameters on the meta device their values."""
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` (1-D, any dtype and device) with elements `interval` of the flattened parameter."""
+        """Fill `out` (1-D, any dtype and device) with elements `interval` of the parameter, or its tile, flattened."""
         ...
 
 
@@ -117,12 +118,12 @@ def materialize(
         for other, name in slot.owners[1:]:
             other._parameters[name] = current
         if current.device != mesh.device and not current.is_meta:
-            current.data = current.data.to(mesh.device)
+            set_plain(current, plain_of(current).to(mesh.device))
     for module in modules:
         _place_buffers(module, mesh.device, buffer_dtype)
     if meta or sync_module_states:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
-        _take_from_rank_0([s.parameter.data for s in plan.slots if id(s) not in deferred] + buffers, mesh)
+        _take_from_rank_0([plain_of(s.parameter) for s in plan.slots if id(s) not in deferred] + buffers, mesh)
 
 
 def _has_meta(module: nn.Module, own: set[tuple[int, str]]) -> bool:

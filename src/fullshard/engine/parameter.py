@@ -16,9 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
-from fullshard.core.layout import BucketLayout
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.span import Name, RaggedShard, Span
+from fullshard.engine.span import Span
 
 _grad_descriptor: Any = torch.Tensor.grad
 _grad_of_autograd, _set_grad_of_autograd = _grad_descriptor.__get__, _grad_descriptor.__set__
@@ -34,10 +33,6 @@ class ParameterOwner(Protocol):
         """The ranks that share it."""
 
     @property
-    def layout(self) -> BucketLayout:
-        """Where each parameter is in it."""
-
-    @property
     def main(self) -> torch.Tensor:
         """This rank's interval of it, shape (S,)."""
 
@@ -46,6 +41,9 @@ class ParameterOwner(Protocol):
         """Where in `main` each parameter is."""
 
     has_gradient_hooks: bool
+
+    def span(self, index: int) -> Span:
+        """Which elements of parameter `index` each rank has."""
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Parameter `index` was frozen or unfrozen."""
@@ -75,10 +73,8 @@ class ShardedParameter(ShardedTensor):
 
     def __new__(cls, bucket: ParameterOwner, index: int, *, requires_grad: bool) -> ShardedParameter:
         """Cut parameter `index` of `bucket` down to this rank's interval of it in `main`."""
-        layout = bucket.layout
-        placement = RaggedShard(layout.shard_numel, layout.offsets[index])
-        span = Span(bucket.mesh, layout.specs[index].shape, placement, Name())
-        self = super().__new__(cls, bucket.main[bucket.slices[index]].detach(), span, requires_grad=requires_grad)
+        local = bucket.main[bucket.slices[index]].detach()
+        self = super().__new__(cls, local, bucket.span(index), requires_grad=requires_grad)
         assert isinstance(self, ShardedParameter)  # noqa: S101 -- for the type checker
         self._bucket, self._index = bucket, index
         self._data, self.gradient_hooks = self.wrap(self.local), OrderedDict()

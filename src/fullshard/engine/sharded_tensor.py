@@ -18,11 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from fullshard.comm import torch_private
-from fullshard.comm.mesh import Mesh
-from fullshard.core.boxes import IntervalBox, boxes
+from fullshard.core.boxes import IntervalBox
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
 from fullshard.engine.span import Span
@@ -85,13 +84,13 @@ class ShardedTensor(DTensor):
 
     @property
     def interval(self) -> Interval:
-        """The elements of the flattened whole that this rank has."""
+        """The elements of the flattened whole that this rank has; of its tile, if tensor parallelism has split it."""
         return self.span.interval
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's interval, shape (n,); in the whole's shape where every rank has all of it. Differentiable."""
         local = super().to_local(grad_placements=grad_placements)
-        return local.view(self.shape) if self.span.mesh.shard_size == 1 else local
+        return local.view(self.span.tile_shape) if self.span.mesh.shard_size == 1 else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole, a new tensor on this rank's device. A collective: every rank calls it, in the same order.
@@ -161,7 +160,7 @@ class ShardedTensor(DTensor):
 
     def boxes(self) -> list[IntervalBox]:
         """This rank's interval as boxes of the whole."""
-        return list(boxes(tuple(self.shape), self.interval))
+        return list(self.span.boxes())
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -207,15 +206,13 @@ class _Replicate(torch.autograd.Function):
 
 def replicated_of(tensor: ShardedTensor) -> DTensor:
     """The whole as a DTensor that every rank has; no part of autograd's graph."""
-    return dtensor_of(tensor.span.gather(tensor.local), tensor.span.mesh)
+    return dtensor_of(tensor.span.gather(tensor.local), tensor.span)
 
 
-def dtensor_of(local: torch.Tensor, mesh: Mesh, placement: Placement | None = None) -> DTensor:
-    """Torch's own DTensor, replicated along all axes, or along all but the shard axis."""
-    placements: list[Placement] = [Replicate()] * mesh.device_mesh.ndim
-    if placement is not None and mesh.shard_size > 1:
-        placements[-1] = placement
-    layout = torch_private.layout_of(mesh.device_mesh, placements, local.shape, local.dtype)
+def dtensor_of(local: torch.Tensor, span: Span, placement: Placement | None = None) -> DTensor:
+    """Torch's own DTensor over a span's ranks: replicated along all axes, or along those that it is not cut along."""
+    placements = span.placements(placement if span.mesh.shard_size > 1 else None, placement if span.is_tiled else None)
+    layout = torch_private.layout_of(span.device_mesh, placements, local.shape, local.dtype)
     dtensor: DTensor = torch_private.wrap(DTensor, local, layout)
     return dtensor
 
@@ -386,7 +383,9 @@ def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
     if isinstance(tensor, ShardedTensor) and _first((args[1:], kwargs)) is None:
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
         parts = views if isinstance(views, (list, tuple)) else [views]
-        if all(part.is_contiguous() and part.dtype == tensor.dtype for part in parts):
+        is_whole = all(part.shape == tensor.shape for part in parts)
+        is_row_by_row = is_whole or not tensor.span.is_tiled
+        if is_row_by_row and all(part.is_contiguous() and part.dtype == tensor.dtype for part in parts):
             made = [_part_of(tensor, part) for part in parts]
             return made if isinstance(views, (list, tuple)) else made[0]
     held = _first((args, kwargs))
@@ -419,7 +418,7 @@ def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, A
         result,
         torch.Tensor,
         lambda made: (
-            ShardedTensor(span.cut(made).clone(), span) if made.shape == span.shape else dtensor_of(made, span.mesh)
+            ShardedTensor(span.cut(made).clone(), span) if made.shape == span.shape else dtensor_of(made, span)
         ),
     )
 
@@ -445,7 +444,7 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
     assert held is not None  # noqa: S101 -- else this would not have been asked
     result = func(*_map(args, DTensor, whole), **_map(kwargs, DTensor, whole))
     if not torch_private.writes(func):
-        return _map(result, torch.Tensor, lambda made: dtensor_of(made, held.span.mesh))
+        return _map(result, torch.Tensor, lambda made: dtensor_of(made, held.span))
     target = _changed(args, kwargs)
     if not isinstance(target, DTensor) or whole(target).shape != target.shape:
         raise LifecycleError(
@@ -456,7 +455,7 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
         target.local.copy_(target.span.cut(whole(target)))
         _count_changes(func, args, kwargs)
     else:
-        target.copy_(dtensor_of(whole(target), held.span.mesh))
+        target.copy_(dtensor_of(whole(target), held.span))
     return target
 
 
@@ -484,17 +483,19 @@ def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
     return not keepdim and (not dims or len(dims) == tensor.dim())
 
 
-def _reduced(local: torch.Tensor, mesh: Mesh, placement: Placement) -> torch.Tensor:
+def _reduced(local: torch.Tensor, span: Span, placement: Placement) -> torch.Tensor:
     """What the ranks' parts come to. At once: `item()` of what torch has left partial is one rank's part of it."""
-    whole: torch.Tensor = dtensor_of(local, mesh, placement).full_tensor()
+    parts = dtensor_of(local, span, placement)
+    if span.is_tiled:  # torch warns of both axes in one go
+        parts = parts.redistribute(placements=span.placements(None, placement))
+    whole: torch.Tensor = parts.full_tensor()
     return whole
 
 
 def _sum(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
     if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
         return NotImplemented
-    mesh = tensor.span.mesh
-    return dtensor_of(_reduced(tensor.local.sum(**options), mesh, Partial()), mesh)
+    return dtensor_of(_reduced(tensor.local.sum(**options), tensor.span, Partial()), tensor.span)
 
 
 def _mean(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
@@ -507,8 +508,8 @@ def _norm(
 ) -> Any:
     if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
         return NotImplemented
-    mesh = tensor.span.mesh
-    return dtensor_of(_reduced(_local_norm(tensor, order, **options), mesh, _placement_of_norm(order)), mesh)
+    span = tensor.span
+    return dtensor_of(_reduced(_local_norm(tensor, order, **options), span, _placement_of_norm(order)), span)
 
 
 def _local_norm(tensor: ShardedTensor, order: float, **options: Any) -> torch.Tensor:
@@ -526,13 +527,12 @@ def _norms(func: torch_private.Kernel, tensors: Sequence[torch.Tensor], order: f
     spans = [tensor.span for tensor in tensors if isinstance(tensor, ShardedTensor)]
     if (
         len(spans) < len(tensors)
-        or len({(span.mesh, tensor.dtype) for span, tensor in zip(spans, tensors, strict=True)}) > 1
+        or len({(span.groups, tensor.dtype) for span, tensor in zip(spans, tensors, strict=True)}) > 1
     ):
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-    mesh = spans[0].mesh
     locals_ = [_local_norm(tensor, order, dtype=dtype) for tensor in tensors]  # type: ignore[arg-type]
-    norms = _reduced(torch.stack(locals_), mesh, _placement_of_norm(order))
-    return [dtensor_of(norm, mesh) for norm in norms.unbind()]
+    norms = _reduced(torch.stack(locals_), spans[0], _placement_of_norm(order))
+    return [dtensor_of(norm, span) for norm, span in zip(norms.unbind(), spans, strict=True)]
 
 
 def _maxima(_func: torch_private.Kernel, tensors: Sequence[torch.Tensor]) -> Any:
@@ -543,19 +543,19 @@ def _equal(_func: torch_private.Kernel, left: Any, right: Any) -> Any:
     are_both = isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor)
     if left.shape != right.shape or not are_both or not left.span.is_like(right.span):
         return NotImplemented if left.shape == right.shape else False
-    return _everywhere(torch.equal(left.local, right.local), left.span.mesh)
+    return _everywhere(torch.equal(left.local, right.local), left.span)
 
 
 def _all_close(_func: torch_private.Kernel, left: Any, right: Any, *args: Any, **options: Any) -> bool:
     close = torch.isclose(left, right, *args, **options)
     if not isinstance(close, ShardedTensor):
         return bool(close.full_tensor().all() if isinstance(close, DTensor) else close.all())
-    return _everywhere(bool(close.local.all()), close.span.mesh)
+    return _everywhere(bool(close.local.all()), close.span)
 
 
-def _everywhere(holds: bool, mesh: Mesh) -> bool:
+def _everywhere(holds: bool, span: Span) -> bool:
     """Whether something holds for the intervals of all ranks."""
-    return not _reduced(torch.tensor(int(not holds), device=mesh.device), mesh, Partial()).item()
+    return not _reduced(torch.tensor(int(not holds), device=span.mesh.device), span, Partial()).item()
 
 
 def _item(_func: torch_private.Kernel, tensor: ShardedTensor) -> Any:
@@ -566,7 +566,7 @@ def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int],
     """Of its shape it is laid out as the tensor, of any other every rank has it whole."""
     if tuple(size) == tuple(tensor.shape) and not func.overloadpacket.__name__.endswith("strided"):
         return ShardedTensor(func(tensor.local, tensor.local.shape, *args, **options), tensor.span)
-    return dtensor_of(func(tensor.local, size, *args, **options), tensor.span.mesh)
+    return dtensor_of(func(tensor.local, size, *args, **options), tensor.span)
 
 
 def _is_same_size(_func: torch_private.Kernel, left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ class Sharding:
         largest_unit: name of the unit that is largest when it is unsharded; empty for the root.
         largest_unit_nbytes: its bytes then.
         padding: share of all buckets that is padding.
+        tile_ranks: ranks over which tensor parallelism has split parameters before; 1 without.
         world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
         strategy: name of the row of the strategy table that the mesh and the units are; empty with one rank.
         kept: units that keep their parameters between forward and backward although the strategy frees them.
@@ -41,6 +42,7 @@ class Sharding:
     largest_unit: str
     largest_unit_nbytes: int
     padding: float
+    tile_ranks: int
     world_size: int
     shard_size: int
     replicate_size: int
@@ -57,7 +59,8 @@ class Sharding:
         mesh, schedule = units[0].mesh, schedule_of(units[0])
         largest = max(units, key=lambda unit: unit.full_nbytes)
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
-        total_numel = sum(bucket.layout.numel for bucket in buckets)
+        numel = sum(bucket.layout.numel for bucket in buckets)
+        tiles = [tile for bucket in buckets for tile in bucket.tiles if tile is not None]
         # What was not asked about is the root, which keeps its parameters under every strategy.
         kept = sum(
             not unit.reshard_after_forward and unit.requested_reshard_after_forward is not None for unit in units
@@ -73,12 +76,13 @@ class Sharding:
         return cls(
             units=len(units),
             buckets=len(buckets),
-            total_numel=total_numel,
+            total_numel=sum(p.numel() for bucket in buckets for p in bucket.sharded_parameters),
             rank_numel=sum(p.interval.numel for bucket in buckets for p in bucket.sharded_parameters),
             rank_nbytes=sum(bucket.main.nbytes for bucket in buckets),
             largest_unit=largest.name,
             largest_unit_nbytes=largest.full_nbytes,
-            padding=1 - total_numel / full_numel if full_numel else 0.0,
+            padding=1 - numel / full_numel if full_numel else 0.0,
+            tile_ranks=max((tile.mesh.size() for tile in tiles), default=1),
             world_size=mesh.world_size,
             shard_size=mesh.shard_size,
             replicate_size=mesh.replicate_size,
@@ -104,11 +108,12 @@ class Sharding:
         )
 
     def _placement(self) -> str:
-        if self.world_size == 1:
+        if self.world_size == 1 and self.tile_ranks == 1:
             return "whole on 1 rank"
         strategy = self.strategy + (f" keeping {self.kept} of {self.units} units" if self.kept else "")
         how = "sharded over" if self.shard_size > 1 else "replicated on"
-        return f"{how} {self.world_size} ranks ({strategy}, {self.replicate_size} x {self.shard_size})"
+        beneath = f", beneath it tensor parallel over {self.tile_ranks}" if self.tile_ranks > 1 else ""
+        return f"{how} {self.world_size} ranks ({strategy}, {self.replicate_size} x {self.shard_size}){beneath}"
 
 
 def _packed(units: Sequence[Unit]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,9 @@ from torch.distributed.tensor import Placement, Replicate
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
+from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.layout import Interval
+from fullshard.engine.tile import Tile
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,22 @@ class Span:
         shape: of the whole tensor.
         placement: where in which bucket it is.
         name: of the parameter.
+        tile: what this rank has to shard of it, if tensor parallelism has split it.
 
     Attributes:
-        interval: elements of the flattened tensor that this rank has.
+        device_mesh: torch's name for the ranks that it is spread over.
+        numel: elements of the tile, or of the whole tensor if there is none.
+        interval: elements of that, flattened, that this rank has.
     """
 
-    __slots__ = ("_layouts", "interval", "mesh", "name", "numel", "placement", "shape")
+    __slots__ = ("_layouts", "device_mesh", "interval", "mesh", "name", "numel", "placement", "shape", "tile")
 
-    def __init__(self, mesh: Mesh, shape: Sequence[int], placement: RaggedShard, name: Name) -> None:
-        self.mesh, self.shape, self.placement, self.name = mesh, torch.Size(shape), placement, name
-        self.numel = math.prod(shape)
+    def __init__(
+        self, mesh: Mesh, shape: Sequence[int], placement: RaggedShard, name: Name, tile: Tile | None = None
+    ) -> None:
+        self.mesh, self.shape, self.placement, self.name, self.tile = mesh, torch.Size(shape), placement, name, tile
+        self.device_mesh = mesh.device_mesh if tile is None else mesh.joined(tile.mesh)
+        self.numel = math.prod(self.tile_shape)
         self.interval = placement.interval(mesh.shard_rank, self.numel)
         self._layouts: dict[torch.dtype, torch_private.Layout] = {}
 
@@ -87,17 +95,43 @@ class Span:
         """What torch makes a DTensor of this dtype with."""
         layout = self._layouts.get(dtype)
         if layout is None:
-            mesh = self.mesh.device_mesh
-            has_shard_axis = mesh.ndim == 2 or self.mesh.replicate_size == 1
-            placements = (Replicate(),) * (mesh.ndim - has_shard_axis) + (self.placement,) * has_shard_axis
-            layout = self._layouts[dtype] = torch_private.layout_of(mesh, placements, self.shape, dtype)
+            along_tile = None if self.tile is None else self.tile.placement
+            placements = self.placements(self.placement, along_tile)
+            layout = self._layouts[dtype] = torch_private.layout_of(self.device_mesh, placements, self.shape, dtype)
         return layout
+
+    def placements(self, along_shard: Placement | None, along_tile: Placement | None) -> list[Placement]:
+        """For `device_mesh`: these along the axes that the tensor is cut along; replicated along all others."""
+        ndim = self.mesh.device_mesh.ndim
+        placements: list[Placement] = [Replicate()] * self.device_mesh.ndim
+        if along_shard is not None and (ndim == 2 or self.mesh.replicate_size == 1):
+            placements[ndim - 1] = along_shard
+        if along_tile is not None and self.tile is not None:
+            placements[ndim] = along_tile
+        return placements
+
+    @property
+    def tile_shape(self) -> torch.Size:
+        """Shape of what the interval is an interval of."""
+        return self.shape if self.tile is None else self.tile.shape
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether ranks have other elements because of tensor parallelism, too."""
+        return self.tile is not None and self.tile.tiling is not None
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those within which each rank has other elements: a sum over all elements is reduced over each."""
+        groups = () if self.mesh.shard_group is None else (self.mesh.shard_group,)
+        return (*groups, self.tile.mesh.get_group()) if self.tile is not None and self.is_tiled else groups
 
     def is_like(self, other: Span) -> bool:
         """Whether each rank has the same elements of both."""
         return (
             self.placement == other.placement
             and self.shape == other.shape
+            and self.tile == other.tile
             and self.mesh.shard_group is other.mesh.shard_group
             and self.mesh.shard_rank == other.mesh.shard_rank
         )
@@ -105,11 +139,20 @@ class Span:
     def part(self, shape: Sequence[int], start: int) -> Span:
         """That of a tensor of `shape` whose elements are this one's from `start` on."""
         placement = RaggedShard(self.placement.shard_numel, self.placement.offset + start)
-        return Span(self.mesh, shape, placement, self.name)
+        return Span(self.mesh, shape, placement, self.name, None if self.tile is None else self.tile.reshaped(shape))
+
+    def boxes(self) -> Iterator[IntervalBox]:
+        """This rank's elements as boxes of the whole."""
+        for box in boxes(tuple(self.tile_shape), self.interval):
+            if self.tile is None:
+                yield box
+            else:
+                yield replace(box, offsets=tuple(map(sum, zip(box.offsets, self.tile.offsets, strict=True))))
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a whole tensor, or of one that becomes that by broadcasting, shape (n,)."""
-        flat = whole.expand(self.shape).reshape(-1)
+        spread = whole.expand(self.shape)
+        flat = (spread if self.tile is None else self.tile.cut(spread)).reshape(-1)
         return flat[self.interval.start : self.interval.stop]
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
@@ -124,4 +167,5 @@ class Span:
             interval = self.placement.interval(owner, self.numel)
             if interval.numel:
                 dist.broadcast(full[interval.start : interval.stop], group=group, group_src=owner)
-        return full.view(self.shape)
+        tile = full.view(self.tile_shape)
+        return tile if self.tile is None else self.tile.gather(tile)

@@ -6,12 +6,13 @@ to the innermost unit around *all* its places, so that it is whole wherever it i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import WrapError
@@ -40,7 +41,11 @@ class Slot:
     def make_real(self, device: torch.device) -> None:
         """Put a parameter without memory in place of one on the meta device, which cannot be given any."""
         meta = self.parameter
-        self.parameter = nn.Parameter(torch.empty(0, dtype=meta.dtype, device=device), requires_grad=meta.requires_grad)
+        if isinstance(meta, DTensor):  # what tensor parallelism has made of it is to stay
+            memory: torch.Tensor = torch.empty_like(meta, device=device)
+        else:
+            memory = torch.empty(0, dtype=meta.dtype, device=device)
+        self.parameter = nn.Parameter(memory, requires_grad=meta.requires_grad)
         self.replaced.append(meta)
         for module, attribute in self.owners:
             module._parameters[attribute] = self.parameter
@@ -119,7 +124,8 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
     """See to it that every parameter is its own memory: a unit gives that to the bucket, and takes it back.
 
     Tensor subclasses that dispatch for themselves hold other tensors, which would stay as they are: forward would go on
-    computing with them while the optimizer updates the shards. bitsandbytes' weights are memory of their own.
+    computing with them while the optimizer updates the shards. bitsandbytes' weights are memory of their own. Torch's
+    DTensors, which tensor parallelism makes, are let through: what they hold can be replaced (`engine.tile`).
 
     Args:
         plans: whose parameters to check.
@@ -131,12 +137,8 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
     wrong = {id(slot.parameter): slot.parameter for plan in plans for slot in plan.slots if _wraps(slot.parameter)}
     if not wrong:
         return
-    names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wrong]
     kinds = sorted({type(parameter).__name__ for parameter in wrong.values()})
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    if any(hasattr(parameter, "placements") for parameter in wrong.values()):
-        reason, hint = "is sharded already", "leave out what made it one (parallelize_module, distribute_tensor)"
-    elif any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in wrong.values()):
+    if any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in wrong.values()):
         reason, hint = (
             "says by `fsdp_pre_all_gather` how it is gathered, which is not supported",
             "turn that off (for torchao's float8: enable_fsdp_float8_all_gather=False)",
@@ -144,11 +146,19 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
     else:
         reason = "wraps other tensors, with which forward would go on computing whatever the optimizer does"
         hint = "convert or quantise the model after training, or leave frozen ones out with ignored_params"
-    raise WrapError(f"{', '.join(names[:3])}{more}: a parameter of type {', '.join(kinds)} {reason}", hint=hint)
+    raise WrapError(f"{names_in(roots, wrong)}: a parameter of type {', '.join(kinds)} {reason}", hint=hint)
+
+
+def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
+    """The names of the parameters whose ids are `wanted`, for a message: three of them, and how many more."""
+    names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wanted]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def _wraps(parameter: Any) -> bool:
-    return torch_private.has_own_dispatch(type(parameter)) or hasattr(parameter, "fsdp_pre_all_gather")
+    is_own = torch_private.has_own_dispatch(type(parameter)) and not isinstance(parameter, DTensor)
+    return is_own or hasattr(parameter, "fsdp_pre_all_gather")
 
 
 def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:

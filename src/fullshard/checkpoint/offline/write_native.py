@@ -301,13 +301,13 @@ def _manifest(
     }
 
     def placed(kind: Kind, records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
-        return {name: r.model_copy(update={"pieces": pieces[kind, name]}) for name, r in records.items()}
+        return {name: r.model_copy(update={"pieces": pieces[kind, name], "tiles": None}) for name, r in records.items()}
 
     optimizer = contents.optimizer
     if optimizer is not None:
         state = {
             name: {
-                key: value.model_copy(update={"pieces": pieces["optimizer", f"{name}/{key}"]})
+                key: value.model_copy(update={"pieces": pieces["optimizer", f"{name}/{key}"], "tiles": None})
                 if isinstance(value, StateTensorRecord)
                 else value
                 for key, value in values.items()

@@ -1,0 +1,470 @@
+"""Tensor parallelism beneath: parameters that are DTensors over an axis of their own, sharded over another.
+
+pytest tests/test_tensor_parallel.py
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torchs
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fullshard
+from fullshard.checkpoint import (
+    full_state_dict,
+    load_checkpoint,
+    load_full_state_dict,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from fullshard.checkpoint.pretrained import load_pretrained
+from fullshard.core.errors import WrapError
+from tests.distributed import end_workers, run_ranks
+
+DIM, WORDS, LENGTH = 12, 20, 8
+RATE = 0.05
+CLI = [sys.executable, "-c", "from fullshard.cli.main import main; main()"]
+
+
+@pytest.fixture(autouse=True)
+def _new_workers() -> None:
+    """Torch remembers what it has computed with a mesh by its ranks, and so groups that are gone with the last test."""
+    end_workers()
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward, as Llama has them; the head size is 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.q, self.k, self.v = (nn.Linear(DIM, 16, bias=False) for _ in range(3))
+        self.o = nn.Linear(16, DIM, bias=False)
+        self.up, self.down = nn.Linear(DIM, 8), nn.Linear(8, DIM)
+
+    def attend(self, hidden: torch.Tensor) -> Any:
+        q, k, v = (layer(hidden).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        hidden = hidden + self.attend(self.attention_norm(hidden))
+        return hidden + self.down(F.gelu(self.up(self.norm(hidden))))
+
+
+class Words(nn.Module):
+    """A small language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.RMSNorm(DIM)
+        self.head = nn.Linear(DIM, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def build(dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(1)
+    return Words().to(dtype)
+
+
+def parallelize(model: Any, mesh: DeviceMesh, *, sequence: bool = False) -> Any:
+    """Split layers over the axis; with `sequence` norms work on a part of the sequence, as torch's own examples do."""
+    if not sequence:
+        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+        for block in model.blocks:
+            columns = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
+            parallelize_module(block, mesh, {**columns, "o": RowwiseParallel(), "down": RowwiseParallel()})
+        return model
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    for block in model.blocks:
+        columns = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel(input_layouts=Shard(1)))
+        rows = dict.fromkeys(("o", "down"), RowwiseParallel(output_layouts=Shard(1)))
+        parallelize_module(
+            block, mesh, {**columns, **rows, "attention_norm": SequenceParallel(), "norm": SequenceParallel()}
+        )
+    return model
+
+
+def shard(model: Any, mesh: DeviceMesh, fully_shard: Any = fullshard.fully_shard, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def data(step: int, part: int, parts: int) -> torch.Tensor:
+    """Tokens of 4 sequences, of which each of `parts` has a part."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(WORDS, (4, LENGTH + 1), generator=generator)
+    return tokens.chunk(parts)[part]
+
+
+def train(model: nn.Module, part: int, parts: int, *, steps: int = 4, norm: float | None = 0.3) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    losses = []
+    for step in range(steps):
+        tokens = data(step, part, parts)
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        if norm is not None:
+            losses.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def mean(losses: list[float], group: Any) -> list[float]:
+    values = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(values, group=group)
+    return (values / dist.get_world_size(group)).tolist()
+
+
+def check_training(dp: int, tp: int, sequence: bool) -> None:
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    plain = build()
+    expected = train(plain, 0, 1)
+    model = shard(parallelize(build(), mesh["tp"], sequence=sequence), mesh["dp"])
+    print(fullshard.describe(model))
+    part = mesh["dp"].get_local_rank()
+    got = mean(train(model, part, dp), mesh["dp"].get_group())
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = plain.get_parameter(name)
+        assert parameter.shape == whole.shape, name
+        torch.testing.assert_close(parameter.full_tensor(), whole.detach(), rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_losses_and_weights_are_those_of_one_process() -> None:
+    run_ranks(check_training, 4, 2, 2, False)
+
+
+def test_sequence_parallel_norms() -> None:
+    run_ranks(check_training, 4, 2, 2, True)
+
+
+def check_as_torchs(sequence: bool) -> None:
+    """Mixed precision and norms of all orders are those of torch's `fully_shard`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    part = mesh["dp"].get_local_rank()
+    policies: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    results = []
+    for fully_shard, policy in (
+        (torchs.fully_shard, torchs.MixedPrecisionPolicy),
+        (fullshard.fully_shard, fullshard.MixedPrecisionPolicy),
+    ):
+        model = parallelize(build(torch.float32), mesh["tp"], sequence=sequence)
+        shard(model, mesh["dp"], fully_shard, mp_policy=policy(**policies))
+        results.append((train(model, part, 2, norm=None), [p.full_tensor() for p in model.parameters()]))
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+def test_mixed_precision_is_as_torchs() -> None:
+    run_ranks(check_as_torchs, 4, True)
+    run_ranks(check_as_torchs, 4, False)
+
+
+def check_norms() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard(parallelize(build(), mesh["tp"], sequence=True), mesh["dp"])
+    plain = build()
+    tokens = data(0, 0, 1)
+    F.cross_entropy(plain(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    tokens = data(0, mesh["dp"].get_local_rank(), 2)
+    F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for order in (1.0, 2.0, 3.0, float("inf")):
+        expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
+        norms: list[Any] = [nn.utils.get_total_norm([p.grad for p in model.parameters()], order)]
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9, order))
+        for norm in norms:
+            torch.testing.assert_close(norm.full_tensor(), expected)
+        for name, parameter in plain.named_parameters():
+            gradient = model.get_parameter(name).grad
+            torch.testing.assert_close(gradient.norm(order).full_tensor(), parameter.grad.norm(order), msg=name)
+            torch.testing.assert_close(gradient.full_tensor(), parameter.grad, msg=name)
+    for name, parameter in plain.named_parameters():
+        gradient = model.get_parameter(name).grad
+        for result, expected in (
+            (gradient.sum(), parameter.grad.sum()),
+            (gradient.mean(0), parameter.grad.mean(0)),
+            (gradient[:3], parameter.grad[:3]),
+            (gradient.view(-1), parameter.grad.view(-1)),
+            (gradient.t() if gradient.dim() == 2 else gradient, parameter.grad.t()),
+            (gradient * torch.tensor(2.0), parameter.grad * 2),
+            (gradient + gradient.mean(0).mean(), parameter.grad + parameter.grad.mean(0).mean()),
+        ):
+            torch.testing.assert_close(result.full_tensor(), expected, msg=name)
+        torch.testing.assert_close(gradient.max().full_tensor(), parameter.grad.max())
+        torch.manual_seed(0)
+        nn.init.normal_(parameter)
+        torch.manual_seed(0)
+        nn.init.normal_(model.get_parameter(name))
+        assert torch.equal(model.get_parameter(name).full_tensor(), parameter.detach()), name
+        assert torch.equal(model.get_parameter(name), model.get_parameter(name).detach().clone())
+        shards = model.get_parameter(name).detach().redistribute(placements=[Shard(0), Replicate()])
+        assert torch.equal(shards.full_tensor(), parameter.detach())
+
+
+def test_what_is_computed_of_them_is_of_the_whole() -> None:
+    run_ranks(check_norms, 4)
+
+
+def check_meta(assigns: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = build()
+    with torch.device("meta"):
+        empty = Words().to(torch.float64)
+    model = shard(parallelize(empty, mesh["tp"], sequence=True), mesh["dp"])
+    assert all(p.is_meta for p in model.parameters())
+    if assigns:
+        model.load_state_dict(plain.state_dict(), assign=True)
+    else:
+        model.to_empty(device="cpu")
+        model.load_state_dict(plain.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), plain.state_dict()[name]), name
+    expected = train(plain, 0, 1)
+    got = mean(train(model, mesh["dp"].get_local_rank(), 2), mesh["dp"].get_group())
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_from_the_meta_device() -> None:
+    run_ranks(check_meta, 4, False)
+    run_ranks(check_meta, 4, True)
+
+
+def check_dcp(directory: str) -> None:
+    """What torch's `fully_shard` saves over (dp, tp) is loaded here, and the other way round, optimizer and all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    part = mesh["dp"].get_local_rank()
+
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        own, its = get_state_dict(model, optimizer)
+        return {"model": own, "optimizer": its}
+
+    def made(fully_shard: Any, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = shard(parallelize(build(), mesh["tp"]), mesh["dp"], fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        for step in range(steps):
+            tokens = data(step, part, 2)
+            F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    for number, (source, target) in enumerate(((torchs, fullshard), (fullshard, torchs), (fullshard, fullshard))):
+        saved, loaded = made(source.fully_shard, 2), made(target.fully_shard, 1)
+        dcp.save(state(*saved), checkpoint_id=f"{directory}/{number}")
+        into = state(*loaded)
+        dcp.load(into, checkpoint_id=f"{directory}/{number}")
+        set_state_dict(*loaded, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
+        whole = StateDictOptions(full_state_dict=True)
+        first, second = (get_state_dict(*each, options=whole) for each in (saved, loaded))
+        torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)
+        torch.testing.assert_close(first[1]["state"], second[1]["state"], rtol=0, atol=0)
+
+
+def test_torchs_checkpoints_both_ways(tmp_path: Path) -> None:
+    run_ranks(check_dcp, 4, str(tmp_path))
+
+
+def check_hybrid() -> None:
+    """Copies of what is sharded of what is split: a mesh of three axes, two of which are `fully_shard`'s."""
+    plain = build()
+    expected = train(plain, 0, 1)
+    for sizes in ((2, 1, 2), (1, 2, 2)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
+        model = shard(parallelize(build(), mesh["tp"], sequence=True), mesh["replicate", "shard"])
+        both = mesh["replicate", "shard"]
+        part = both.get_local_rank(0) * sizes[1] + both.get_local_rank(1)
+        got = train(model, part, 2)
+        parts = [None] * 4
+        dist.all_gather_object(parts, got)
+        got = torch.tensor(parts, dtype=torch.float64).mean(0).tolist()
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name).detach(), msg=name)
+
+
+def test_hybrid_sharding_above_it() -> None:
+    run_ranks(check_hybrid, 4)
+
+
+def check_unsharded() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = build()
+    model = shard(parallelize(build(), mesh["tp"]), mesh["dp"])
+    tokens = data(0, 0, 1)[:, :-1]
+    with fullshard.unsharded(model, writeback=True):
+        weight = model.get_parameter("blocks.0.down.weight")
+        assert isinstance(weight, DTensor) and weight.placements == (Shard(1),)
+        assert torch.equal(weight.full_tensor(), plain.get_parameter("blocks.0.down.weight").detach())
+        with torch.no_grad():
+            weight.mul_(2)
+            plain.get_parameter("blocks.0.down.weight").mul_(2)
+        torch.testing.assert_close(model(tokens), plain(tokens))
+    torch.testing.assert_close(model(tokens), plain(tokens))
+    name = "blocks.0.down.weight"
+    copied = copy.deepcopy(model.get_parameter(name))
+    assert torch.equal(copied.full_tensor(), plain.get_parameter(name).detach())
+    model.float()
+    assert torch.equal(model.get_parameter(name).full_tensor(), plain.get_parameter(name).detach().float())
+    torch.testing.assert_close(model(tokens), plain.float()(tokens))
+    assert fullshard.describe(model).tile_ranks == 2
+    assert fullshard.describe(model).total_numel == sum(p.numel() for p in plain.parameters())
+    own = sum(p.to_local().numel() for p in model.parameters())
+    assert fullshard.describe(model).rank_numel == own
+
+
+def test_unsharded_they_are_what_they_were() -> None:
+    run_ranks(check_unsharded, 4)
+
+
+def check_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize(build(), mesh["tp"])
+    with pytest.raises(WrapError, match=r"q\.weight, k\.weight, v\.weight and 5 more: a DTensor over .*no name"):
+        fullshard.fully_shard(model.blocks[0])
+    with pytest.raises(WrapError, match="overlapping"):
+        fullshard.fully_shard(model.blocks[0], mesh=mesh["tp"])
+    fullshard.fully_shard(model.blocks[0], mesh=other["dp"])  # another mesh of the same ranks and axes
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Shard(1)]))
+    with pytest.raises(WrapError, match="of one axis beside"):
+        fullshard.fully_shard(layer, mesh=mesh["dp"])
+
+
+def test_what_is_refused() -> None:
+    run_ranks(check_refused, 4)
+
+
+def made(mesh: DeviceMesh | None, *, sequence: bool = False, steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
+    """A model over (dp, tp), or over all ranks if there is no mesh, and an optimizer that has stepped."""
+    model = build()
+    if mesh is not None:
+        parallelize(model, mesh["tp"], sequence=sequence)
+        shard(model, mesh["dp"])
+        part, parts = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    else:
+        for block in model.blocks:
+            fullshard.fully_shard(block)
+        fullshard.fully_shard(model)
+        part, parts = 0, 1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    for step in range(steps):
+        tokens = data(step, part, parts)
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def wholes(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found |= {
+            f"{name}/{key}": value.full_tensor() for key, value in optimizer.state[parameter].items() if value.ndim
+        }
+    return found
+
+
+def check_save(directory: str, sequence: bool) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, optimizer = made(mesh, sequence=sequence)
+    save_checkpoint(directory, model=model, optimizer=optimizer)
+    full = full_state_dict(model, rank0_only=False)
+    found = wholes(model, optimizer)
+    assert all(torch.equal(found[name], value) for name, value in full.items())
+    return found
+
+
+def check_load(directory: str, sizes: tuple[int, int] | None, sequence: bool) -> dict[str, torch.Tensor]:
+    mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    model, optimizer = made(mesh, sequence=sequence, steps=1)
+    load_checkpoint(directory, model=model, optimizer=optimizer)
+    return wholes(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(4, (2, 2)), pytest.param(4, (1, 4), marks=pytest.mark.full), (2, (1, 2)), (3, None)]
+)
+def test_checkpoints_of_any_mesh_into_any_other(tmp_path: Path, ranks: int, sizes: tuple[int, int] | None) -> None:
+    path = tmp_path / "one"
+    saved = run_ranks(check_save, 4, str(path), sizes is None)[0]
+    verify_checkpoint(path).raise_if_damaged()
+    end_workers()
+    for found in run_ranks(check_load, ranks, str(path), sizes, sizes is not None):
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], value) for name, value in saved.items())
+
+
+def test_checkpoints_are_cut_and_exported_without_ranks(tmp_path: Path) -> None:
+    saved = run_ranks(check_save, 4, str(tmp_path / "one"), False)[0]
+    (tmp_path / "config.json").write_text("{}")
+    for command in (("reshard", "--world-size", "2"), ("export", "--to", "hf", "--config-from", str(tmp_path))):
+        paths = [str(tmp_path / name) for name in ("one", command[0])]
+        subprocess.run([*CLI, "ckpt", command[0], *paths, *command[1:]], check=True, timeout=120)
+    end_workers()
+    found = run_ranks(check_load, 2, str(tmp_path / "reshard"), None, False)[0]
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in exported.items())
+
+
+def check_pretrained(directory: str) -> None:
+    """Each rank reads what it will own of its tile, and no more than the rows around it."""
+    plain = build()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard(parallelize(build(), mesh["tp"], sequence=True), mesh["dp"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_pretrained(directory, model)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.get_parameter(name).full_tensor(), value), name
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_full_state_dict(model, plain.state_dict() if dist.get_rank() == 0 else None)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.get_parameter(name).full_tensor(), value), name
+
+
+def test_plain_weights_into_tiles(tmp_path: Path) -> None:
+    save_file(build().state_dict(), tmp_path / "model.safetensors")
+    run_ranks(check_pretrained, 4, str(tmp_path))

@@ -1,0 +1,61 @@
+"""Where the elements of one cut of a tensor lie in another.
+
+pytest tests/test_tiling.py
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.checkpoint.tiles import read_across
+from fullshard.core.layout import Interval
+from fullshard.core.tiling import Tiling
+
+
+def flattened(whole: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    return torch.cat([part.reshape(-1) for part in whole.chunk(tiling.parts, tiling.dim)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_any_interval_of_any_cut_out_of_any_other(shape: list[int], data: st.DataObject) -> None:
+    tilings = [Tiling(data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))) for _ in range(2)]
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    source, target = (flattened(whole, tiling) for tiling in tilings)
+    start = data.draw(st.integers(0, whole.numel()))
+    wanted = Interval(start, data.draw(st.integers(start, whole.numel())))
+    memory = torch.full((wanted.numel + 3,), -1)
+
+    def read(part: Interval, out: torch.Tensor) -> None:
+        out.copy_(source[part.start : part.stop])
+
+    read_across(read, memory[2:-1], shape=tuple(shape), source=tilings[0], target=tilings[1], wanted=wanted)
+    assert memory.tolist() == [-1, -1, *target[wanted.start : wanted.stop].tolist(), -1]
+
+
+def test_a_part_is_what_chunk_makes_of_it() -> None:
+    for length, parts in itertools.product(range(1, 9), range(1, 6)):
+        whole = torch.arange(length * 3).view(3, length)
+        tiling = Tiling(1, parts)
+        chunks = [*whole.chunk(parts, 1), *[whole[:, :0]] * parts][:parts]
+        for part, chunk in enumerate(chunks):
+            offsets, sizes = tiling.box((3, length), part)
+            assert sizes == tuple(chunk.shape)
+            assert torch.equal(whole[:, offsets[1] : offsets[1] + sizes[1]], chunk)
+
+
+def test_no_more_is_read_than_whole_rows() -> None:
+    """Half of the columns of the rows that an interval touches, from a tile that has all of them."""
+    read: list[Interval] = []
+
+    def note(part: Interval, out: torch.Tensor) -> None:
+        read.append(part)
+        out.zero_()
+
+    out = torch.empty(8)
+    read_across(note, out, shape=(100, 8), source=Tiling(0, 1), target=Tiling(1, 2), wanted=Interval(40, 48))
+    assert read == [Interval(80, 96)]
