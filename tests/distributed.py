@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,19 @@ def _serve(tasks: Any, results: Any) -> None:
             dist.destroy_process_group()
         if coverage := sys.modules.get("coverage"):  # in its own process only; this one will be killed
             coverage.Coverage.current().save()
-        results.put(outcome)
+        results.put(_pickled(outcome))
         del outcome, function, args
         gc.collect()  # models are cycles, and hold their groups, of which each keeps threads awake
+
+
+def _pickled(outcome: tuple[int, bool, Any]) -> bytes:
+    """Here and not by the queue, whose thread drops what it cannot pickle, so that the caller would wait for it."""
+    rank, succeeded, _ = outcome
+    try:
+        return bytes(ForkingPickler.dumps(outcome))
+    except Exception:
+        what = "returned what cannot be pickled" if succeeded else "raised"
+        return bytes(ForkingPickler.dumps((rank, False, f"it {what}:\n{traceback.format_exc()}")))
 
 
 class _Pool:
@@ -122,7 +133,7 @@ def _collect(world_size: int, deadline: float) -> list[Any]:
     values: dict[int, Any] = {}
     while len(values) < world_size:
         try:
-            rank, succeeded, value = _POOL.results.get(timeout=0.5)
+            rank, succeeded, value = ForkingPickler.loads(_POOL.results.get(timeout=0.5))
         except queue.Empty:
             codes = {r: worker.exitcode for r, (worker, _) in enumerate(_POOL.workers[:world_size])}
             dead = [r for r, code in codes.items() if code is not None]
