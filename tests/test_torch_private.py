@@ -355,14 +355,18 @@ def parse_to() -> None:
 # -- compiled code ----------------------------------------------------------------------------------------------
 
 
-@check("running_compiler", "keep_compiler_out", "is_compiled_function", "inside_compiled", "MANAGED")
+@check("keep_compiler_out", "is_compiled_function", "inside_compiled", "MANAGED")
 def compiled() -> None:
-    seen: list[bool] = []
     graphs: list[str] = []
 
-    def hook(value: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_private.running_compiler() is not None)
+    def deeper(value: torch.Tensor) -> torch.Tensor:
         return value.cosh()
+
+    def hook(value: torch.Tensor) -> torch.Tensor:
+        return deeper(value)
+
+    def guarded(value: torch.Tensor) -> torch.Tensor:
+        return value.tanh() if torch.compiler.is_compiling() else hook(value)
 
     def function(value: torch.Tensor) -> torch.Tensor:
         return hook(value.sinh())
@@ -373,13 +377,22 @@ def compiled() -> None:
 
     torch_private.keep_compiler_out(hook)
     made = torch.compile(function, backend=backend)
-    with warnings.catch_warnings():  # asking for the compiler cannot be compiled
-        warnings.simplefilter("ignore")
-        made(torch.ones(1))
+    made(torch.ones(1))
     assert any("sinh" in code for code in graphs)
-    assert not any("sinh" in code and "cosh" in code for code in graphs), "the hook was compiled with what calls it"
-    function(torch.ones(1))
-    assert seen == [True, False]
+    assert not any("cosh" in code for code in graphs), "the hook was compiled"
+    graphs.clear()
+    torch_private.keep_compiler_out(guarded, is_in_graphs=True)
+    shrink = nn.Tanhshrink()
+    shrink.register_forward_pre_hook(lambda _module, args: (guarded(args[0]),))
+    torch_private.keep_compiler_out(*shrink._forward_pre_hooks.values())
+    shrink.compile(backend=backend, fullgraph=True)
+    shrink(torch.ones(1))
+    assert len(graphs) == 1, "a hook was called between graphs and compiled by itself"
+    assert "tanh" in graphs[0]
+    graphs.clear()
+    torch.compile(lambda value: guarded(value).sinh(), backend=backend, fullgraph=True)(torch.ones(1))
+    assert len(graphs) == 1, "the graph does not go on through the function"
+    assert "tanh" in graphs[0]
     assert torch_private.is_compiled_function(made)
     assert not torch_private.is_compiled_function(function)
     module = nn.Linear(1, 1)

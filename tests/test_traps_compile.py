@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from fullshard.core.errors import FullshardError
-from fullshard.engine import ShardedTensor, shard_model
+from fullshard.core.errors import FullshardError, LifecycleError
+from fullshard.engine import ShardedTensor, fully_shard, shard_model
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
     WIDTH,
+    Block,
     Stack,
     assert_at_rest,
     assert_same_gradients,
@@ -91,6 +93,112 @@ def check_whole(how: str) -> None:
 @pytest.mark.parametrize("how", [pytest.param("wrapper", marks=pytest.mark.full), "in place"])
 def test_compiled_model(how: str) -> None:
     run_ranks(check_whole, 2, how)
+
+
+class Tied(nn.Module):
+    """A language model whose head has the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def tied_losses(how: str, counter: CompileCounterWithBackend) -> list[float]:
+    """Of ten steps of AdamW. `how`: what is compiled, and whether before or after it is sharded."""
+    torch._dynamo.reset()
+    model = build(Tied)
+    blocks = list(model.blocks)  # type: ignore[arg-type]
+    for block in blocks if how == "blocks before" else ():
+        block.compile(backend=counter, fullgraph=True)
+    for block in () if how == "one unit" else blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for block in blocks if how == "blocks after" else ():
+        block.compile(backend=counter, fullgraph=True)
+    if how in ("whole", "one unit"):
+        model.compile(backend=counter, fullgraph=how == "one unit")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(10):
+        tokens = batch(step, rank_and_size()[0]).mul(5).long() % 20
+        loss = model(tokens).logsumexp(-1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert_at_rest(model)
+    return losses
+
+
+def check_graphs(how: str, most: int) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    expected = tied_losses("", counter)
+    assert counter.frame_count == 0
+    assert tied_losses(how, counter) == expected
+    assert 1 <= counter.frame_count <= most, f"{counter.frame_count} graphs"
+
+
+@pytest.mark.parametrize(
+    ("how", "most"),
+    [("blocks before", 1), ("blocks after", 1), ("whole", 3), ("one unit", 1)],
+)
+def test_one_graph_for_all_units_of_a_class(how: str, most: int) -> None:
+    """Equal to the bit to the model that is not compiled; `whole`: the embedding's, the blocks' and the head's."""
+    run_ranks(check_graphs, 2, how, most)
+
+
+def check_compiler_after_a_failure() -> None:
+    """A hook that raises leaves the compiler as it was."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    block = Block()
+    model = nn.Sequential(block).double()
+    fully_shard(model)
+    model.compile(backend=counter, fullgraph=True)
+    weight = block.up._parameters["weight"]
+    block.up.weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(LifecycleError, match="was replaced"):
+        model(batch(0, 0))
+    block.up._parameters["weight"] = weight
+    model(batch(0, 0))
+    assert counter.frame_count == 1
+
+
+def test_compiled_unit_after_a_failure() -> None:
+    run_ranks(check_compiler_after_a_failure, 1)
+
+
+def check_classes() -> None:
+    class Local(Block):
+        def other(self) -> int:
+            return 1
+
+    def same(self: Local) -> int:
+        return 2
+
+    first, second = Local(), Local()
+    fully_shard(first)
+    fully_shard(second)
+    assert type(first) is type(second) is not Local
+    Local.other = same  # type: ignore[method-assign]
+    third = Local()
+    fully_shard(third)
+    assert type(third) is not type(first)
+    assert (first.other(), third.other()) == (1, 2)
+
+
+def test_units_of_a_class_share_one_that_has_its_methods() -> None:
+    run_ranks(check_classes, 1)
 
 
 def check_compiled_child_state() -> None:

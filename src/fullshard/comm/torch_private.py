@@ -22,7 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
@@ -221,9 +225,6 @@ def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
 
 # -- compiled code ----------------------------------------------------------------------------------------------
 
-running_compiler: Callable[[], object | None] = get_eval_frame_callback
-"""What compiles the code that runs now; None if nothing does. Asking takes less than keeping it out. Since 2.6."""
-
 MANAGED = "_is_fsdp_managed_module"
 """Attribute of every module in a sharded model: the compiler then takes its parameters for what they are at each call,
 not for what they were when it compiled. Since 2.0."""
@@ -243,11 +244,23 @@ HIDDEN_WRAPPER = "_checkpoint_wrapped_module"
 """The one of these that is not in the keys of a state dict. Since 2.0."""
 
 
-def keep_compiler_out(*hooks: Any) -> None:
-    """Have functions be no part of what is compiled around them, without importing the compiler. Since 2.0."""
-    for hook in hooks:
-        hook._torchdynamo_disable = True
-        hook._torchdynamo_disable_msg = "fullshard runs its hooks outside the graph"
+_LEFT_ALONE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+
+def keep_compiler_out(hook: Callable[..., Any], *, is_in_graphs: bool = False) -> None:
+    """Have a function, and what it calls, not be compiled by itself, without importing the compiler.
+
+    Without, what was to be one graph (`fullgraph`) could not be called between hooks. Since 2.7.
+
+    Args:
+        hook: the function.
+        is_in_graphs: a graph of what calls it goes on through it; otherwise it ends there.
+    """
+    set_code_exec_strategy(hook.__code__, _LEFT_ALONE)
+    if is_in_graphs:
+        return
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    hook._torchdynamo_disable_msg = "fullshard runs its hooks outside the graph"  # type: ignore[attr-defined]
 
 
 def is_compiled_function(function: Callable[..., Any]) -> bool:

@@ -24,6 +24,7 @@ from fullshard.engine.span import Span
 from fullshard.engine.unit import Unit
 
 _UNIT = "_fullshard_unit"
+_MADE_FROM = "_fullshard_methods"
 _DDP = "torch.nn.parallel.distributed"
 _made: list[str] = []
 """The class of the first module that became a unit in this process."""
@@ -319,14 +320,7 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     """Attach the unit, and swap in a class of the same name that has `FSDPModule`'s methods."""
     cls = type(module)
     _made[:] = _made or [cls.__name__]
-    # The name stays: layer class names in configs and exported architectures are read from it.
-    members: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    members["forward"] = _entered_directly(cls.forward)
-    for name, member in vars(cls).items():
-        # torch asks of its own methods (`get_extra_state`) whether they are those of nn.Module
-        if inspect.isfunction(member) and not name.startswith("_") and not hasattr(nn.Module, name):
-            members[name] = _entered_past_forward(name, member)
-    module.__class__ = type(cls.__name__, (FSDPModule, cls), members)
+    module.__class__ = _unit_class(cls)
     module.__dict__[_UNIT] = unit
     torch_private.mark_fully_sharded(module)
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
@@ -341,6 +335,28 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
             inner.resize_token_embeddings = _resizes_nothing(inner)  # type: ignore[assignment]
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(_before_load_state_dict)
+
+
+def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """That of units made of `cls`: one for all of them, as a compiler makes a graph for each class.
+
+    Another one if somebody has changed the methods of `cls` since.
+    """
+    methods: dict[str, Callable[..., Any]] = {
+        name: member
+        for name, member in vars(cls).items()
+        # torch asks of its own methods (`get_extra_state`) whether they are those of nn.Module
+        if inspect.isfunction(member) and not name.startswith("_") and not hasattr(nn.Module, name)
+    }
+    methods["forward"] = cls.forward
+    for made in cls.__subclasses__():
+        if made.__dict__.get(_MADE_FROM) == methods:
+            return made
+    # The name stays: layer class names in configs and exported architectures are read from it.
+    members: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__, _MADE_FROM: methods}
+    members |= {name: _entered_past_forward(name, method) for name, method in methods.items()}
+    members["forward"] = _entered_directly(cls.forward)
+    return type(cls.__name__, (FSDPModule, cls), members)
 
 
 def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -521,13 +521,28 @@ class Unit:
         for part in parts.values():
             is_watched = is_outermost or isinstance(part, nn.Embedding)
             if is_watched and all(part is not module for module in self.modules):
-                handles.append(part.register_forward_pre_hook(_uncompiled(self._pre_part), prepend=True))
-                handles.append(part.register_forward_hook(_uncompiled(self._post_part), always_call=True))
+                before, after = self._part_hooks()
+                handles.append(part.register_forward_pre_hook(before, prepend=True))
+                handles.append(part.register_forward_hook(after, always_call=True))
         return handles
 
-    def _pre_part(self, module: nn.Module, args: Any) -> None:
-        if not self.is_at_rest:
-            return
+    def _part_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """A part's; within the unit's forward they do nothing, and a graph of that goes on through them."""
+        pre_part, post_part = _uncompiled(self._pre_part), _uncompiled(self._post_part)
+
+        def before(module: nn.Module, args: Any) -> None:
+            if self.is_at_rest:
+                pre_part(module)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._part is module:
+                post_part()
+
+        torch_private.keep_compiler_out(before, is_in_graphs=True)
+        torch_private.keep_compiler_out(after, is_in_graphs=True)
+        return before, after
+
+    def _pre_part(self, module: nn.Module) -> None:
         self.take_requires_grad()
         self.unshard()
         if torch.is_grad_enabled():
@@ -535,10 +550,9 @@ class Unit:
         else:
             self._part = module
 
-    def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._part is module:
-            self._part = None
-            self.reshard()
+    def _post_part(self) -> None:
+        self._part = None
+        self.reshard()
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
@@ -766,17 +780,11 @@ def _locate(error: BaseException, unit: Unit, phase: str) -> None:
         error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")
 
 
-def _uncompiled(function: Any) -> Any:
-    """Keep dynamo out of a hook, without importing dynamo, which takes seconds, where nobody else has."""
-    eager = None
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the compiler out of a hook."""
 
     def hook(*args: Any) -> Any:
-        nonlocal eager
-        if torch_private.running_compiler() is None:  # nothing is being compiled, and asking is cheaper than `disable`
-            return function(*args)
-        if eager is None:
-            eager = torch.compiler.disable(function)
-        return eager(*args)
+        return function(*args)
 
     torch_private.keep_compiler_out(hook)
     return hook

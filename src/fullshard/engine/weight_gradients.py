@@ -72,11 +72,22 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
             lookups = []
         to_come: weakref.WeakSet[_ToCome] = weakref.WeakSet()
         for module in owners.values() if lookups or len(owners) > 1 else ():
-            module.register_forward_hook(wrap(_UseHook(bucket, index, take, wrap, to_come)), prepend=True)
+            hook = wrap(_UseHook(bucket, index, take, wrap, to_come))
+            module.register_forward_hook(_unless_in_graph(hook), prepend=True)
         for module in lookups:
             lookup = _Lookup(bucket, index, to_come)
             module.register_forward_pre_hook(lookup.begin)
             module.register_forward_hook(lookup.end, always_call=True)
+
+
+def _unless_in_graph(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward hook where the module runs by itself; a graph that the compiler makes of more than it stays whole."""
+
+    def guarded(module: nn.Module, args: Any, output: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(module, args, output)
+
+    torch_private.keep_compiler_out(guarded, is_in_graphs=True)
+    return guarded
 
 
 def _is_large_matrix(parameter: torch.Tensor) -> bool:
@@ -104,9 +115,10 @@ class _Lookup:
 
     def begin(self, module: nn.Embedding, _args: Any) -> None:
         """Before the forward."""
+        if torch.compiler.is_compiling():  # compiled code takes no such gradient
+            return
         bucket = self._bucket()
-        is_compiled = torch_private.running_compiler() is not None  # compiled code takes no such gradient
-        if bucket is None or is_compiled or module.scale_grad_by_freq or _is_looked_at(bucket, self._index):
+        if bucket is None or module.scale_grad_by_freq or _is_looked_at(bucket, self._index):
             return
         if bucket.compute_dtype == torch.float16:  # of which torch adds up no two such gradients
             return
@@ -119,8 +131,6 @@ class _Lookup:
         """After it, even if it failed."""
         if self._was_sparse is not None:
             module.sparse, self._was_sparse = self._was_sparse, None
-
-    torch_private.keep_compiler_out(begin, end)
 
 
 # -- tied weights ---------------------------------------------------------------------------------------------------
