@@ -122,6 +122,8 @@ CONFIGS = groups(
         gradient_accumulation_steps=st.integers(1, 10**6),
         gradient_clipping=st.none() | st.floats(1e-3, 1e3),
         step_in_backward=BOOL,
+        nonfinite_gradients=st.sampled_from(["raise", "skip", "rollback", "off"]),
+        nonfinite_limit=st.integers(1, 10**6),
         check_plan=BOOL,
     ),
     checkpoint=groups(

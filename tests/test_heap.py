@@ -13,8 +13,8 @@ import sys
 import pytest
 import torch
 
+from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.heap import TRIM_NBYTES
-from fullshard.comm.cpu.send_queue import average
 from fullshard.config.switches import HEAP
 
 BEGIN = """

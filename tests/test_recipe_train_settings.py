@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fullshard.core.errors import CheckpointError, ConfigError, DataError, FullshardError, WrapError
+from fullshard.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError, WrapError
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.loop import learning_rate
+from fullshard.recipes.loop import Trainer, learning_rate
 from fullshard.recipes.train import train
 from tests.distributed import run_ranks
 
@@ -280,9 +282,51 @@ def test_damaged_checkpoint_is_passed_over_or_refused(run: Run, tmp_path: Path, 
 
 def test_what_is_not_finite_stops_the_run(run: Run, tmp_path: Path) -> None:
     """Before it gets into a checkpoint."""
-    with pytest.raises(FullshardError, match=r"step 2 has loss 5\.\d+ and gradient norm nan; .*\nhint: lower --lr"):
+    with pytest.raises(
+        NonFiniteError, match=r"gradients are not finite: .* \(NaN\) .*; they came from rank 0"
+    ) as error:
         run(lr=1e30, save_every=1)
+    assert error.value.__notes__ == ["fullshard: this was step 2 of the run"]
     assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-000001"]
+
+
+@pytest.fixture
+def bad_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of the third batch of the data is NaN."""
+    loss_sum = Trainer._loss_sum
+    batches: list[torch.Tensor] = []
+
+    def spoiled(trainer: Trainer, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs = micro_batch[0]
+        if not any(torch.equal(inputs, known) for known in batches):
+            batches.append(inputs)
+        loss = loss_sum(trainer, micro_batch)
+        return loss * math.nan if torch.equal(inputs, batches[min(2, len(batches) - 1)]) and len(batches) > 2 else loss
+
+    monkeypatch.setattr(Trainer, "_loss_sum", spoiled)
+
+
+@pytest.mark.usefixtures("bad_batch")
+def test_a_step_that_is_not_finite_is_left_out(run: Run, reference: list[StepMetrics]) -> None:
+    with pytest.warns(UserWarning, match=r"step 3 of this process: .*; the step is left out \(1 so far\)"):
+        losses = _losses(run(nonfinite_gradients="skip", held_out=0))
+    assert math.isnan(losses[2]) and all(map(math.isfinite, losses[:2] + losses[3:]))
+
+
+@pytest.mark.usefixtures("bad_batch")
+def test_a_rollback_goes_past_the_data(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The steps are as many, without the data since the checkpoint; a resume knows of it."""
+    settings = {"nonfinite_gradients": "rollback", "save_every": 2, "held_out": 0, "steps": STEPS + 1}
+    losses = _losses(run(**settings))
+    assert len(losses) == STEPS + 1 and all(map(math.isfinite, losses))
+    assert "rollback: to the checkpoint after step 2; 1 batches are passed over" in capsys.readouterr().out
+    manifest = json.loads((tmp_path / "out" / "checkpoints" / "step-000004" / "manifest.json").read_text())
+    assert '"skipped_batches": 1' in json.dumps(manifest)
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-000005")
+    assert _losses(run(**settings)) == losses
+    with pytest.raises(NonFiniteError) as error:
+        run("none", **settings | {"save_every": 0})
+    assert error.value.__notes__[-1] == "fullshard: there is no checkpoint to go back to"
 
 
 def test_learning_rate_rises_then_falls() -> None:

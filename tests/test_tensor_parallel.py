@@ -38,7 +38,7 @@ from fullshard.checkpoint import (
     verify_checkpoint,
 )
 from fullshard.checkpoint.pretrained import load_pretrained
-from fullshard.core.errors import WrapError
+from fullshard.core.errors import NonFiniteError, WrapError
 from tests.distributed import end_workers, run_ranks
 
 DIM, WORDS, LENGTH = 12, 20, 8
@@ -352,6 +352,20 @@ def check_unsharded() -> None:
 
 def test_unsharded_they_are_what_they_were() -> None:
     run_ranks(check_unsharded, 4)
+
+
+def check_not_finite() -> None:
+    """One rank of the other axis has it, and every rank is told."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = shard(parallelize(build(), mesh["tp"]), mesh["dp"])
+    if dist.get_rank() == 1:
+        model.blocks[0].set_all_reduce_hook(lambda gradient: gradient.fill_(float("inf")))
+    with pytest.raises(NonFiniteError, match=r"blocks\.0\."):
+        train(model, 0, 1, steps=1, norm=None)
+
+
+def test_gradients_that_are_not_finite_on_a_rank_of_the_other_axis() -> None:
+    run_ranks(check_not_finite, 2)
 
 
 def check_refused() -> None:

@@ -103,6 +103,7 @@ class Accelerator(Loaders, Reporting):
     """
 
     _gradient_state_class = GradientState
+    _rolls_back = False
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class Accelerator(Loaders, Reporting):
         self.fsdp_plugin = FullyShardedDataParallelPlugin() if fsdp_plugin is None else fsdp_plugin
         if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin):
             self.fsdp_plugin.fill(self._config)
-        self.setup = Setup.of(self._config, self.fsdp_plugin, handlers.autocast)
+        self.setup = Setup.of(self._config, self.fsdp_plugin, handlers.autocast, rolls_back=self._rolls_back)
         accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(
             self._config.training.gradient_accumulation_steps
         )
@@ -208,7 +209,7 @@ class Accelerator(Loaders, Reporting):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left out its last step because a scaled gradient overflowed."""
+        """Whether an optimizer left out its last step: a scaled gradient overflowed, or one was not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     # -- prepare ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from fullshard.api.forwarding import forwarded
 from fullshard.api.state import GradientState
 from fullshard.core.errors import ConfigError
 from fullshard.engine import clip_grad_norm_, repoint
+from fullshard.engine.step.hooks import was_left_out
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -42,7 +43,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a scaled gradient overflowed."""
+        """Whether the last step was left out because a scaled gradient overflowed, or one was not finite."""
         return self._was_skipped
 
     state: Any = forwarded("optimizer.state", may_set=True)
@@ -60,7 +61,9 @@ class AcceleratedOptimizer(Optimizer):
         if self.clipping is not None:
             self._clip(self.clipping, closure)
         if self.scaler is None:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            self._was_skipped = was_left_out(self.optimizer)
+            return result
         scale = self.scaler.get_scale()
         result = self.scaler.step(self.optimizer, *(() if closure is None else (closure,)))
         self.scaler.update()

@@ -18,7 +18,7 @@ from fullshard.api.state import ProcessState
 from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
-from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
+from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig, TrainingConfig
 from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
@@ -47,25 +47,36 @@ class Setup:
         precision: the dtypes.
         plugin: what the settings cannot hold: modules, functions, a wrap policy that is an object.
         autocast: how the forward runs under autocast in the modes bf16 and fp16.
+        training: what becomes of gradients that are not finite.
     """
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     plugin: FullyShardedDataParallelPlugin | None = None
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
 
     @classmethod
-    def of(cls, config: RunConfig, plugin: Any, autocast: AutocastKwargs) -> Setup:
+    def of(cls, config: RunConfig, plugin: Any, autocast: AutocastKwargs, *, rolls_back: bool = False) -> Setup:
         """The setup of a run.
 
         Args:
             config: every setting.
             plugin: a plugin; anything else holds nothing but settings, which are in `config` already.
             autocast: how autocast runs.
+            rolls_back: whether the caller can go back to a checkpoint.
+
+        Raises:
+            ConfigError: it is to, and cannot.
         """
+        if config.training.nonfinite_gradients == "rollback" and not rolls_back:
+            raise ConfigError(
+                "training.nonfinite_gradients = rollback: only `fullshard train` knows what to go back to",
+                hint="use raise, catch NonFiniteError and load a checkpoint; or skip",
+            )
         if not isinstance(plugin, FullyShardedDataParallelPlugin):
             plugin = None
-        return cls(config.sharding, config.precision, plugin, autocast)
+        return cls(config.sharding, config.precision, plugin, autocast, config.training)
 
     def wrap_policy(self) -> WrapPolicy:
         """Selects units. The plugin is asked now, because scripts change its policy after they made the Accelerator."""
@@ -138,6 +149,9 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
     )
     if apart:
         keep_head(apart[1])
+    policy, limit = setup.training.nonfinite_gradients, setup.training.nonfinite_limit
+    # Who rolls back does so when it is an error.
+    model.set_nonfinite_gradients("raise" if policy == "rollback" else policy, limit=limit)  # type: ignore[operator]
     for module in ignored:
         module.to(process.device)
     if is_adapted(model):

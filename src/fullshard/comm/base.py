@@ -6,7 +6,7 @@ given belong to it until `wait()` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -94,6 +94,11 @@ class BufferSpec:
     packing: Packing | None = None
 
 
+Watch = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
+"""Looks at a sum: `(part, terms)`. A part of it, which the cache still holds on CPUs, and what each rank of the group
+has given to it, as far as that is at hand; a term may be in the memory that has the part now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How gradients are summed.
@@ -103,12 +108,14 @@ class Reduction:
         divisor: what the sum is divided by.
         packing: how intervals are sent, if they are; they are added up as if they were not.
         dtype: what the sum is made and returned in.
+        watch: called with every part of what is returned; None: nobody looks.
     """
 
     tag: int
     divisor: float
     packing: Packing | None
     dtype: torch.dtype
+    watch: Watch | None = None
 
 
 class HostPages:
@@ -184,6 +191,7 @@ class Collectives(Protocol):
         divisor: float = 1.0,
         packing: Packing | None = None,
         dtype: torch.dtype | None = None,
+        watch: Watch | None = None,
     ) -> Work:
         """Sum `full` (1-D, size x S elements) over the ranks, in rank order where the backend leaves the choice.
 
@@ -195,7 +203,7 @@ class Collectives(Protocol):
         """
         if dtype is not None and dtype != full.dtype and not self.pages.widens:
             full = full.to(dtype)
-        return self._reduce(full, Reduction(tag, divisor, packing, dtype or full.dtype))
+        return self._reduce(full, Reduction(tag, divisor, packing, dtype or full.dtype, watch))
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """See `reduce_scatter`; `full` is in the dtype of the sum unless `pages` widen."""

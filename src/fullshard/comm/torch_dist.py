@@ -38,16 +38,15 @@ def filling(result: torch.Tensor, works: list[dist.Work]) -> Work:
     return WorkOf(wait)
 
 
-def summing(works: list[dist.Work], contributions: list[torch.Tensor], divisor: float) -> Work:
-    """Contributions under way, to be added up in rank order, so the sum is deterministic, and divided."""
+def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
+    """A sum under way, to be divided."""
 
     def wait() -> torch.Tensor:
-        while works:
-            works.pop().wait()  # it holds what it received
-        total = contributions[0]
-        while len(contributions) > 1:  # each is freed as soon as it is in the sum
-            total.add_(contributions.pop(1))
-        return total / divisor  # never a view, so that the unsharded buffer is freed
+        work.wait()
+        average = total / how.divisor  # never a view, so that the unsharded buffer is freed
+        if how.watch is not None:
+            how.watch(average, {})
+        return average
 
     return WorkOf(wait)
 
@@ -101,7 +100,11 @@ class Alone(Collectives):
         return completed(full)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        return completed(full.div_(how.divisor) if how.divisor != 1 else full)
+        if how.divisor != 1:
+            full.div_(how.divisor)
+        if how.watch is not None:
+            how.watch(full, {0: full})
+        return completed(full)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """`tensor` is the sum already."""
@@ -128,7 +131,7 @@ class NativeCollectives(Collectives):
         own = own_interval(full, self.rank, self.size)
         if torch_private.backend_of(self.group, full.device) is None:
             own = torch.empty_like(own)  # Python's may write it while others still read what this rank gives
-        return summing([reduce_scatter_single(own, full, group=self.group, async_op=True)], [own], how.divisor)
+        return dividing(reduce_scatter_single(own, full, group=self.group, async_op=True), own, how)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """One all-reduce."""
@@ -152,7 +155,10 @@ class NativeCollectives(Collectives):
                 if source != self.rank:
                     packing.unpack(own_interval(arriving, source, self.size), term)
                 total.add_(own if source == self.rank else term)
-            return total.div_(how.divisor)
+            total.div_(how.divisor)
+            if how.watch is not None:
+                how.watch(total, {self.rank: own})
+            return total
 
         return WorkOf(wait)
 

@@ -365,6 +365,7 @@ QUESTIONS: tuple[Question, ...] = (
     _ask("sharding.backward_prefetch", when=lambda answers: _advanced(answers) and _shards(answers)),
     _ask("sharding.compile", when=_advanced),
     _ask("sharding.cpu_ram_efficient_loading", when=_advanced),
+    _ask("training.nonfinite_gradients", offer=lambda _: ("raise", "skip", "off"), when=_advanced),
     _ask("launch.max_restarts", when=_advanced),
     _ask("launch.log_dir", when=_advanced),
     _ask("launch.debug", when=_advanced),

@@ -31,6 +31,7 @@ Device = Literal["auto", "cpu", "cuda"]
 RendezvousBackend = Literal["c10d", "static"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 CheckpointFormat = Literal["native", "dcp"]
+OnNonFinite = Literal["raise", "skip", "rollback", "off"]
 
 _IN_THE_POLICY = "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script"
 
@@ -271,6 +272,23 @@ class TrainingConfig(Settings):
     """Whether the optimizer updates every bucket within backward, as soon as its gradient is final, and frees that: the
     gradients of the whole model never exist at once. For torch's element-wise optimizers, without clipping or fp16."""
 
+    nonfinite_gradients: OnNonFinite = setting(
+        "raise",
+        ask="What if gradients are not finite? (NaN or infinity)",
+        answers={
+            "raise": "an error on all ranks before anything is changed: parameter, rank and step are named",
+            "skip": "the step is left out on all ranks",
+            "rollback": "back to the last checkpoint, and past the data since: fullshard train only",
+            "off": "nothing: nobody looks",
+        },
+    )
+    """What becomes of an optimizer's step whose gradients hold NaN or infinity on any rank: `raise` is an error on all
+    ranks before anything is changed, `skip` leaves the step out, `rollback` (`fullshard train`) goes back to the last
+    checkpoint and past the data since, `off` does not look. What overflows under a loss scale is left to the scaler."""
+
+    nonfinite_limit: int = setting(10, ge=1)
+    """How many steps in a row may be left out, or how often a checkpoint may be gone back to, before it is an error."""
+
     check_plan: bool = False
     """Whether the third step is compared with what `fullshard plan` says: events, bytes sent and held, by category."""
 
@@ -330,6 +348,14 @@ class RunConfig(Settings):
                 "step_in_backward uses each gradient up before the norm of all of them is known",
                 "training.step_in_backward",
                 "training.gradient_clipping",
+                hint="leave one of them out",
+            )
+        if self.training.nonfinite_gradients == "skip":
+            raise CombinationError(
+                "step_in_backward has stepped with some gradients before it is known whether all are finite, so the "
+                "step cannot be left out",
+                "training.step_in_backward",
+                "training.nonfinite_gradients",
                 hint="leave one of them out",
             )
         if self.precision.compute_dtype == "float16":

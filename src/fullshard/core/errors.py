@@ -7,6 +7,7 @@
     ├── LifecycleError      (RuntimeError)  an illegal move of a unit, or a call at the wrong moment
     ├── OptimizerError      (ValueError)    an optimizer that cannot work on sharded parameters
     ├── CommunicationError  (RuntimeError)  ranks disagree, or a collective failed
+    ├── NonFiniteError      (FloatingPointError)  gradients hold NaN or infinity
     ├── CheckpointError     (RuntimeError)  a checkpoint is incomplete, damaged or does not match
     ├── DataError           (ValueError)    training data that cannot be read or used
     ├── HubError            (OSError)       a model that is saved could not be pushed
@@ -57,6 +58,10 @@ class OptimizerError(FullshardError, ValueError):
 
 class CommunicationError(FullshardError, RuntimeError):
     """Ranks disagree about what to do, or a collective failed."""
+
+
+class NonFiniteError(FullshardError, FloatingPointError):
+    """Gradients hold NaN or infinity. No parameter has been changed by them."""
 
 
 class CheckpointError(FullshardError, RuntimeError):

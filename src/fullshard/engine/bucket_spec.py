@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fullshard.comm.base import Watch
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.packing import Packing, packing_for
 from fullshard.core.bucket import BucketKey, BucketPlan
@@ -48,12 +49,14 @@ class Reducing:
         requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
         hook: called with each reduced gradient of this rank's interval, before it is published.
         stream: where it is called; None: where the gradient is waited for.
+        watch: see `comm.base.Reduction`.
     """
 
     divisor: float
     requires_all_reduce: bool = True
     hook: Callable[[torch.Tensor], object] | None = None
     stream: Any = None
+    watch: Watch | None = None
 
     def call_hook(self, reduced: torch.Tensor) -> None:
         """Call the hook, if there is one, in order with what comes before and after it."""
@@ -61,13 +64,15 @@ class Reducing:
             return
         if self.stream is None:
             self.hook(reduced)
-            return
-        device = torch.get_device_module(reduced.device)
-        current = device.current_stream()
-        self.stream.wait_stream(current)
-        with device.stream(self.stream):
-            self.hook(reduced)
-        current.wait_stream(self.stream)
+        else:
+            device = torch.get_device_module(reduced.device)
+            current = device.current_stream()
+            self.stream.wait_stream(current)
+            with device.stream(self.stream):
+                self.hook(reduced)
+            current.wait_stream(self.stream)
+        if self.watch is not None:
+            self.watch(reduced, {})  # it may have put anything there
 
 
 class BucketSpec:

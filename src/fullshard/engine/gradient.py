@@ -246,6 +246,7 @@ class Gradient:
             divisor=self._spec.reducing.divisor,
             packing=self._spec.reduce_packing,
             dtype=self.dtype,
+            watch=self._spec.reducing.watch,
         )
 
     def advance(self) -> None:
@@ -300,6 +301,9 @@ class Gradient:
             self._main = shard
             self._published, self._versions = [None] * len(grads), [0] * len(grads)
         self._rounded = self._main.to(self._spec.dtype)  # itself, unless the dtypes differ
+        watch = self._spec.reducing.watch
+        if watch is not None and self._rounded.dtype is torch.float16 and self._rounded is not self._main:
+            watch(self._rounded, {})  # what float32 holds may be more than that does
         pieces, _ = self._shard_cut.apply(self._rounded)
         for index, parameter in enumerate(self._parameters):
             grad = grads[index]

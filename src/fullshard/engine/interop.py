@@ -32,6 +32,7 @@ from torch.optim import optimizer as torch_optimizer
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.core.errors import LifecycleError
+from fullshard.engine.finite import note_before_clipping
 from fullshard.engine.parameter import ShardedParameter, sharded_parameters
 from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
 from fullshard.engine.span import Name, RaggedShard, Span
@@ -126,6 +127,7 @@ def _norm_of(
             ordinary.append(tensor)
         else:
             sharded.setdefault((span.mesh, span.groups), []).append(tensor)
+    note_before_clipping({mesh for mesh, _ in sharded})
     norms = [_group_norm(*ranks, part, float(norm_type), foreach) for ranks, part in sharded.items()]
     if ordinary or not norms:
         norms.append(_local_norm(ordinary, norm_type, False, foreach))

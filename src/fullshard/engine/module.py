@@ -122,6 +122,16 @@ class FSDPModule:
         """
         schedule_of(_unit(self)).is_last_backward = is_last_backward
 
+    def set_nonfinite_gradients(self, policy: str, *, limit: int = 10) -> None:
+        """What becomes of an optimizer's step whose gradients hold NaN or infinity, on any rank. For the whole model.
+
+        Args:
+            policy: `raise`: a `NonFiniteError` on all ranks, before anything is changed. `skip`: all ranks leave the
+                step out, dropping the optimizer's gradients. `off`: nobody looks.
+            limit: how many steps in a row may be left out; one more is the error.
+        """
+        schedule_of(_unit(self)).guard.choose(policy, limit)
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""
         _unit(self).reducing.divisor = factor

@@ -18,14 +18,16 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.core.errors import CommunicationError, LifecycleError
+from fullshard.core.errors import CommunicationError, LifecycleError, NonFiniteError
 from fullshard.core.events import EventKind, EventSink
 from fullshard.core.schedule import BackwardPrefetch, Reductions, gathered_ahead
 from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.additions import Additions
 from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.gradient import Gradient
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.unit import Call, Unit, UnitState, owner_of
 
 
@@ -56,6 +58,7 @@ class Schedule:
         is_last_backward: whether the next backward ends an accumulation, so that they may.
         keeps_parameters: whether what is unsharded stays so until a step, where freeing it gives anything back.
         keeps_gradients: whether other backwards than the last leave gradients whole and unreduced.
+        guard: looks for gradients that are not finite.
         loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
     """
 
@@ -67,6 +70,7 @@ class Schedule:
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
         self.steps = self.loads = 0
         self.after_step: Callable[[int], None] | None = None
+        self.guard = FiniteGuard(mesh, self._parameters)
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False
@@ -101,6 +105,7 @@ class Schedule:
         self.units = list(units)
         for unit in units:
             unit.schedule = self
+            unit.reducing.watch = self.guard.watch
             self._part_handles += unit.watch_parts(is_outermost=unit is units[-1])
         self._additions = Additions(self.units)
         self.know_buckets()
@@ -246,6 +251,12 @@ class Schedule:
 
     def _steppers_at_work(self) -> list[StepsInBackward]:
         stepping = [stepper for stepper in self.steppers if stepper.begin(self, is_last=self.is_last_backward)]
+        if stepping and self.guard.policy == "skip":
+            raise LifecycleError(
+                "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
+                "all gradients are known",
+                hint="leave step_in_backward out, or set_nonfinite_gradients('raise')",
+            )
         pinned = next((unit for unit in self.units if unit.is_pinned), None)
         if stepping and pinned is not None:
             raise LifecycleError(
@@ -324,7 +335,7 @@ class Schedule:
                 return
         self._finished.add(bucket)
         unit.emit(EventKind.REDUCE_DONE)
-        if not self._stepping:
+        if not self._stepping or self.guard.has_seen_any:
             return
         with unit.waiting("step in backward"):
             bucket.buffer.wait_for_readers()
@@ -353,13 +364,25 @@ class Schedule:
             self._finish(bucket, used[bucket])
         for bucket in self._finished:
             _gradient(bucket).forget_used()
+        if used:
+            self.guard.announce()
         for unit in self.units:
             unit.finish_backward()
+        has_stepped = bool(self._stepping)
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self._finished]
         self._end_backward()
         self.settle()
         for bucket in hooked:  # at rest: they may do anything
             _call_gradient_hooks(bucket, used[bucket])
+        if has_stepped and (finding := self.guard.find({p.name for p in self._parameters()})):
+            raise NonFiniteError(
+                f"rank {self.mesh.rank}, step {self.steps + 1} of this process: {finding}; the optimizer has "
+                "stepped in backward what came before them, and nothing with them",
+                hint="load a checkpoint; without step_in_backward nothing would have been stepped",
+            )
+
+    def _parameters(self) -> list[ShardedParameter]:
+        return [parameter for unit in self.units for bucket in unit.buckets for parameter in bucket.sharded_parameters]
 
     def _end_backward(self) -> None:
         for unit in self.units:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationError, field_validator
 
 from fullshard.config import values
-from fullshard.config.schema import Device
+from fullshard.config.schema import Device, OnNonFinite
 from fullshard.config.sharding import CheckpointingMode
 from fullshard.config.view import View, kept_or_auto, of_run
 from fullshard.core.errors import ConfigError
@@ -114,6 +114,8 @@ class TrainArguments(View):
     keep_checkpoints: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed")
     async_save: bool = of_run("checkpoint.async_save")
     check_plan: bool = of_run("training.check_plan")
+    nonfinite_gradients: OnNonFinite = of_run("training.nonfinite_gradients")
+    nonfinite_limit: int = of_run("training.nonfinite_limit")
     log_every: int = Field(10, ge=1, description="Steps between two lines")
     tensorboard: bool = Field(False, description="Write TensorBoard events too")
     plot: bool = Field(True, description="Draw the loss curve")

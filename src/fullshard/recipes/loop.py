@@ -46,6 +46,9 @@ class Trainer:
         optimizer: holds the sharded parameters.
         sequences: the data, all of it; this class reads the rank's part.
         arguments: of the run.
+
+    Attributes:
+        skipped_batches: how many batches of the data have been passed over, because gradients were not finite.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Trainer:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.environment, self.device = accelerator.process.environment, accelerator.device
         self._sequences, self._arguments = sequences, arguments
+        self.skipped_batches = 0
         self._order = GlobalOrder(len(sequences), batch_size=arguments.batch_size, seed=arguments.seed)
 
     def step(self, step: int) -> StepResult:
@@ -68,7 +72,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, arguments)
         begin = time.perf_counter()
-        batch = self._read(self._sequences, self._order.indices(step))
+        batch = self._read(self._sequences, self._order.indices(step + self.skipped_batches))
         waited = time.perf_counter() - begin
         # The engine averages gradients over ranks; the mean wanted is over the tokens of all of them together.
         weight = self.environment.world_size / (arguments.batch_size * arguments.seq_len)

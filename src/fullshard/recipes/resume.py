@@ -10,6 +10,7 @@ import torch
 
 from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError
+from fullshard.launch import run_on_main
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.loop import Trainer
 
@@ -53,7 +54,12 @@ def save(
     (save_checkpoint if saver is None else saver.save)(
         path,
         **_state(trainer),
-        extra={"step": step, "data_crc32c": checksum, "arguments": arguments.model_dump(mode="json")},
+        extra={
+            "step": step,
+            "skipped_batches": trainer.skipped_batches,
+            "data_crc32c": checksum,
+            "arguments": arguments.model_dump(mode="json"),
+        },
         total_limit=arguments.keep_checkpoints,
         # Only an incomplete one can be there: `find_checkpoint` has refused to begin before a complete one.
         overwrite=True,
@@ -73,7 +79,29 @@ def load(path: Path, trainer: Trainer, arguments: TrainArguments, *, checksum: i
     _check_same_run(path, extra, arguments, checksum=checksum)
     if step > arguments.steps:
         raise ConfigError(f"the checkpoint {path} is {step} steps in, more than --steps {arguments.steps}")
+    trainer.skipped_batches = int(extra.get("skipped_batches", 0))  # older checkpoints have none
     return step
+
+
+def roll_back(trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int) -> int | None:
+    """Go back to the newest checkpoint, and past the data since then; its step, or None if there is none. Collective.
+
+    Args:
+        trainer: whose step `step`, the one after the last whole one, had gradients that are not finite.
+        arguments: of the run.
+        step: counted from 1.
+        checksum: of the data.
+    """
+    directory = arguments.checkpoint_dir
+    environment = trainer.environment
+    path = run_on_main(environment, lambda: latest_checkpoint(directory) if directory.is_dir() else None)
+    if path is None:
+        return None
+    trainer.optimizer.zero_grad()
+    batches = step + trainer.skipped_batches
+    back = load(path, trainer, arguments, checksum=checksum)
+    trainer.skipped_batches = batches - back
+    return back
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import nn
 from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs
 from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
-from fullshard.core.errors import FullshardError
+from fullshard.core.errors import NonFiniteError
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.launch.worker import run_worker
 from fullshard.observe import (
@@ -44,7 +44,7 @@ from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
 from fullshard.recipes.data import TrainingData, prepare_data
 from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
 from fullshard.recipes.model import build_model, read_config
-from fullshard.recipes.resume import find_checkpoint, load, save
+from fullshard.recipes.resume import find_checkpoint, load, roll_back, save
 from fullshard.wrap.chunked_loss import use_chunked_loss
 
 _ADAM_BETAS = (0.9, 0.95)
@@ -136,6 +136,8 @@ class RunAccelerator(Accelerator):
         arguments: of the run.
         console: of this rank.
     """
+
+    _rolls_back = True
 
     def __init__(self, arguments: TrainArguments, console: Console) -> None:
         self._console = console
@@ -245,11 +247,21 @@ def _train_steps(
     with AsyncSaver() as saver:
         if arguments.async_save:
             saver.reserve([(trainer.model, trainer.optimizer.optimizer)])
-        for step in range(first_step + 1, arguments.steps + 1):
+        step, rollbacks = first_step, 0
+        while step < arguments.steps:
+            step += 1
             if (written := saver.check()) is not None:
                 console.say(f"checkpoint: {written}")
             begin = time.perf_counter()
-            result = trainer.step(step - 1)
+            try:
+                result = trainer.step(step - 1)
+            except NonFiniteError as error:
+                rollbacks += 1
+                error.add_note(f"fullshard: this was step {step} of the run")
+                if arguments.nonfinite_gradients != "rollback" or rollbacks > arguments.nonfinite_limit:
+                    raise
+                step = _roll_back(error, trainer, arguments, data, saver, step=step, console=console)
+                continue
             loss_sum, data_wait, memory = sum_over_ranks(result, memory_nbytes(trainer.device), trainer.environment)
             metrics = StepMetrics(
                 step=step,
@@ -265,14 +277,39 @@ def _train_steps(
             )
             for sink in console.sinks:
                 sink.write(metrics)
-            _check_finite(metrics, arguments)
+            if not trainer.optimizer.step_was_skipped:
+                _check_finite(metrics, arguments)
             due = arguments.save_every and step % arguments.save_every == 0
             if due or step == arguments.steps:
                 _save(trainer, arguments, data, saver, step=step, console=console)
+                rollbacks = 0
             if due or step % arguments.log_every == 0:
                 rate.restart()  # so that a line's rate is of its own steps, and without the time of a save
         if (written := saver.wait()) is not None:
             console.say(f"checkpoint: {written}")
+
+
+def _roll_back(
+    error: NonFiniteError,
+    trainer: Trainer,
+    arguments: TrainArguments,
+    data: TrainingData,
+    saver: AsyncSaver,
+    *,
+    step: int,
+    console: Console,
+) -> int:
+    """Go back to the newest checkpoint because of `error` in step `step`; the step it was written after."""
+    saver.wait()
+    back = roll_back(trainer, arguments, step=step, checksum=data.checksum)
+    if back is None:
+        error.add_note("fullshard: there is no checkpoint to go back to")
+        raise error
+    console.close()
+    console.start(arguments, first_step=back)
+    console.say(f"step {step}: {str(error).partition(chr(10))[0]}")
+    console.say(f"rollback: to the checkpoint after step {back}; {step - back} batches are passed over")
+    return back
 
 
 def _save(
@@ -291,7 +328,7 @@ def _check_finite(metrics: StepMetrics, arguments: TrainArguments) -> None:
     norm = 0.0 if metrics.grad_norm is None else metrics.grad_norm
     if math.isfinite(metrics.loss) and (math.isfinite(norm) or arguments.precision == "fp16"):
         return
-    raise FullshardError(
+    raise NonFiniteError(
         f"step {metrics.step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}; "
         "the run has stopped, and its last checkpoint is from before",
         hint="lower --lr, or compute in bf16 or fp32",

@@ -7,9 +7,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import HostPages, Reduction, Work, own_interval
+from fullshard.comm.base import HostPages, Reduction, Work, WorkOf, own_interval
+from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.pages import CpuPages
-from fullshard.comm.torch_dist import NativeCollectives, filling, summing
+from fullshard.comm.torch_dist import NativeCollectives, filling
 
 
 class GlooCollectives(NativeCollectives):
@@ -42,7 +43,14 @@ class GlooCollectives(NativeCollectives):
             contributions[source] = received.narrow(0, index * own.numel(), own.numel())
             works.append(receive(contributions[source], self.group, source, how.tag))
             works.append(send(own_interval(full, to, self.size), self.group, to, how.tag))
-        return summing(works, contributions, how.divisor)
+
+        def wait() -> torch.Tensor:
+            while works:
+                works.pop().wait()  # it holds what it received
+            # In memory of its own, so that the unsharded buffer is freed.
+            return average(contributions, torch.empty_like(own), how.divisor, how.watch)
+
+        return WorkOf(wait)
 
     def _exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
         works = []

@@ -8,7 +8,8 @@ from collections import deque
 import numpy as np
 import torch
 
-from fullshard.comm.base import Reduction, own_interval
+from fullshard.comm.base import Reduction, Watch, own_interval
+from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.heap import heap
 from fullshard.comm.cpu.peers import Peers, host_memory_nbytes
@@ -23,8 +24,6 @@ _QUEUE_DEPTH = 2048
 """Gradients that may be under way; a rank waits for its peers before it posts more."""
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 """Numbered alike on every rank."""
-_BLOCK_NBYTES = 256 * 1024
-"""Of a sum that is made in one go: short enough that it is still in the cache when it is divided."""
 
 
 class _SendQueue:
@@ -108,6 +107,7 @@ class SendQueues:
         position: int,
         dtype: torch.dtype,
         divisor: float = 1.0,
+        watch: Watch | None = None,
         *,
         may_keep: bool = False,
         is_sent: bool = False,
@@ -120,6 +120,7 @@ class SendQueues:
             position: whose interval.
             dtype: what the sum is made in; that of `full` or a wider one.
             divisor: what the sum is divided by.
+            watch: see `Reduction`.
             may_keep: whether a long sum may take the place of this rank's own term, and keep `full` alive.
             is_sent: it is gone soon, and so is made in memory that is used again.
         """
@@ -139,7 +140,7 @@ class SendQueues:
             heap().note(nbytes)
         else:
             into = own if may_keep and dtype == own.dtype else self.pool.empty(own.numel(), dtype)
-        return average(terms, into, divisor)
+        return average(terms, into, divisor, watch, first_rank=self._peers.group_rank(0))
 
     def mark_read(self, number: int, *, patiently: bool = False) -> None:
         """Say that this rank has read the entry of that number, and wait until the others have."""
@@ -162,7 +163,7 @@ class SendQueues:
             how = first.how
             self.wait_for(first.number, how.tag)
             first.result = self.sum_interval(
-                first.number, first.full, self._peers.rank, how.dtype, how.divisor, may_keep=True
+                first.number, first.full, self._peers.rank, how.dtype, how.divisor, how.watch, may_keep=True
             )
             self.mark_read(first.number)
             first.full = None
@@ -195,28 +196,3 @@ class _ReduceScatter:
         self._queues.finish(self)
         assert self.result is not None  # noqa: S101 -- finished
         return self.result
-
-
-@torch.no_grad()
-def average(terms: list[torch.Tensor], into: torch.Tensor, divisor: float) -> torch.Tensor:
-    """The sum of `terms`, added up in their order, over `divisor`; in the dtype of `into`, which may be one of them."""
-    length = _BLOCK_NBYTES // into.itemsize
-    is_cast = any(term.dtype != into.dtype for term in terms)
-    is_apart = is_cast or len(terms) > 2  # `into` may be a term that is still to be read
-    room, cast = (into.new_empty(min(length, into.numel()) if wanted else 0) for wanted in (is_apart, is_cast))
-    for start in range(0, into.numel(), length):
-        block = into[start : start + length]
-        first, second, *others = (term[start : start + length] for term in terms)
-        total = room[: block.numel()] if is_apart else block
-        if is_cast:
-            total.copy_(first)
-            others = [second, *others]
-        else:
-            torch.add(first, second, out=total)
-        for other in others:
-            total.add_(other if other.dtype == into.dtype else cast[: other.numel()].copy_(other))
-        if divisor != 1:
-            total.div_(divisor)
-        if is_apart:
-            block.copy_(total)
-    return into

@@ -25,12 +25,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import BufferSpec, Reduction, Work, WorkOf
+from fullshard.comm.base import BufferSpec, Reduction, Watch, Work, WorkOf
+from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.gloo import receive, send
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.progress_thread import ProgressThread
-from fullshard.comm.cpu.send_queue import SendQueues, average
+from fullshard.comm.cpu.send_queue import SendQueues
 from fullshard.comm.cpu.shared_memory import (
     MAX_BUFFERS,
     MappedBuffer,
@@ -357,11 +358,11 @@ class _Reductions:
     def _reduce(self, full: torch.Tensor, number: int, how: Reduction) -> torch.Tensor:
         """What the thread does for one reduce-scatter."""
         channel, queues, own_host = self._channel, self._queues, self._channel.peers.host
-        tag, packing, dtype = how.tag, how.packing, how.dtype
+        tag, packing, dtype, watch = how.tag, how.packing, how.dtype, how.watch
         queues.wait_for(number, tag, patiently=True)
         arriving, leaving = {}, []
         for host in channel.others:
-            theirs = queues.sum_interval(number, full, channel.counterpart(host), dtype, is_sent=True)
+            theirs = queues.sum_interval(number, full, channel.counterpart(host), dtype, watch=watch, is_sent=True)
             message = theirs
             if packing is not None:
                 message = queues.pool.empty(packing.nbytes(theirs.numel()), torch.uint8)
@@ -369,7 +370,7 @@ class _Reductions:
             place = queues.pool.empty(message.numel(), message.dtype)
             arriving[host] = (channel.receive(place, host, tag), place, theirs)
             leaving.append((channel.send(message, host, tag), message))
-        total = queues.sum_interval(number, full, channel.counterpart(own_host), dtype)
+        total = queues.sum_interval(number, full, channel.counterpart(own_host), dtype, watch=watch)
         queues.mark_read(number, patiently=True)
         sums = {own_host: total}
         for host, (work, place, theirs) in arriving.items():
@@ -378,7 +379,12 @@ class _Reductions:
             if packing is not None:
                 packing.unpack(place, theirs)  # which was packed, and is not needed any more
                 sums[host] = theirs
-        average([sums[host] for host in range(channel.peers.num_hosts)], total, how.divisor)
+        average([sums[host] for host in range(channel.peers.num_hosts)], total, how.divisor, _without_terms(watch))
         for work, _ in leaving:
             work.wait()
         return total
+
+
+def _without_terms(watch: Watch | None) -> Watch | None:
+    """For a sum over hosts: what ranks gave to it, these have looked at."""
+    return None if watch is None else lambda part, terms: watch(part, {})

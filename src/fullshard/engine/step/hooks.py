@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.errors import LifecycleError, OptimizerError
+from fullshard.core.errors import LifecycleError, NonFiniteError, OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.module import units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
-from fullshard.engine.schedule import schedule_of
+from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.local_parameters import lend, take_back, takes_local
 from fullshard.engine.step.offloaded_state import bring_state, send_state
 from fullshard.engine.step.segments import finish_step, use_segments
@@ -116,6 +117,13 @@ def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs before every optimizer's step: check it, and drop what was gathered from weights about to change."""
     buckets = _checked_buckets(optimizer)
+    if not buckets:
+        return None
+    own, args = args[:1], args[1:]  # the first one is the optimizer itself
+    if any(map(callable, (*args, *kwargs.values()))):
+        args, kwargs = _look_after_closure(optimizer, buckets, args, kwargs)
+    else:
+        _leave_out_if_not_finite(optimizer, buckets)
     use_segments(optimizer)
     for bucket in buckets:
         bucket.touch()
@@ -133,10 +141,67 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     for schedule in schedules:
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
-    if buckets and takes_local(optimizer):
-        lent_args, lent_kwargs = lend(optimizer, args[1:], kwargs)  # the first one is the optimizer itself
-        return args[:1] + lent_args, lent_kwargs
-    return None
+    if takes_local(optimizer):
+        args, kwargs = lend(optimizer, args, kwargs)
+    return own + args, kwargs
+
+
+_left_out: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def was_left_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its last step was, because gradients were not finite."""
+    return optimizer in _left_out
+
+
+def _leave_out_if_not_finite(optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
+    """See to it that the optimizer steps with finite gradients: drop them if they are not, and that is wanted.
+
+    Raises:
+        NonFiniteError: they are not, and that is an error, the same on all ranks.
+    """
+    _left_out.discard(optimizer)
+    if getattr(optimizer, "found_inf", None) is not None:
+        return  # a scaler's, which has the optimizer's kernel leave the step out
+    held: dict[Schedule, list[str]] = {}
+    for bucket in buckets:
+        held.setdefault(schedule_of(owner_of(bucket)), []).extend(p.name for p in bucket.sharded_parameters)
+    found = {schedule: finding for schedule, names in held.items() if (finding := schedule.guard.find(names))}
+    if not found:
+        for schedule in held:
+            schedule.guard.note_good_step()
+    for schedule, finding in found.items():
+        where = f"rank {schedule.mesh.rank}, step {schedule.steps + 1} of this process: {finding}"
+        if schedule.guard.policy != "skip":
+            raise NonFiniteError(
+                f"{where}; nothing was updated",
+                hint="look at that rank's batch, or lower the learning rate; training.nonfinite_gradients = skip "
+                "(model.set_nonfinite_gradients('skip')) leaves such steps out",
+            )
+        schedule.guard.note_left_out(finding)
+        if schedule.mesh.rank == 0:
+            warnings.warn(f"{where}; the step is left out ({schedule.guard.skipped} so far)", stacklevel=4)
+    if found:
+        _left_out.add(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _look_after_closure(
+    optimizer: torch.optim.Optimizer, buckets: list[Bucket], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a step whose closure runs backward, so that gradients are looked at after it."""
+
+    def looking(closure: Any) -> Any:
+        def call() -> Any:
+            loss = closure()
+            _leave_out_if_not_finite(optimizer, buckets)
+            return loss
+
+        return call if callable(closure) else closure
+
+    return tuple(map(looking, args)), {key: looking(value) for key, value in kwargs.items()}
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
