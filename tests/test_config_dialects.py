@@ -438,7 +438,7 @@ def test_variables_people_set() -> None:
         ("ACCELERATE_MIXED_PRECISON", "bf16", "unknown variable", "did you mean ACCELERATE_MIXED_PRECISION?"),
         ("FSDP_OFFLOAD_PARAMS", "maybe", "$FSDP_OFFLOAD_PARAMS: expected true or false", "see"),
         ("ACCELERATE_FP8_BACKEND", "TE", "ACCELERATE_FP8_BACKEND = TE is not supported", "unset"),
-        ("PARALLELISM_CONFIG_TP_SIZE", "2", "tensor parallelism", "use 1"),
+        ("PARALLELISM_CONFIG_TP_SIZE", "2", "tensor parallelism", "in the script"),
     ],
 )
 def test_wrong_variables(name: str, value: str, message: str, hint: str) -> None:

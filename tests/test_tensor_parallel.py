@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fullshard
+import fullshard.api
 from fullshard.checkpoint import (
     full_state_dict,
     load_checkpoint,
@@ -38,7 +40,7 @@ from fullshard.checkpoint import (
     verify_checkpoint,
 )
 from fullshard.checkpoint.pretrained import load_pretrained
-from fullshard.core.errors import NonFiniteError, WrapError
+from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
 from tests.distributed import end_workers, run_ranks
 
 DIM, WORDS, LENGTH = 12, 20, 8
@@ -482,3 +484,89 @@ def check_pretrained(directory: str) -> None:
 def test_plain_weights_into_tiles(tmp_path: Path) -> None:
     save_file(build().state_dict(), tmp_path / "model.safetensors")
     run_ranks(check_pretrained, 4, str(tmp_path))
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """22 sequences: the last round of the ranks is filled up."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(WORDS, (22, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"tokens": self.tokens[index], "number": torch.tensor(index)}
+
+
+def accelerated(config: Any, batch_size: int, directory: str = "") -> dict[str, Any]:
+    """A loop as people write it for Accelerate, whose layers are split if there is somebody to split them over."""
+    accelerator = fullshard.Accelerator(cpu=True, parallelism_config=config)
+    model = build()
+    mesh = accelerator.torch_device_mesh
+    if mesh is not None:
+        parallelize(model, mesh["tp"], sequence=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    loader = torch.utils.data.DataLoader(Tokens(), batch_size=batch_size)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses, numbers = [], []
+    for batch in loader:
+        tokens = batch["tokens"]
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses += [accelerator.gather(loss.detach()).mean().item(), float(norm)]
+        numbers += accelerator.gather_for_metrics(batch["number"]).tolist()
+        counted = accelerator.reduce(torch.tensor(len(tokens)), "sum").item()
+        assert counted == accelerator._data_parallel_size * batch_size
+    if directory:
+        accelerator.save_state(directory)
+    weights = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}
+    return {"losses": losses, "numbers": numbers, "rate": scheduler.get_last_lr(), "weights": weights}
+
+
+def check_resumed(directory: str) -> dict[str, torch.Tensor]:
+    accelerator = fullshard.Accelerator(cpu=True)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = torch.utils.data.DataLoader(Tokens(), batch_size=2)
+    model, *_ = accelerator.prepare(model, optimizer, loader, scheduler)
+    accelerator.load_state(directory)
+    return dict(accelerator.get_state_dict(model))
+
+
+def check_accelerator(make: Any, directory: str) -> dict[str, Any]:
+    return accelerated(make(tp_size=2, dp_shard_size=2), 2, directory)
+
+
+@pytest.mark.parametrize(
+    "make", [fullshard.api.ParallelismConfig, pytest.param(accelerate.ParallelismConfig, marks=pytest.mark.full)]
+)
+def test_accelerators_parallelism_config(tmp_path: Path, make: Any) -> None:
+    alone = run_ranks(accelerated, 2, None, 2)[0]
+    end_workers()
+    together = run_ranks(check_accelerator, 4, make, str(tmp_path / "state"))
+    for found in together:
+        torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-9, atol=1e-12)
+        assert found["numbers"] == alone["numbers"] == list(range(22))
+        assert found["rate"] != [RATE]
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(together[0]["weights"][name], value, rtol=1e-8, atol=1e-10)
+    end_workers()
+    resumed = run_ranks(check_resumed, 3, str(tmp_path / "state"))[0]
+    assert all(torch.equal(resumed[name], value) for name, value in together[0]["weights"].items())
+
+
+def check_nothing_split() -> None:
+    accelerator = fullshard.Accelerator(cpu=True, parallelism_config=fullshard.api.ParallelismConfig(tp_size=2))
+    with pytest.raises(ConfigError, match="tp_size = 2, but no layer of Words is split"):
+        accelerator.prepare(build())
+
+
+def test_an_accelerator_whose_model_is_not_split() -> None:
+    run_ranks(check_nothing_split, 2)

@@ -21,8 +21,10 @@ class ParallelismConfig:
 
     Attributes:
         dp_replicate_size: replicas of the model.
-        dp_shard_size: ranks per replica. Both together are all ranks.
-        tp_size, cp_size, sp_size: must be 1: tensor, context and sequence parallelism are not supported.
+        dp_shard_size: ranks over which a replica is sharded.
+        tp_size: ranks over which the script has split parameters before, by tensor parallelism. The three together are
+            all ranks; neighbouring ranks are those of one tensor-parallel group.
+        cp_size, sp_size: must be 1: context and sequence parallelism are not supported.
     """
 
     dp_replicate_size: int = 1
@@ -59,6 +61,11 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(**chosen)
 
 
+def tensor_parallel_size(config: Any) -> int:
+    """Ranks of a tensor-parallel group, by a `ParallelismConfig` of fullshard's or Accelerate's; 1 without."""
+    return getattr(config, "tp_size", None) or 1
+
+
 def parallelism(config: Any, plugin: Reading) -> Reading:
     """The strategy that a `ParallelismConfig` stands for.
 
@@ -74,17 +81,19 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
         return reading
     if not isinstance(config, ParallelismConfig) and not is_accelerates(config, "ParallelismConfig"):
         raise ConfigError(f"parallelism_config is a {type(config).__name__}", hint="use fullshard.ParallelismConfig")
-    for name in ("tp_size", "cp_size", "sp_size"):
+    for name in ("cp_size", "sp_size"):
         if (getattr(config, name, None) or 1) > 1:
             raise ConfigError(
                 f"parallelism_config has {name} = {getattr(config, name)}",
-                hint="only dp_replicate_size and dp_shard_size are supported",
+                hint="only dp_replicate_size, dp_shard_size and tp_size are supported",
             )
-    replicas, shards = config.dp_replicate_size or 1, config.dp_shard_size or 1
+    replicas, shards, tiles = config.dp_replicate_size or 1, config.dp_shard_size or 1, tensor_parallel_size(config)
     ranks = read_rank_environment().world_size
-    if replicas * shards != ranks:
+    if replicas * shards * tiles != ranks:
+        beneath = f" x tp_size {tiles}" if tiles > 1 else ""
         raise ConfigError(
-            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards}, but the job has {ranks} ranks"
+            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards}{beneath}, but the job has "
+            f"{ranks} ranks"
         )
     if replicas == 1:
         return reading

@@ -95,7 +95,9 @@ class Accelerator(Loaders, Reporting):
             or fullshard's. `DistributedDataParallelKwargs` have no effect, which is said.
         dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not. Default: the
             launcher's.
-        parallelism_config: `ParallelismConfig`, Accelerate's or fullshard's: ranks per replica and replicas.
+        parallelism_config: `ParallelismConfig`, Accelerate's or fullshard's: ranks per replica, replicas, and ranks
+            over which the script splits layers (`parallelize_module(model, accelerator.torch_device_mesh["tp"], ...)`)
+            before it calls `prepare`.
         refused: Accelerate's other arguments; anything but None is an error that gives the reason.
 
     Raises:
@@ -266,7 +268,7 @@ class Accelerator(Loaders, Reporting):
         if device_map and len(set(device_map.values())) > 1:
             raise ConfigError("the model is spread over devices (device_map)", hint="load it without device_map")
         if not is_sharded(model):
-            model = shard(model, self.setup, self.process, self._say)
+            model = shard(model, self.setup, self.process, self._say, self._device_mesh)
             for optimizer in self._optimizers:
                 repoint(optimizer.optimizer)
                 self._step_in_backward(optimizer.optimizer)
@@ -315,7 +317,7 @@ class Accelerator(Loaders, Reporting):
             optimizers=own or self._optimizers,
             gradient_state=self.gradient_state,
             with_optimizer=self.step_scheduler_with_optimizer,
-            steps=1 if self.step_scheduler_once or self.dataloader_config.split_batches else self.num_processes,
+            steps=1 if self.step_scheduler_once or self.dataloader_config.split_batches else self._data_parallel_size,
         )
         self._schedulers.append(prepared)
         if prepared.steps > 1 and self.step_scheduler_with_optimizer:
@@ -474,6 +476,8 @@ class Accelerator(Loaders, Reporting):
             )
 
     def _watch_plan(self) -> PlanWatch:
+        if self._tensor_parallel_size > 1:
+            raise ConfigError("check_plan: the planner does not know tensor parallelism", hint="leave it out")
         from fullshard.api.plan_check import PlanWatch  # the planner is not imported where nothing is planned
         from fullshard.plan.job import Job
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.api.accelerates import tensor_parallel_size
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.forwarding import forwarded
 from fullshard.api.gathering import Gathering
@@ -50,26 +53,37 @@ class Facts(Gathering):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """None without a `ParallelismConfig`.
+        """With tensor parallelism the mesh (dp_replicate, dp_shard, tp), to split models over its `tp`; else None.
 
         Raises:
-            ConfigError: with one: the engine's mesh is not torch's.
+            ConfigError: with a `ParallelismConfig` without `tp_size`: the engine's mesh is not torch's.
         """
-        if self.parallelism_config is not None:
+        if self.parallelism_config is not None and self._tensor_parallel_size == 1:
             raise ConfigError(
                 "torch_device_mesh: the engine's mesh is its own",
                 hint="use data_parallel_rank and data_parallel_shard_rank",
             )
+        return self._device_mesh
+
+    @property
+    def _tensor_parallel_size(self) -> int:
+        """Ranks that compute on the same batch, of which each has a part of every layer."""
+        return tensor_parallel_size(self.parallelism_config)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of every layer this rank has."""
+        return self.process_index % self._tensor_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
         """Which replica of the model this rank holds a part of."""
-        return self.process_index // self._shard_size()
+        return self.process_index // self._tensor_parallel_size // self._shard_size()
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """Which part of its replica this rank holds."""
-        return self.process_index % self._shard_size()
+        return self.process_index // self._tensor_parallel_size % self._shard_size()
 
     autocast_handler: Any = forwarded("handlers.autocast")
     """How autocast runs."""
@@ -142,4 +156,12 @@ class Facts(Gathering):
         """Ranks that hold a replica of a model together."""
         sharding = self._config.sharding
         size = sharding.resolved_shard_size(self.process.environment.local_world_size)
-        return sharding.resolved_strategy().mesh_shape(self.num_processes, size)[1]
+        return sharding.resolved_strategy().mesh_shape(self._data_parallel_size, size)[1]
+
+    @functools.cached_property
+    def _device_mesh(self) -> DeviceMesh | None:
+        if self._tensor_parallel_size == 1:
+            return None
+        shards = self._shard_size()
+        sizes = (self._data_parallel_size // shards, shards, self._tensor_parallel_size)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))

@@ -25,8 +25,18 @@ class Gathering(Processes):
         self._trigger = False
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all ranks, concatenated along the first dimension; see `collectives.gather`."""
-        return collectives.gather(tensor)
+        """Tensors of all ranks, concatenated along the first dimension; see `collectives.gather`.
+
+        Of ranks that compute on the same batch (tensor parallelism) those of one.
+        """
+        ranks, tiles = self.num_processes, self._tensor_parallel_size
+
+        def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
+            parts = gathered.view(ranks // tiles, tiles, -1, *gathered.shape[1:])
+            return parts[:, 0].flatten(0, 1)
+
+        found = collectives.gather(tensor)
+        return found if tiles == 1 else collectives.map_leaves(one_of_each, found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather` without the samples that filled up the last batch of an epoch.
@@ -36,10 +46,11 @@ class Gathering(Processes):
             use_gather_object: gather objects although they are tensors.
         """
         if use_gather_object or not _all_tensors(input_data):
-            data = [item for part in collectives.all_gather_object(input_data) for item in part]
+            parts = collectives.all_gather_object(input_data)[:: self._tensor_parallel_size]
+            data = [item for part in parts for item in part]
             keep = self._real_rows(len(data))
             return data if keep is None else data[:keep]
-        data = collectives.gather(input_data)
+        data = self.gather(input_data)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             keep = self._real_rows(tensor.shape[0])
@@ -48,8 +59,12 @@ class Gathering(Processes):
         return collectives.map_leaves(cut, data)
 
     def reduce(self, tensor: Any, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> Any:
-        """Tensors combined over all ranks; see `collectives.reduce`."""
-        return collectives.reduce(tensor, reduction, scale)
+        """Tensors combined over all ranks; see `collectives.reduce`.
+
+        In a sum ranks that compute on the same batch (tensor parallelism) count once.
+        """
+        copies = self._tensor_parallel_size if reduction == "sum" else 1
+        return collectives.reduce(tensor, reduction, scale / copies)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors made equally long on all ranks; see `collectives.pad_across_processes`."""
@@ -71,8 +86,8 @@ class Gathering(Processes):
         if loader is None or loader.remainder is None:
             return None
         # A loader with batches of its own making counts ranks, not samples: the repeating ranks come last.
-        if loader.total_batch_size == self.num_processes:
-            return rows // self.num_processes * loader.remainder
+        if loader.total_batch_size == self._data_parallel_size:
+            return rows // self._data_parallel_size * loader.remainder
         return loader.remainder
 
 

@@ -68,8 +68,8 @@ class Loaders(Checkpointing):
         places = self.device_placement if device_placement is None else device_placement
         prepared = ShardedDataLoader(
             data_loader,
-            rank=self.process_index,
-            world_size=self.num_processes,
+            rank=self.process_index // self._tensor_parallel_size,
+            world_size=self._data_parallel_size,
             device=self.device if places else None,
             split_batches=config.split_batches,
             data_seed=config.data_seed,

@@ -36,6 +36,16 @@ class Processes:
     """Rank on this host."""
 
     @property
+    def _tensor_parallel_size(self) -> int:
+        """Ranks that compute on the same batch, of which each has a part of every layer."""
+        return 1
+
+    @property
+    def _data_parallel_size(self) -> int:
+        """Ranks, or groups of them, that compute on batches of their own."""
+        return self.num_processes // self._tensor_parallel_size
+
+    @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
         return self.process_index == 0
@@ -99,6 +109,8 @@ class Processes:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's part of `inputs`: neighbouring items, the first ranks taking one more if it does not divide.
 
+        Ranks of a tensor-parallel group have the same part.
+
         Args:
             inputs: a list, tuple, tensor or other sliceable, or a mapping of such, all of the same length.
             apply_padding: repeat the last item where a rank has fewer, so that results can be gathered.
@@ -115,8 +127,8 @@ class Processes:
             yield self._part(inputs, apply_padding)
 
     def _part(self, inputs: Any, apply_padding: bool) -> Any:
-        size, extra = divmod(len(inputs), self.num_processes)
-        rank = self.process_index
+        size, extra = divmod(len(inputs), self._data_parallel_size)
+        rank = self.process_index // self._tensor_parallel_size
         start = rank * size + min(rank, extra)
         part = inputs[start : start + size + (rank < extra)]
         missing = size + (extra > 0) - len(part)

@@ -9,19 +9,19 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
 
 ONE_ENGINE = "there is one engine here; SHARD_OPTIMIZER is ZeRO-1, SHARD_GRAD_OPTIMIZER ZeRO-2, FULL_SHARD ZeRO-3"
-_MODEL_PARALLEL = "tensor, context, sequence and pipeline parallelism are not supported"
+_MODEL_PARALLEL = "context, sequence and pipeline parallelism are not supported"
 
 ARGUMENTS = {
     "deepspeed_plugin": ONE_ENGINE,
     "deepspeed_plugins": ONE_ENGINE,
     "megatron_lm_plugin": _MODEL_PARALLEL,
-    "torch_tp_plugin": _MODEL_PARALLEL,
+    "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
     "dynamo_plugin": "give dynamo_backend, which compiles every unit on its own",
 }
 """Arguments of the Accelerator."""
 
 METHODS = {
-    **dict.fromkeys(("tensor_parallel_rank", "pipeline_parallel_rank", "context_parallel_rank"), _MODEL_PARALLEL),
+    **dict.fromkeys(("pipeline_parallel_rank", "context_parallel_rank"), _MODEL_PARALLEL),
     "deepspeed_ulysses_dl_adapter": _MODEL_PARALLEL,
     "lomo_backward": "set training.step_in_backward in the launcher's configuration, for torch's own optimizers",
 }

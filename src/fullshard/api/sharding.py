@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fullshard.api.options import AutocastKwargs
 from fullshard.api.plugin import FullyShardedDataParallelPlugin, configured_policy, modules_matching
@@ -18,6 +20,7 @@ from fullshard.api.state import ProcessState
 from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
+from fullshard.comm.mesh import init_mesh
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig, TrainingConfig
 from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError
@@ -32,6 +35,7 @@ from fullshard.engine import (
     shard_model,
 )
 from fullshard.engine.precision import cast_floating, dtype_name
+from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.policies import WrapPolicy, checkpoint_modules, compile_modules, embedding_modules, unit_modules
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -106,7 +110,13 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[str], None]) -> ModuleT:
+def shard(
+    model: ModuleT,
+    setup: Setup,
+    process: ProcessState,
+    say: Callable[[str], None],
+    device_mesh: DeviceMesh | None = None,
+) -> ModuleT:
     """Shard `model` in place and say how.
 
     Args:
@@ -114,6 +124,7 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
         setup: how.
         process: gives the device and the ranks.
         say: called with lines for the user, on every rank.
+        device_mesh: axes `dp_replicate`, `dp_shard` and `tp`, the model being split over the last; None: not split.
 
     Raises:
         ConfigError, WrapError: a setting that cannot be honoured for this model.
@@ -121,6 +132,8 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
     if next(model.parameters(), None) is None:
         return model.to(process.device)
     config, precision = setup.sharding, setup.precision
+    if device_mesh is not None:
+        _check_split(model, device_mesh)
     ignored = setup.ignored_modules(model)
     units = _units(model, setup, ignored, process)
     apart = embedding_modules(model) if config.wrap_embeddings else ()
@@ -146,6 +159,9 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
         sync_module_states=config.sync_module_states,
         param_init_fn=setup.plugin.param_init_fn if setup.plugin is not None else None,
         device=process.device,
+        mesh=None
+        if device_mesh is None
+        else init_mesh(device_mesh=device_mesh["dp_replicate", "dp_shard"], device=process.device),
     )
     if apart:
         keep_head(apart[1])
@@ -178,6 +194,17 @@ def shard(model: ModuleT, setup: Setup, process: ProcessState, say: Callable[[st
     if config.offload.activations and not sharding.offload:
         say("offload_activations saves nothing here: what a CPU computes with is in host memory already")
     return model
+
+
+def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
+    """See to it that tensor parallelism that was asked for is there: otherwise its ranks would all do the same."""
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ConfigError(
+            f"parallelism_config has tp_size = {device_mesh['tp'].size()}, but no layer of {type(model).__name__} is "
+            "split",
+            hint="before prepare: torch.distributed.tensor.parallel.parallelize_module(model, "
+            "accelerator.torch_device_mesh['tp'], plan)",
+        )
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -232,7 +259,7 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
         stored = dtype_name(parameter.dtype)
         wanted = main_dtype(stored, trainable=parameter.requires_grad, mode=mode)
         if wanted != stored:
-            parameter.data = parameter.data.to(torch_dtype(wanted))
+            set_plain(parameter, plain_of(parameter).to(torch_dtype(wanted)))
             half.append(parameter)
     if half:
         count = format_count(sum(p.numel() for p in half))

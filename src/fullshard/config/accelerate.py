@@ -73,10 +73,10 @@ def _backend(value: Any) -> Settings:
     return {"sharding.compile": name != "NO", **({"sharding.compile_backend": name.lower()} if name != "NO" else {})}
 
 
-def _of_one(what: str) -> Any:
+def _of_one(what: str, instead: str = "use 1, or leave it out") -> Any:
     def read(value: Any) -> Settings:
         if values.integer(value) > 1:
-            raise ConfigError(f"{what} parallelism is not supported, got {value!r}", hint="use 1, or leave it out")
+            raise ConfigError(f"{what} parallelism is not supported here, got {value!r}", hint=instead)
         return {}
 
     return read
@@ -106,7 +106,11 @@ DYNAMO_KEYS = (
 PARALLELISM_KEYS = (
     Key("parallelism_config_dp_shard_size", Status.TRANSLATED, "sharding.shard_size", read=_shard_size),
     Key("parallelism_config_dp_replicate_size", Status.TRANSLATED, "sharding.strategy", read=_size),
-    *refused("only data parallelism", "parallelism_config_tp_size", read=_of_one("tensor")),
+    *refused(
+        "the script splits layers, and says so",
+        "parallelism_config_tp_size",
+        read=_of_one("tensor", "say it in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=...))"),
+    ),
     *refused("only data parallelism", "parallelism_config_cp_size", read=_of_one("context")),
     *refused("only data parallelism", "parallelism_config_sp_size", read=_of_one("sequence")),
     *refused("only data parallelism", "parallelism_config_pp_size", read=_of_one("pipeline")),
