@@ -18,7 +18,7 @@ from fullshard.core.strategy import STRATEGIES
 ROOT = Path(fullshard.__file__).parent
 PROJECT = Path(__file__).parents[1]
 UPPER_LAYERS = ["cli", "recipes", "integrations", "api", "checkpoint", "observe", "launch"]
-LAYERS = [*UPPER_LAYERS, "engine", "wrap", "plan", "comm", "config", "core"]
+LAYERS = [*UPPER_LAYERS, "optim", "engine", "wrap", "plan", "comm", "config", "core"]
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "accelerate", "pandas")
 
 

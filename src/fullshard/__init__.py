@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fullshard import optim
     from fullshard.api import (
         Accelerator,
         AutocastKwargs,
@@ -82,6 +83,7 @@ __all__ = [
     "fully_shard",
     "meta_parameters",
     "no_sync",
+    "optim",
     "plan",
     "plan_model",
     "register_fsdp_forward_method",
@@ -108,8 +110,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "plan":  # a package that can be called
-        return importlib.import_module("fullshard.plan")
+    if name in ("optim", "plan"):  # packages, of which the second can be called
+        return importlib.import_module(f"fullshard.{name}")
     if name in __all__:
         value = getattr(importlib.import_module(_HOMES.get(name, "fullshard.api")), name)
     elif name.startswith("_"):

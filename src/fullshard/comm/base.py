@@ -6,7 +6,7 @@ given belong to it until `wait()` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,6 +118,19 @@ class Reduction:
     watch: Watch | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How the two flat tensors of an exchange are cut: elements for each rank, and from each, in rank order."""
+
+    leaving: Sequence[int]
+    arriving: Sequence[int]
+
+    @classmethod
+    def even(cls, numel: int, size: int) -> Parts:
+        """The same number for all of `size` ranks."""
+        return cls([numel // size] * size, [numel // size] * size)
+
+
 class HostPages:
     """What is done about pages of host memory, by itself nothing: the allocator of an accelerator needs no help.
 
@@ -212,6 +225,25 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Sum `tensor` over the ranks, in place."""
         ...
+
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+        """Send every rank its part of `leaving`, and fill `arriving` with what they have for this one.
+
+        Args:
+            leaving: 1-D; the parts for the ranks, this one included, in their order.
+            arriving: 1-D, of the same dtype; what comes from each, in their order.
+            parts: how many elements; what one rank sends is what the other expects. Any of them may be 0.
+            tag: see above.
+
+        Returns:
+            Work for `arriving`.
+        """
+        ...
+
+
+def cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Views of a flat tensor, one part after the other."""
+    return list(flat.split_with_sizes(list(sizes)))
 
 
 def own_interval(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:

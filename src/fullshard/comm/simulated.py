@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Collectives, HostPages, Reduction, Work, own_interval
+from fullshard.comm.base import Collectives, HostPages, Parts, Reduction, Work, cut, own_interval
 from fullshard.comm.cpu.pages import pages_of
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.torch_dist import completed
@@ -48,6 +48,12 @@ class SimulatedCollectives(Collectives):
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Count, and take this rank's own values for the sum."""
         return self._done(tensor, all_reduce_nbytes(tensor.nbytes, self.size))
+
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+        """Count, and take this rank's own part."""
+        own = cut(leaving, parts.leaving)[self.rank]
+        cut(arriving, parts.arriving)[self.rank].copy_(own)
+        return self._done(arriving, leaving.nbytes - own.nbytes)
 
     def _done(self, result: torch.Tensor, nbytes: int) -> Work:
         self.sent_nbytes += nbytes

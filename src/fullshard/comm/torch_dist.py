@@ -13,6 +13,7 @@ from fullshard.comm.base import (
     Collectives,
     FullBuffer,
     HostPages,
+    Parts,
     Reduction,
     ResizedBuffer,
     Work,
@@ -110,6 +111,10 @@ class Alone(Collectives):
         """`tensor` is the sum already."""
         return completed(tensor)
 
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+        """What leaves arrives."""
+        return completed(arriving.copy_(leaving))
+
 
 class NativeCollectives(Collectives):
     """The backend's own collectives (NCCL, XCCL and others)."""
@@ -143,13 +148,12 @@ class NativeCollectives(Collectives):
         for to in range(self.size):
             if to != self.rank:
                 packing.pack(own_interval(full, to, self.size), own_interval(leaving, to, self.size))
-        arriving = torch.empty_like(leaving)
-        works = self._exchange(leaving, arriving, how.tag)
+        parts = Parts.even(leaving.numel(), self.size)
+        exchange = self.exchange(leaving, torch.empty_like(leaving), parts, tag=how.tag)
 
         def wait() -> torch.Tensor:
             """Wait, then unpack and add up in rank order, together with this rank's own."""
-            while works:
-                works.pop().wait()
+            arriving = exchange.wait()
             total, term = torch.zeros_like(own), torch.empty_like(own)
             for source in range(self.size):
                 if source != self.rank:
@@ -162,9 +166,11 @@ class NativeCollectives(Collectives):
 
         return WorkOf(wait)
 
-    def _exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
-        """Begin to send every rank its interval of `leaving`, and to receive this rank's of theirs."""
-        return [dist.all_to_all_single(arriving, leaving, group=self.group, async_op=True)]
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+        """One all-to-all."""
+        sizes = list(parts.arriving), list(parts.leaving)
+        work = dist.all_to_all_single(arriving, leaving, *sizes, group=self.group, async_op=True)
+        return filling(arriving, [work])
 
 
 # torch 2.13 renamed both functions and warns on the old names.

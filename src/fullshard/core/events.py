@@ -31,6 +31,8 @@ class EventKind(StrEnum):
     BUCKET_STEP = "bucket_step"
     """the optimizer has updated one of its buckets within backward, and the gradient was freed"""
     OPTIMIZER_STEP = "optimizer_step"
+    PIECES_SENT = "pieces_sent"
+    """an optimizer that needs whole matrices has sent what this rank has of one bucket's, or of their updates"""
     TO_DEVICE = "to_device"
     """something of one bucket, or a unit's activations, is copied from the host"""
     TO_HOST = "to_host"
@@ -45,8 +47,9 @@ class Event:
         kind: what happened.
         unit: the unit's name (the module's qualified name; empty for the root).
         nbytes: bytes of the communicated, freed or copied buffer, 0 where none is involved.
-        what: what is copied to or from the host: `compute shard`, `gradient`, `optimizer state` or `activations`.
-        bucket: of the first three, which bucket of the unit it belongs to.
+        what: what is copied to or from the host: `compute shard`, `gradient`, `optimizer state` or `activations`; where
+            pieces of matrices are sent: `to owners`, `from owners` or `to replicas`.
+        bucket: of all but activations, which bucket of the unit it belongs to.
     """
 
     kind: EventKind

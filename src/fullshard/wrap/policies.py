@@ -368,7 +368,7 @@ def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) ->
     Embeddings and the head do not count: they are large in small models, and the root is where they usually are.
     """
     inside = {id(p) for unit in units for p in unit.parameters()}
-    usual = {id(p) for module in _embeddings(model) for p in module.parameters()}
+    usual = {id(p) for module in embeddings_of(model) for p in module.parameters()}
     root = {id(p): p for p in model.parameters() if id(p) not in inside}
     rest = {key: p for key, p in root.items() if key not in usual}
     share = sum(p.numel() for p in rest.values()) / max(numel(model), 1)
@@ -391,7 +391,7 @@ def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) ->
     )
 
 
-def _embeddings(model: nn.Module) -> Iterator[nn.Module]:
+def embeddings_of(model: nn.Module) -> Iterator[nn.Module]:
     """Embeddings, and the head if the model says which it is."""
     yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
     with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either

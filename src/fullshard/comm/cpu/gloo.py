@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import HostPages, Reduction, Work, WorkOf, own_interval
+from fullshard.comm.base import HostPages, Parts, Reduction, Work, WorkOf, cut, own_interval
 from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.pages import CpuPages
 from fullshard.comm.torch_dist import NativeCollectives, filling
@@ -52,12 +52,17 @@ class GlooCollectives(NativeCollectives):
 
         return WorkOf(wait)
 
-    def _exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, tag: int) -> list[dist.Work]:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+        """Send every peer its part and receive what it has; nothing where that is nothing."""
+        there, here = cut(leaving, parts.leaving), cut(arriving, parts.arriving)
         works = []
         for to, source in self._rounds():
-            works.append(receive(own_interval(arriving, source, self.size), self.group, source, tag))
-            works.append(send(own_interval(leaving, to, self.size), self.group, to, tag))
-        return works
+            if here[source].numel():
+                works.append(receive(here[source], self.group, source, tag))
+            if there[to].numel():
+                works.append(send(there[to], self.group, to, tag))
+        here[self.rank].copy_(there[self.rank])
+        return filling(arriving, works)
 
     def _rounds(self) -> list[tuple[int, int]]:
         """`(send to, receive from)` per round, so that in each round every rank has one partner either way."""

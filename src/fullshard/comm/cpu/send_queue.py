@@ -1,4 +1,7 @@
-"""Gradients between the ranks of a host: a rank says in its send queue where its own are, and all read them there."""
+"""Gradients between the ranks of a host: a rank says in its send queue where its own are, and all read them there.
+
+What they exchange otherwise goes the same way; there the entry leads to a list of where each rank's part begins.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from fullshard.comm.base import Reduction, Watch, own_interval
+from fullshard.comm.base import Parts, Reduction, Watch, cut, own_interval
 from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.heap import heap
@@ -70,7 +73,7 @@ class SendQueues:
         self._queues = [_SendQueue(memory, peers.size) for memory in self._memories]
         self._own = self._queues[peers.rank]
         self.pool = BufferPool(self._memories[peers.rank], _QUEUE_NBYTES)
-        self._under_way: deque[_ReduceScatter] = deque()
+        self._under_way: deque[_ReduceScatter | _Exchange] = deque()
 
     def post(self, full: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
         """Let the peers read `full`, or a copy of it if they cannot reach it.
@@ -155,18 +158,44 @@ class SendQueues:
         self._under_way.append(reduction)
         return reduction
 
-    def finish(self, reduction: _ReduceScatter) -> None:
-        """Make the averages up to this one, in the order in which all ranks sent."""
-        while not reduction.is_done:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, tag: int) -> _Exchange:
+        """Begin to give every rank of this host its part of `leaving`, and to copy what they have for this one."""
+        offset = self.pool.offset(leaving)
+        if offset is None:
+            leaving = self.pool.empty(leaving.numel(), leaving.dtype).copy_(leaving)
+            offset = self.pool.offset(leaving) or 0
+        starts = np.cumsum([0, *parts.leaving[:-1]]) * leaving.itemsize + offset
+        places = self.pool.empty(2 * len(starts), torch.int64)
+        places.view(-1, 2).copy_(torch.from_numpy(np.stack([starts, parts.leaving], axis=1)))
+        places, number = self.post(places, tag)
+        exchange = _Exchange(self, number, tag, (leaving, places), arriving, parts)
+        self._under_way.append(exchange)
+        return exchange
+
+    def read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> None:
+        """Copy what all ranks of this host have for this one. They have posted the entry of that number.
+
+        Raises:
+            RuntimeError: a rank has something else than is expected of it.
+        """
+        pieces = cut(arriving, parts.arriving)
+        for source, (queue, memory, piece) in enumerate(zip(self._queues, self._memories, pieces, strict=True)):
+            _, places, _ = queue.entry(number)
+            start, numel = np.frombuffer(memory, np.int64, 2, places + 16 * self._peers.rank).tolist()
+            if numel != piece.numel():
+                rank = self._peers.group_rank(source)
+                raise RuntimeError(f"rank {rank} of the group has {numel} elements for this one, not {piece.numel()}")
+            if numel:
+                piece.copy_(torch.frombuffer(memory, dtype=arriving.dtype, count=numel, offset=start))
+
+    def finish(self, wanted: _ReduceScatter | _Exchange) -> None:
+        """Complete what is under way up to this one, in the order in which all ranks sent."""
+        while not wanted.is_done:
             first = self._under_way[0]
-            assert first.full is not None  # noqa: S101 -- it is not done
-            how = first.how
-            self.wait_for(first.number, how.tag)
-            first.result = self.sum_interval(
-                first.number, first.full, self._peers.rank, how.dtype, how.divisor, how.watch, may_keep=True
-            )
+            self.wait_for(first.number, first.tag)
+            first.read(self._peers.rank)
             self.mark_read(first.number)
-            first.full = None
+            first.release()
             self._under_way.popleft()
 
 
@@ -187,12 +216,71 @@ class _ReduceScatter:
         self.result: torch.Tensor | None = None
 
     @property
+    def tag(self) -> int:
+        """See `Collectives`."""
+        return self.how.tag
+
+    @property
     def is_done(self) -> bool:
         """Whether the result is there."""
-        return self.result is not None
+        return self.full is None
+
+    def read(self, rank: int) -> None:
+        """All ranks of this host have posted: average."""
+        assert self.full is not None  # noqa: S101 -- it is not done
+        how = self.how
+        self.result = self._queues.sum_interval(
+            self.number, self.full, rank, how.dtype, how.divisor, how.watch, may_keep=True
+        )
+
+    def release(self) -> None:
+        """All have read this rank's gradients."""
+        self.full = None
 
     def wait(self) -> torch.Tensor:
         """Wait for the peers' gradients, and average."""
         self._queues.finish(self)
         assert self.result is not None  # noqa: S101 -- finished
         return self.result
+
+
+class _Exchange:
+    """An exchange under way.
+
+    Attributes:
+        number, tag: of the entry.
+        held: what the peers read; None once every rank has.
+    """
+
+    __slots__ = ("_arriving", "_parts", "_queues", "held", "number", "tag")
+
+    def __init__(
+        self,
+        queues: SendQueues,
+        number: int,
+        tag: int,
+        held: tuple[torch.Tensor, torch.Tensor],
+        arriving: torch.Tensor,
+        parts: Parts,
+    ) -> None:
+        self._queues, self.number, self.tag = queues, number, tag
+        self.held: tuple[torch.Tensor, torch.Tensor] | None = held
+        self._arriving, self._parts = arriving, parts
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything has arrived."""
+        return self.held is None
+
+    def read(self, _rank: int) -> None:
+        """All ranks of this host have posted: copy."""
+        self._queues.read_parts(self.number, self._arriving, self._parts)
+
+    def release(self) -> None:
+        """All have read what this rank had for them."""
+        self.held = None
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the peers' parts, and copy them."""
+        self._queues.finish(self)
+        return self._arriving

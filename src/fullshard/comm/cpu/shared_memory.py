@@ -5,6 +5,7 @@ Nothing is sent. Each rank writes where its peers read:
     all-gather        The unsharded bucket is one piece of memory that all ranks map and in which each owns its
                       interval. If ranks compute in the dtype of the main weights, that interval *is* the main weights,
                       and unsharding copies nothing at all; else each rank casts its own into it.
+    exchange          Each rank says where what it has for each of the others begins; they copy it from there.
     reduce-scatter    Each rank collects its gradients in memory that the others can read, says where, and adds up its
                       own interval of everybody's, in rank order, so that the sum is always the same number. It casts
                       what it reads if the sum is to be in a wider dtype.
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import BufferSpec, FullBuffer, Reduction, ResizedBuffer, Work, WorkOf
+from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, ResizedBuffer, Work, WorkOf
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.cpu.pages import CpuPages
@@ -67,6 +68,10 @@ class SharedMemoryCollectives(GlooCollectives):
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """A tensor that is not from `staging` is copied first."""
         return self._queues.send(full, how)
+
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+        """One copy, out of the peers' memory. A tensor that is not from `staging` is copied first."""
+        return self._queues.exchange(leaving, arriving, parts, tag)
 
 
 class SharedPages(CpuPages):

@@ -25,10 +25,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import BufferSpec, Reduction, Watch, Work, WorkOf
+from fullshard.comm.base import BufferSpec, Parts, Reduction, Watch, Work, WorkOf
 from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.buffer_pool import BufferPool
-from fullshard.comm.cpu.gloo import receive, send
+from fullshard.comm.cpu.gloo import GlooCollectives, receive, send
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.progress_thread import ProgressThread
 from fullshard.comm.cpu.send_queue import SendQueues
@@ -68,6 +68,11 @@ class TwoLevelCollectives(SharedMemoryCollectives):
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """A tensor that is not from `staging` is copied first."""
         return self._reductions.begin(full, how)
+
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
+        """From rank to rank: nothing is in it for two, so that no host would send less."""
+        own_tag = 2 * (MAX_BUFFERS + tag)  # none of a channel's
+        return GlooCollectives.exchange(self, leaving, arriving, parts, tag=own_tag)
 
 
 class _TwoLevelPages(SharedPages):

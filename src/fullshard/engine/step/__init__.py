@@ -2,6 +2,7 @@
 
 hooks             before and after every step; which optimizers may work on slices
 segments          neighbouring slices of a bucket as one tensor, while torch's optimizers run their loop
+matrices          whole matrices for optimizers that need them
 local_parameters  optimizers that want addresses see plain tensors
 in_backward       a bucket is updated within backward, as soon as its gradient is final
 state_dict        an optimizer's state dict is made of slices

@@ -18,6 +18,7 @@ from fullshard.engine.module import units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.local_parameters import lend, take_back, takes_local
+from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.offloaded_state import bring_state, send_state
 from fullshard.engine.step.segments import finish_step, use_segments
 from fullshard.engine.step.state_dict import cut_state
@@ -38,10 +39,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """
     name = type(optimizer).__name__
     names = {cls.__name__ for cls in type(optimizer).__mro__}
-    if names & NEEDS_WHOLE_TENSORS and sharded_parameters(optimizer):
+    is_wrong = bool(names & NEEDS_WHOLE_TENSORS) and not isinstance(optimizer, MatrixOptimizer)
+    if is_wrong and sharded_parameters(optimizer):
         raise OptimizerError(
-            f"{name} needs whole tensors and would be wrong on slices without a word",
-            hint="use an element-wise optimizer such as AdamW, SGD or Lion",
+            f"{type(optimizer).__module__}.{name} needs whole tensors and would be wrong on slices without a word",
+            hint="write fullshard.optim.Muon(model, lr=...) instead: the same arguments and numbers, each "
+            "matrix computed by one rank"
+            if "Muon" in names
+            else "use an element-wise optimizer such as AdamW, SGD or Lion",
         )
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

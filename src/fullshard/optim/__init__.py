@@ -1,0 +1,6 @@
+"""Optimizers that need whole matrices, and averages of weights: sharded as the model is."""
+
+from fullshard.optim.muon import Muon
+from fullshard.optim.rule import MatrixRule
+
+__all__ = ["MatrixRule", "Muon"]

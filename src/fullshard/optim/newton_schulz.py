@@ -1,0 +1,45 @@
+"""Newton-Schulz iteration: the nearest orthogonal matrix, nearly, by matrix products alone.
+
+Published by Keller Jordan, https://kellerjordan.github.io/posts/muon/; the same products in the same order as
+`torch.optim.Muon`, so the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fullshard.core.matrices import NEWTON_SCHULZ_STEPS
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic polynomial, chosen for the steepest slope at zero."""
+EPS = 1e-7
+DTYPE = torch.bfloat16
+"""What the iteration runs in, whatever it is given, and so all that needs to be sent."""
+
+
+def orthogonalized(
+    matrix: torch.Tensor,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    steps: int = NEWTON_SCHULZ_STEPS,
+    eps: float = EPS,
+) -> torch.Tensor:
+    """U S' V^T in place of U S V^T, S' being between 0.5 and 1.5.
+
+    Args:
+        matrix: shape (rows, columns); it is left as it is.
+        coefficients: of the polynomial.
+        steps: iterations.
+        eps: the least that the matrix is divided by in the place of its norm.
+
+    Returns:
+        Shape (rows, columns), in bfloat16.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.to(DTYPE)
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x

@@ -1,0 +1,98 @@
+"""Which parameters of a model are matrices to Muon, and which AdamW updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fullshard.core.matrices import matrix_shape
+from fullshard.core.sizes import format_count
+from fullshard.wrap.policies import embeddings_of
+
+HEAD_NAMES = frozenset({"classifier", "embed_out", "lm_head", "output_layer", "qa_outputs", "score", "unembed"})
+"""What an output head is called wherever it is."""
+OUTER_HEAD_NAMES = frozenset({"fc", "head", "heads", "output"})
+"""What it is called where it is a part of the model itself."""
+_WRAPPERS = ("module.", "base_model.", "model.")
+_SHOWN = 3
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(slots=True)
+class MatrixRule:
+    """The trainable parameters of a model by who updates them, names and all. `str()` says it in a line.
+
+    Hidden matrices are Muon's, convolutions, expert weights and LoRA's factors among them; embeddings, the output head,
+    and whatever is a vector (norms, biases) are AdamW's, as Keller Jordan published it.
+
+    Attributes:
+        matrices: matrices, and batches of them.
+        convolutions: each is one matrix, a row per output channel.
+        embeddings, heads, vectors: for AdamW.
+    """
+
+    matrices: dict[str, nn.Parameter] = field(default_factory=dict)
+    convolutions: dict[str, nn.Parameter] = field(default_factory=dict)
+    embeddings: dict[str, nn.Parameter] = field(default_factory=dict)
+    heads: dict[str, nn.Parameter] = field(default_factory=dict)
+    vectors: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> MatrixRule:
+        """That of a model, sharded or not; a tied parameter comes once, and an embedding's stays one."""
+        rule = cls()
+        embedded: dict[int, bool] = {}
+        for module in embeddings_of(model):
+            for parameter in module.parameters(recurse=False):
+                embedded.setdefault(id(parameter), isinstance(module, nn.Embedding))
+        convolved = {
+            id(p) for m in model.modules() if isinstance(m, _CONVOLUTIONS) for p in m.parameters(recurse=False)
+        }
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                rule._class_of(name, parameter, embedded, convolved)[name] = parameter
+        return rule
+
+    def _class_of(
+        self, name: str, parameter: nn.Parameter, embedded: dict[int, bool], convolved: set[int]
+    ) -> dict[str, nn.Parameter]:
+        path = name
+        for wrapper in _WRAPPERS:
+            path = path.removeprefix(wrapper)
+        modules = path.split(".")[:-1]
+        is_embedding = embedded.get(id(parameter))
+        if is_embedding or "embed" in name.lower().replace("unembed", ""):
+            return self.embeddings
+        if is_embedding is False or HEAD_NAMES & set(modules) or (len(modules) == 1 and modules[0] in OUTER_HEAD_NAMES):
+            return self.heads
+        is_convolution = id(parameter) in convolved
+        if parameter.dim() < 2 or 1 in matrix_shape(parameter.shape, flatten=is_convolution)[1:]:
+            return self.vectors
+        return self.convolutions if is_convolution else self.matrices
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups for `Muon`."""
+        others = {**self.embeddings, **self.heads, **self.vectors}
+        groups: list[dict[str, Any]] = [
+            {"params": list(self.matrices.values()), "algorithm": "muon"},
+            {"params": list(self.convolutions.values()), "algorithm": "muon", "flatten": True},
+            {"params": list(others.values()), "algorithm": "adamw"},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def __str__(self) -> str:
+        muon = list(self._counted({"matrices": self.matrices, "convolutions": self.convolutions}))
+        kinds = {"embeddings": self.embeddings, "heads": self.heads, "vectors": self.vectors}
+        return f"Muon updates {', '.join(muon) or 'nothing'}; AdamW {', '.join(self._counted(kinds)) or 'nothing'}"
+
+    @staticmethod
+    def _counted(kinds: dict[str, dict[str, nn.Parameter]]) -> Iterator[str]:
+        for kind, parameters in kinds.items():
+            if parameters:
+                names = [*list(parameters)[:_SHOWN], *(["..."] if len(parameters) > _SHOWN else [])]
+                elements = format_count(sum(math.prod(p.shape) for p in parameters.values()))
+                yield f"{len(parameters)} {kind} of {elements} elements ({', '.join(names)})"

@@ -1,0 +1,154 @@
+"""Whole matrices for optimizers: how they are dealt, and how their pieces travel.
+
+pytest tests/test_matrices.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.base import Collectives, Parts
+from fullshard.comm.cpu.gloo import GlooCollectives
+from fullshard.comm.cpu.two_level import TwoLevelCollectives
+from fullshard.comm.select import choices_for, collectives_for
+from fullshard.core.errors import LayoutError
+from fullshard.core.layout import BucketLayout, ParameterSpec
+from fullshard.core.matrices import Dealing, Matrix, deal, matrices_in, matrix_shape
+from tests.distributed import run_ranks
+from tests.hosts import are_possible, run_hosts
+
+CPU = torch.device("cpu")
+
+# -- dealing ------------------------------------------------------------------------------------------------------
+
+
+def llama(layers: int, *, shard_size: int, replicate_size: int = 1, experts: int = 0) -> Dealing:
+    """The matrices of a model of Llama's shape, 8B if it has 32 layers; with experts of Qwen3-30B-A3B's, 48."""
+    d, kv, f = (2048, 512, 768) if experts else (4096, 1024, 14336)
+    batch = (experts,) if experts else ()
+    shapes = [(d, d), (kv, d), (kv, d), (d, d), (*batch, f, d), (*batch, f, d), (*batch, d, f)]
+    specs = [ParameterSpec(str(i), shape) for i, shape in enumerate(shapes)]
+    layout = BucketLayout.build(specs, itemsize=2, world_size=shard_size)
+    matrices = [m for b in range(layers) for i in range(len(specs)) for m in matrices_in(b, layout, i, flatten=False)]
+    return deal([layout] * layers, matrices, replicate_size=replicate_size, shard_size=shard_size)
+
+
+@pytest.mark.parametrize(
+    ("shape", "flatten", "expected"),
+    [
+        ((8, 4), False, (1, 8, 4)),
+        ((5, 8, 4), False, (5, 8, 4)),  # experts
+        ((8, 4, 3), True, (1, 8, 12)),  # a convolution
+        ((8, 4, 3, 3), False, (1, 8, 36)),
+    ],
+)
+def test_what_a_parameter_is_as_matrices(shape: tuple[int, ...], flatten: bool, expected: tuple[int, int, int]) -> None:
+    assert matrix_shape(shape, flatten=flatten) == expected
+
+
+def test_a_vector_is_no_matrix() -> None:
+    with pytest.raises(LayoutError, match="no matrix"):
+        matrix_shape((8,), flatten=False)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "shard_size", "replicate_size"),
+    [(32, 0, 2, 1), (32, 0, 3, 1), (32, 0, 64, 1), (32, 0, 8, 128), (32, 0, 1024, 1), (48, 128, 1024, 1)],
+)
+def test_dealt_evenly(layers: int, experts: int, shard_size: int, replicate_size: int) -> None:
+    dealing = llama(layers, experts=experts, shard_size=shard_size, replicate_size=replicate_size)
+    assert dealing.balance <= 1.15
+    assert sum(dealing.work) == sum(matrix.work for matrix in dealing.matrices)
+
+
+def test_matrices_stay_where_they_are() -> None:
+    """On two ranks hardly any is cut, and those that are not do not travel."""
+    dealing = llama(32, shard_size=2)
+    sent = sum(sum(dealing.sent_numel(0, rank)) for rank in range(2))
+    assert sent < 0.2 * 2 * (2 - 1) / 2 * sum(matrix.numel for matrix in dealing.matrices)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_the_matrices(seed: int) -> None:
+    """Whatever the shapes: what is sent is what is gathered, and every element of a matrix comes once."""
+    generator = random.Random(seed)
+    shard_size, replicate_size = generator.choice([(1, 1), (1, 3), (2, 1), (3, 2), (5, 1), (40, 1)])
+    layouts, matrices = [], list[Matrix]()
+    for bucket in range(3):
+        shapes = [
+            generator.choice([(7, 3), (2, 5, 4), (1, 1), (64, 8), (0, 4), (3, 2, 2, 2)])
+            for _ in range(generator.randrange(5))
+        ]
+        specs = [ParameterSpec(str(i), shape) for i, shape in enumerate(shapes)]
+        layouts.append(BucketLayout.build(specs, itemsize=4, world_size=shard_size))
+        for index in range(len(shapes)):
+            matrices += matrices_in(bucket, layouts[bucket], index, flatten=False)
+    dealing = deal(layouts, matrices, replicate_size=replicate_size, shard_size=shard_size)
+    found: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(matrices))}
+    for bucket in range(3):
+        for row in range(replicate_size):
+            sent = [dealing.sent(bucket, row, rank) for rank in range(shard_size)]
+            for owner in range(shard_size):
+                gathered = dealing.gathered(bucket, row, owner)
+                assert gathered == [sent[source][owner] for source in range(shard_size)]
+                for piece in (piece for pieces in gathered for piece in pieces):
+                    assert dealing.owners[piece.matrix] == (row, owner)
+                    found[piece.matrix].append((piece.interval.start, piece.interval.stop))
+    for matrix, pieces in zip(matrices, found.values(), strict=True):
+        ends = [matrix.interval.start, *(stop for _, stop in pieces)]
+        assert pieces == list(itertools.pairwise(ends))
+        assert ends[-1] == matrix.interval.stop
+
+
+# -- travelling ---------------------------------------------------------------------------------------------------
+
+
+def check_exchange(collectives: Collectives) -> None:
+    """Parts of all lengths, two exchanges under way at once, and a sum between them."""
+    size, rank = collectives.size, collectives.rank
+
+    def numel(source: int, to: int, turn: int) -> int:
+        return (3 * source + 5 * to + turn) % 7 * (1 if turn else 4000)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        works, sums, expected = [], [], []
+        for turn in range(2):
+            parts = Parts([numel(rank, to, turn) for to in range(size)], [numel(s, rank, turn) for s in range(size)])
+            leaving = torch.cat([torch.full((n,), 10 * rank + to) for to, n in enumerate(parts.leaving)]).to(dtype)
+            theirs = [torch.full((n,), 10 * source + rank) for source, n in enumerate(parts.arriving)]
+            expected.append(torch.cat(theirs).to(dtype))
+            works.append(collectives.exchange(leaving, torch.empty(sum(parts.arriving), dtype=dtype), parts, tag=turn))
+            sums.append(collectives.reduce_scatter(torch.ones(size * 4), tag=7 + turn))
+        assert all(bool((summed.wait() == size).all()) for summed in sums)
+        for work, wanted in zip(works, expected, strict=True):
+            assert torch.equal(work.wait(), wanted)
+
+
+def check_all_collectives() -> None:
+    for candidate in choices_for(dist.group.WORLD, CPU):
+        check_exchange(candidate.collectives)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_exchange(size: int) -> None:
+    run_ranks(check_all_collectives, size)
+
+
+def check_two_level() -> None:
+    linked = collectives_for(dist.group.WORLD, CPU)
+    assert isinstance(linked, TwoLevelCollectives)
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+    check_exchange(linked)
+    assert dist.group.WORLD is not None
+    check_exchange(GlooCollectives(dist.group.WORLD))
+
+
+@pytest.mark.skipif(not are_possible(), reason="hosts are process namespaces, which this user may not make")
+def test_exchange_between_hosts() -> None:
+    run_hosts(check_two_level, [2, 2])

@@ -1,0 +1,395 @@
+"""Muon on sharded models against `torch.optim.Muon` on whole tensors: the same numbers, whoever owns a matrix.
+
+pytest tests/test_muon.py
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from fullshard.core.errors import ConfigError, OptimizerError
+from fullshard.core.events import Event, EventKind
+from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
+from fullshard.optim import MatrixRule, Muon
+from tests.differential import check, compare, ddp, optimizer_state, parameters, plain
+from tests.distributed import run_ranks
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    """Matrices of several shapes; with W ranks every one of them is cut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, width, 5) / 4)
+        self.unused = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + torch.einsum("bsd,edf->bsf", x, self.experts).sum(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    """An embedding tied to the head, a convolution, a frozen matrix, blocks."""
+
+    def __init__(self, width: int = 24, blocks: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(31, width)
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.frozen = nn.Linear(width, width, bias=False).requires_grad_(False)
+        self.lm_head = nn.Linear(width, 31, bias=False)
+        self.lm_head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.conv(self.tokens(tokens).transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(self.frozen(x)).flatten(0, 1), tokens.flatten())
+
+
+class Pair:
+    """`torch.optim.Muon` for each matrix and `torch.optim.AdamW` for the rest, as one would write it without us.
+
+    Torch's takes nothing but matrices, so it is given views of the others, which are of the same memory.
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float = 0.01, **options: Any) -> None:
+        rule, self._views = MatrixRule.of(model), list[tuple[nn.Parameter, int | None, nn.Parameter]]()
+        for parameter in rule.matrices.values():
+            for index in range(len(parameter)) if parameter.dim() == 3 else [None]:
+                whole = parameter.detach()
+                self._views.append((parameter, index, nn.Parameter(whole if index is None else whole[index])))
+        for parameter in rule.convolutions.values():
+            self._views.append((parameter, None, nn.Parameter(parameter.detach().flatten(1))))
+        others = [*rule.embeddings.values(), *rule.heads.values(), *rule.vectors.values()]
+        self._muon = torch.optim.Muon([view for _, _, view in self._views], lr=lr, **options)
+        self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=options.get("weight_decay", 0.1))
+
+    def step(self) -> None:
+        for parameter, index, view in self._views:
+            if parameter.grad is not None:
+                view.grad = (parameter.grad if index is None else parameter.grad[index]).reshape(view.shape)
+            else:
+                view.grad = None
+        self._muon.step()
+        self._adamw.step()
+
+    def zero_grad(self) -> None:
+        self._adamw.zero_grad()
+        for parameter, _, _ in self._views:
+            parameter.grad = None
+
+
+def model_of() -> Model:
+    torch.manual_seed(1)
+    return Model()
+
+
+def sharded(strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
+    model = model_of()
+    shard_model(model, strategy=strategy, unit_modules=list(model.blocks), **options)
+    return model
+
+
+# -- the same gradients: the optimizer alone ----------------------------------------------------------------------
+
+
+def given_gradients(model: nn.Module, step: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """The same on every rank, whatever the sharding; the second step leaves some parameters out."""
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        grad = torch.randn(parameter.shape, generator=generator)
+        if parameter.requires_grad and not (step == 1 and ("unused" in name or "conv" in name)):
+            yield parameter, grad
+
+
+def step_with(model: nn.Module, optimizer: Any, *, steps: int = STEPS) -> None:
+    for step in range(steps):
+        for parameter, grad in given_gradients(model, step):
+            if isinstance(parameter, ShardedParameter):
+                parameter.grad = parameter.wrap(parameter.span.cut(grad).clone())
+            else:
+                parameter.grad = grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_same_as_torch(options: dict[str, Any], sharding: dict[str, Any]) -> dict[str, float]:
+    reference = model_of()
+    step_with(reference, Pair(reference, **options))
+    model = sharded(**sharding)
+    step_with(model, Muon(model, **{"lr": 0.01, **options}))
+    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"adjust_lr_fn": "match_rms_adamw", "nesterov": False, "weight_decay": 0.01},
+    {"ns_steps": 3, "momentum": 0.8, "ns_coefficients": (3.0, -4.0, 1.8), "eps": 1e-3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_one_rank(options: dict[str, Any]) -> None:
+    check(run_ranks(check_same_as_torch, 1, options, {}), exact=True)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharding"),
+    [
+        (2, {}),
+        (3, {}),
+        (2, {"strategy": "NO_SHARD"}),
+        pytest.param(3, {"strategy": "SHARD_GRAD_OP"}, marks=pytest.mark.full),
+        pytest.param(3, {"strategy": "NO_SHARD"}, marks=pytest.mark.full),
+        (4, {"strategy": "HYBRID_SHARD", "shard_size": 2}),
+        pytest.param(4, {}, marks=pytest.mark.full),
+        pytest.param(2, {"strategy": "SHARD_GRAD_OPTIMIZER"}, marks=pytest.mark.full),
+    ],
+)
+def test_sharded(world_size: int, sharding: dict[str, Any]) -> None:
+    """Each matrix is computed whole, so the number of ranks changes nothing: not to a rounding, at all."""
+    check(run_ranks(check_same_as_torch, world_size, {"adjust_lr_fn": "match_rms_adamw"}, sharding), exact=True)
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, optimizer: Any, *, rank: int = 0, size: int = 1, clip: float = 0.5) -> list[float]:
+    """Two micro-batches per step, clipped gradients."""
+    losses = []
+    for step in range(STEPS):
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            loss = model(torch.randint(0, 31, (2 * size, 7), generator=generator)[rank::size])
+            loss.backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def check_training(engine: str) -> dict[str, float]:
+    mesh = init_mesh()
+    reference = ddp(model_of())
+    expected = train(reference, Pair(plain(reference)), rank=mesh.rank, size=mesh.world_size)
+    model = sharded(engine)
+    losses = train(model, Muon(model, lr=0.01), rank=mesh.rank, size=mesh.world_size)
+    assert losses[:2] == expected[:2]
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
+    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("NO_SHARD", marks=pytest.mark.full)])
+def test_training_is_that_of_replicas(strategy: str) -> None:
+    """Accumulated, clipped, with a tied, a frozen and an unused parameter."""
+    check(run_ranks(check_training, 2, strategy), exact=False, tolerance=1e-4)
+
+
+def check_scaler() -> None:
+    """A step that the scaler leaves out changes nothing, no momentum either."""
+    model = sharded()
+    optimizer = Muon(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = {name: value.clone() for name, value in parameters(model).items() if value is not None}
+    loss = scaler.scale(model(torch.zeros(2, 5, dtype=torch.long)))
+    (loss * (float("inf") if init_mesh().rank == 0 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    assert not optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items() if value is not None)
+    scaler.scale(model(torch.zeros(2, 5, dtype=torch.long))).backward()
+    scaler.step(optimizer)
+    assert optimizer.state
+
+
+def test_a_step_that_the_scaler_leaves_out() -> None:
+    run_ranks(check_scaler, 2)
+
+
+def check_memory_and_traffic() -> tuple[int, int, int]:
+    """(bytes sent, as the dealing says; elements of momentum); one tensor of state per matrix, no more than a shard."""
+    events: list[Event] = []
+    model = sharded(event_sink=events.append)
+    optimizer = Muon(model)
+    step_with(model, optimizer, steps=1)
+    mesh = init_mesh()
+    [whole] = optimizer._whole
+    sent = sum(event.nbytes for event in events if event.kind is EventKind.PIECES_SENT)
+    assert sent == 2 * sum(whole.dealing.sent_numel(mesh.replicate_rank, mesh.shard_rank))
+    state = [value.local.numel() for s in optimizer.state.values() for k, value in s.items() if k == "momentum_buffer"]
+    total = sum(matrix.numel for matrix in whole.dealing.matrices)
+    assert whole.dealing.owned_numel < 0.6 * total
+    return sent, sum(state), total
+
+
+def test_memory_and_traffic() -> None:
+    """Both exchanges together send at most 2 (W - 1) / W of all matrices, in bfloat16; momentum is there once."""
+    results = run_ranks(check_memory_and_traffic, 2)
+    total = results[0][2]
+    assert 0 < sum(sent for sent, _, _ in results) <= 2 * (2 - 1) / 2 * 2 * total
+    assert sum(numel for _, numel, _ in results) == total
+
+
+def check_fewer_matrices_than_ranks() -> dict[str, float]:
+    """One matrix, three ranks: two of them own nothing, and all have the update."""
+    records = []
+    for shards in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(40, 12))
+        if shards:
+            shard_model(model, unit_modules=[])
+            optimizer: Any = Muon(model, lr=0.01)
+        else:
+            optimizer = Pair(model)
+        step_with(model, optimizer)
+        records.append({"parameters": parameters(model)})
+    return compare(records[1], records[0])
+
+
+def test_fewer_matrices_than_ranks() -> None:
+    check(run_ranks(check_fewer_matrices_than_ranks, 3), exact=True)
+
+
+# -- state --------------------------------------------------------------------------------------------------------
+
+
+def check_state_dict() -> None:
+    """Through torch's state dict into an optimizer of another instance, and from one made before sharding."""
+    model = sharded()
+    optimizer = Muon(model)
+    step_with(model, optimizer, steps=2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = Muon(model)
+    again.load_state_dict(saved)
+    first, second = optimizer_state(model, optimizer), optimizer_state(model, again)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)  # type: ignore[arg-type]
+    assert any("momentum_buffer" in key for key in first)
+    assert any("exp_avg_sq" in key for key in first)
+    step_with(model, again, steps=1)  # AdamW's part goes on with what was loaded
+
+
+def test_state_dict() -> None:
+    run_ranks(check_state_dict, 2)
+
+
+def check_made_before_sharding() -> dict[str, float]:
+    from fullshard.engine import repoint
+
+    reference = model_of()
+    whole = Muon(reference, lr=0.01)
+    step_with(reference, whole)
+    model = model_of()
+    optimizer = Muon(model, lr=0.01)
+    step_with(model, optimizer, steps=1)
+    shard_model(model, unit_modules=list(model.blocks))
+    repoint(optimizer, model)
+    for step in range(1, STEPS):
+        for parameter, grad in given_gradients(model, step):
+            assert isinstance(parameter, ShardedParameter)
+            parameter.grad = parameter.wrap(parameter.span.cut(grad).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+
+
+def test_made_before_sharding() -> None:
+    check(run_ranks(check_made_before_sharding, 2), exact=True)
+
+
+# -- what is refused, and the rule ----------------------------------------------------------------------------------
+
+
+def test_rule() -> None:
+    rule = MatrixRule.of(model_of())
+    assert set(rule.embeddings) == {"tokens.weight"}  # tied to the head
+    assert set(rule.convolutions) == {"conv.weight"}
+    names = {
+        f"blocks.{i}.{name}" for i in range(2) for name in ("up.weight", "down.weight", "experts", "unused.weight")
+    }
+    assert set(rule.matrices) == names
+    assert str(rule).startswith("Muon updates 8 matrices of 8.8 k elements (blocks.0.experts, ")
+    untied = model_of()
+    untied.lm_head.weight = nn.Parameter(torch.zeros(31, 24))
+    assert set(MatrixRule.of(untied).heads) == {"lm_head.weight"}
+
+
+def test_adapters_are_matrices() -> None:
+    """LoRA's factors: what is published finds Muon on them as good as AdamW or better (arXiv 2605.10468)."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["up", "tokens", "lm_head"])
+    model = peft.get_peft_model(model_of(), config)
+    rule = MatrixRule.of(model)
+    assert len(rule.matrices) == 4
+    assert all("lora_A" in name or "lora_B" in name for name in rule.matrices)
+    assert {name.split(".")[2] for name in rule.embeddings} == {"tokens"}
+    assert {name.split(".")[2] for name in rule.heads} == {"lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"lr": -1.0}, ConfigError, "lr is -1.0, expected 0 or more"),
+        ({"adjust_lr_fn": "rms"}, ConfigError, "adjust_lr_fn is 'rms'"),
+        ({"momentum": -0.1}, ConfigError, "momentum is -0.1"),
+        ({"adamw_betas": (0.9, 1.5)}, ValueError, "beta"),
+    ],
+)
+def test_values_that_cannot_be(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Muon(model_of(), **arguments)
+
+
+def test_vectors_are_refused_where_they_are_not_asked_for() -> None:
+    model = model_of()
+    with pytest.raises(OptimizerError, match=r"of shape \(24,\).*is no matrix.*\n.*Muon\(model\)"):
+        Muon(model.parameters())
+    with pytest.raises(ConfigError, match="algorithm is 'sgd'"):
+        Muon([{"params": [model.conv.weight], "algorithm": "sgd"}])
+
+
+def test_torchs_own_is_refused_and_says_what_to_write() -> None:
+    model = sharded()
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+    for parameter, grad in given_gradients(model, 0):
+        assert isinstance(parameter, ShardedParameter)
+        parameter.grad = parameter.wrap(grad.reshape(-1))
+    with pytest.raises(OptimizerError, match=r"hint: write fullshard.optim.Muon\(model, lr=...\)"):
+        optimizer.step()
+
+
+def check_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
+    model = nn.Sequential(nn.Linear(8, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = Muon(model)
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(OptimizerError, match=r"0.weight \(8, 8\) is split by tensor parallelism.*\(4, 8\) of it"):
+        optimizer.step()
+
+
+def test_tiles_of_tensor_parallelism_are_no_matrices() -> None:
+    run_ranks(check_tensor_parallel, 2)
+
+
+def test_it_does_not_step_in_backward() -> None:
+    model = sharded()
+    with pytest.raises(OptimizerError, match="cannot step in backward"):
+        step_in_backward(Muon(model))
