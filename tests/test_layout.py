@@ -60,6 +60,17 @@ def test_rank_intervals_tile_the_bucket(case: tuple[BucketLayout, int]) -> None:
     assert all(one.stop == other.start for one, other in itertools.pairwise(intervals))
 
 
+@given(st.integers(0, 40), st.integers(0, 9), WORLD_SIZES)
+def test_rows_stay_together_as_torch_chunks_them(rows: int, columns: int, world_size: int) -> None:
+    layout = BucketLayout.build([ParameterSpec("p", (rows, columns))], itemsize=4, world_size=world_size, atom=columns)
+    most = -(-rows // world_size)
+    for rank in range(world_size):
+        own = layout.interval(0, rank)
+        assert own.numel == max(0, min(most, rows - rank * most)) * columns
+        assert own.numel == 0 or own.start == rank * most * columns
+    assert layout.shard_numel == most * columns
+
+
 @given(layouts())
 def test_every_element_has_one_owner_in_rank_order(case: tuple[BucketLayout, int]) -> None:
     layout, _ = case

@@ -278,12 +278,25 @@ def recording(local: torch.Tensor, shape: tuple[int, ...] | None = None) -> Reco
     return made
 
 
-@check("Kernel", "has_own_dispatch", "Layout", "layout_of", "layout_from", "wrap", "local_of", "mesh_without_groups")
+@check(
+    "Kernel",
+    "has_own_dispatch",
+    "Layout",
+    "layout_of",
+    "layout_from",
+    "wrap",
+    "local_of",
+    "put_local",
+    "mesh_without_groups",
+)
 def subclasses() -> None:
     local = torch.arange(6.0)
     tensor = recording(local, (3, 4))
     assert isinstance(tensor, DTensor) and tensor.shape == (3, 4) and tensor.stride() == (4, 1)
     assert torch_private.local_of(tensor) is local and not tensor.requires_grad
+    torch_private.put_local(tensor, other := local.clone())
+    assert tensor._local_tensor is other
+    torch_private.put_local(tensor, local)
     layout = torch_private.layout_from(tensor)
     assert isinstance(layout, torch_private.Layout) and layout.placements == (Replicate(), Shard(0))
     assert layout.mesh.shape == (2, 2) and layout.mesh.get_coordinate() == (1, 0)

@@ -145,8 +145,12 @@ def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requi
     return DTensor.__new__(kind, local, layout, requires_grad=requires_grad)
 
 
-local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+_LOCAL: Any = DTensor._local_tensor  # the slot, which a subclass may have hidden
+local_of: Callable[[DTensor], torch.Tensor] = _LOCAL.__get__
 """What this rank has of a DTensor. `to_local()` is a step of autograd's. Since 2.0."""
+
+put_local: Callable[[DTensor, torch.Tensor], None] = _LOCAL.__set__
+"""Sets it, in a subclass that shows another tensor under its name. Since 2.0."""
 
 layout_from: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 """The layout that a DTensor was made with. Since 2.0."""

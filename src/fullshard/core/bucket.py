@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 from fullshard.core.dtypes import FLOATING, Dtypes, itemsize, packed, wider
@@ -60,7 +61,14 @@ class BucketPlan:
 
     @classmethod
     def of(
-        cls, key: BucketKey, shapes: Sequence[tuple[int, ...]], dtypes: Dtypes, *, world_size: int, offload: Offload
+        cls,
+        key: BucketKey,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Dtypes,
+        *,
+        world_size: int,
+        offload: Offload,
+        by_rows: bool = False,
     ) -> BucketPlan:
         """The bucket of parameters with these shapes.
 
@@ -70,18 +78,19 @@ class BucketPlan:
             dtypes: of the run.
             world_size: ranks that share it.
             offload: what lives in host memory.
+            by_rows: each rank owns whole rows of the one parameter, which says itself what is sent.
         """
         reduce = dtypes.reduce(key.dtype)
         itemsizes = [itemsize(key.dtype), itemsize(key.compute_dtype)]
         if key.dtype in FLOATING:
             itemsizes.append(itemsize(reduce))
         return cls(
-            _layout(tuple(shapes), min(itemsizes), world_size),
+            _layout(tuple(shapes), min(itemsizes), world_size, by_rows),
             key.dtype,
             key.compute_dtype,
             reduce,
             key.trainable,
-            None if key.exact else packed(dtypes.gather_as, key.compute_dtype),
+            None if key.exact or by_rows else packed(dtypes.gather_as, key.compute_dtype),
             packed(dtypes.reduce_as, reduce),
             offload,
         )
@@ -201,7 +210,8 @@ def _message_nbytes(numel: int, dtype: str, sent_as: str | None) -> int:
 
 
 @cache
-def _layout(shapes: tuple[tuple[int, ...], ...], narrowest: int, world_size: int) -> BucketLayout:
+def _layout(shapes: tuple[tuple[int, ...], ...], narrowest: int, world_size: int, by_rows: bool) -> BucketLayout:
     """Layers repeat, so most calls find their layout made."""
     specs = [ParameterSpec(str(index), shape) for index, shape in enumerate(shapes)]
-    return BucketLayout.build(specs, itemsize=narrowest, world_size=world_size)
+    atom = prod(shapes[0][1:]) if by_rows else None
+    return BucketLayout.build(specs, itemsize=narrowest, world_size=world_size, atom=atom)

@@ -85,20 +85,23 @@ class BucketLayout:
     _index: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def build(cls, specs: Sequence[ParameterSpec], *, itemsize: int, world_size: int) -> BucketLayout:
+    def build(
+        cls, specs: Sequence[ParameterSpec], *, itemsize: int, world_size: int, atom: int | None = None
+    ) -> BucketLayout:
         """Pack `specs` for `world_size` ranks.
 
         Args:
             specs: parameters in definition order.
             itemsize: bytes of the narrowest element type the bucket is ever communicated in.
             world_size: ranks in the shard group.
+            atom: elements that stay together on one rank (a row), instead of what is aligned to 16 bytes.
 
         Raises:
             LayoutError: an item size that 16 bytes do not hold a whole number of, or an invalid world size.
         """
         if world_size < 1 or itemsize < 1 or (ALIGNMENT_NBYTES % itemsize and itemsize % ALIGNMENT_NBYTES):
             raise LayoutError(f"cannot lay out items of {itemsize} bytes over {world_size} ranks")
-        alignment = max(1, ALIGNMENT_NBYTES // itemsize)
+        alignment = max(1, ALIGNMENT_NBYTES // itemsize if atom is None else atom)
         offsets, end = [], 0
         for spec in specs:
             offsets.append(round_up(end, alignment))

@@ -63,7 +63,7 @@ class Activations:
 
     def __init__(self, units: Sequence[Unit], host: Host) -> None:
         self._host, self._device = host, units[-1].mesh.device
-        self._weights = frozenset(bucket.storage_id for unit in units for bucket in unit.buckets)
+        self._weights = frozenset(key for unit in units for bucket in unit.buckets for key in bucket.storage_ids)
         self._nothing = torch.empty(0, device=self._device)
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._is_watching = self._ahead = False

@@ -66,13 +66,15 @@ class Bucket(BucketSpec):
         full: shape (W * S,), compute dtype.
         sharded_parameters: in the order of `slots`.
         gradient: None if the bucket has always been frozen.
-        storage_id: which storage `full` is in, for as long as it lives.
+        storage_ids: which storages it is unsharded in, for as long as it lives.
         has_gradient_hooks: whether a sharded parameter has ever been given one.
         trainable_count: parameters that want a gradient.
     """
 
     main: torch.Tensor
     full: torch.Tensor
+    buffer: FullBuffer
+    parameter_type = ShardedParameter
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class Bucket(BucketSpec):
         with torch.no_grad(), torch.inference_mode(False):
             self._allocate(weights)
         is_trainable = slots[0].parameter.requires_grad
-        self.sharded_parameters = [ShardedParameter(self, i, requires_grad=is_trainable) for i in range(len(slots))]
+        self.sharded_parameters = [self.parameter_type(self, i, requires_grad=is_trainable) for i in range(len(slots))]
         self._trainable = [is_trainable] * len(slots)
         self.trainable_count = sum(self._trainable)
         places = [
@@ -107,12 +109,12 @@ class Bucket(BucketSpec):
         self.gradient = self._make_gradient() if is_trainable else None
 
     def _make_gradient(self) -> Gradient:
-        return Gradient(self, self.sharded_parameters, storage_id=self.storage_id, emit=self.emit)
+        return Gradient(self, self.sharded_parameters, storage_id=min(self.storage_ids), emit=self.emit)
 
     def _allocate(self, weights: Values | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
         layout, mesh = self.layout, self.mesh
-        self.buffer: FullBuffer = mesh.gather.full_buffer(
+        self.buffer = mesh.gather.full_buffer(
             layout.full_numel,
             self.compute_dtype,
             mesh.device,
@@ -121,7 +123,7 @@ class Bucket(BucketSpec):
         )
         self.full = self.buffer.full
         # Of the storage, not an address: it has no memory for most of the time.
-        self.storage_id = torch_private.storage_id(self.full.untyped_storage())
+        self.storage_ids = frozenset({torch_private.storage_id(self.full.untyped_storage())})
         if self.buffer.main is not None:
             self.main = self.buffer.main
         elif self.main_is_on_host:

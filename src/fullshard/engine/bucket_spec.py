@@ -16,15 +16,17 @@ from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.tile import plain_of, tile_of
+from fullshard.wrap.extended import is_extended
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import is_exact
 
 
 def by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
-    """Slots grouped by bucket, in the order in which their first parameters come."""
-    groups: dict[BucketKey, list[Slot]] = {}
+    """Slots grouped by bucket, in the order in which their first parameters come; an extended one is alone in its."""
+    groups: dict[tuple[BucketKey, int | None], list[Slot]] = {}
     for slot in slots:
-        groups.setdefault(_key(slot, policy), []).append(slot)
+        alone = id(slot) if is_extended(slot.parameter) else None
+        groups.setdefault((_key(slot, policy), alone), []).append(slot)
     return list(groups.values())
 
 
@@ -102,6 +104,7 @@ class BucketSpec:
             policy.dtypes,
             world_size=mesh.shard_size,
             offload=storage.offload,
+            by_rows=is_extended(slots[0].parameter),
         )
         self.layout = plan.layout
         self.dtype, self.compute_dtype, self.reduce_dtype, self.compute_shard_dtype = map(

@@ -23,6 +23,7 @@ from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.span import Span
 from fullshard.engine.tile import plain_of, tile_of
+from fullshard.wrap.extended import wrapped_by
 from fullshard.wrap.partition import Slot, UnitPlan
 
 HINT = (
@@ -95,7 +96,7 @@ class StandIns:
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out`, shape (n,), with these elements of a parameter: NaN where it has no values yet."""
-        held = _held(slot).detach()
+        held = wrapped_by(_held(slot)).detach()
         if held.is_meta:
             out.fill_(math.nan if out.is_floating_point() or out.is_complex() else 0)
         elif isinstance(held, ShardedTensor) and held.interval == interval:

@@ -57,7 +57,7 @@ class Gradient:
     Args:
         spec: of the bucket.
         parameters: sharded ones, in the order of `spec.slots`.
-        storage_id: which storage the unsharded parameters are views of.
+        storage_id: which storage the unsharded parameters are views of; None if that is not known.
         emit: tells the sink of a copy to the host.
 
     Attributes:
@@ -73,7 +73,7 @@ class Gradient:
         spec: BucketSpec,
         parameters: Sequence[ShardedParameter],
         *,
-        storage_id: int,
+        storage_id: int | None,
         emit: Callable[[EventKind, int, str], None],
     ) -> None:
         self._spec, self.dtype = spec, spec.reduce_dtype
@@ -179,7 +179,8 @@ class Gradient:
                 "another part of its gradient appeared after the optimizer had stepped in backward",
                 hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
             )
-        if torch_private.storage_id(plain_of(parameter).untyped_storage()) != self._storage_id:
+        found = self._storage_id and torch_private.storage_id(plain_of(parameter).untyped_storage())
+        if found != self._storage_id:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",

@@ -32,6 +32,7 @@ from torch.optim import optimizer as torch_optimizer
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.core.errors import LifecycleError
+from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.finite import note_before_clipping
 from fullshard.engine.parameter import ShardedParameter, sharded_parameters
 from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
@@ -281,6 +282,7 @@ def install() -> None:
     """Put them in place. That happens when something is sharded for the first time, not when this is imported."""
     torch_private.allow_foreach(ShardedTensor)
     torch_private.allow_foreach(ShardedParameter)
+    torch_private.allow_foreach(ExtendedParameter)
     torch_private.replace(
         {
             torch_private.total_norm: _total_norm,

@@ -22,6 +22,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
 from fullshard.core.tiling import Tiling
+from fullshard.wrap.extended import wrapped_by
 from fullshard.wrap.partition import UnitPlan, names_in
 
 
@@ -110,7 +111,7 @@ def tile_of(parameter: torch.Tensor) -> Tile | None:
 
 def plain_of(parameter: torch.Tensor) -> torch.Tensor:
     """What this rank has to shard of a parameter, without autograd: its tile, or all of it."""
-    return torch_private.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    return torch_private.local_of(parameter) if isinstance(parameter, DTensor) else wrapped_by(parameter).detach()
 
 
 def set_plain(parameter: torch.Tensor, plain: torch.Tensor) -> None:
@@ -118,7 +119,7 @@ def set_plain(parameter: torch.Tensor, plain: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         torch_private.set_local(parameter, Tile.of(parameter).wrap(plain))
     else:
-        parameter.data = plain
+        wrapped_by(parameter).data = plain
 
 
 def check_tiles(plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mesh) -> None:

@@ -29,6 +29,7 @@ from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import Reducing, by_bucket
 from fullshard.engine.deferred import HINT, StandIns
+from fullshard.engine.extended import ExtendedBucket
 from fullshard.engine.gradient import Product
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
@@ -36,6 +37,7 @@ from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.weight_gradients import watch_uses
+from fullshard.wrap.extended import is_extended
 from fullshard.wrap.partition import Slot, UnitPlan
 
 
@@ -195,7 +197,9 @@ class Unit:
     def _allocate(self, values: Values | None) -> None:
         mesh, policy, storage = self.mesh, self.policy, self.storage
         self.buckets = [
-            Bucket(slots, mesh=mesh, policy=policy, storage=storage, owner=self, number=number, weights=values)
+            _bucket_type(slots)(
+                slots, mesh=mesh, policy=policy, storage=storage, owner=self, number=number, weights=values
+            )
             for number, slots in enumerate(by_bucket(self.slots, policy))
         ]
         self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
@@ -259,6 +263,14 @@ class Unit:
                 f"rank {self.mesh.rank}, unit {self.name!r}: cannot cast sharded parameters with gradients or "
                 "optimizer state",
                 hint="cast the model before the first step; for mixed precision use mp_policy",
+            )
+        if any(is_extended(slot.parameter) for slot in self.slots) or (
+            self.stand_ins is None and any(isinstance(bucket, ExtendedBucket) for bucket in self.buckets)
+        ):
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: cannot cast sharded parameters that say how they are "
+                "gathered",
+                hint="cast the model before fully_shard; for mixed precision use mp_policy",
             )
 
     def cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -667,6 +679,10 @@ class Unit:
         if self.reshard_after_backward:
             self.reshard()
         self.rest()
+
+
+def _bucket_type(slots: Sequence[Slot]) -> type[Bucket]:
+    return ExtendedBucket if is_extended(slots[0].parameter) else Bucket
 
 
 def _gradient_hook(unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:

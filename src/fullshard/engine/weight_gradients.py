@@ -60,7 +60,8 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
     in_place = bucket.mesh.reduce.pages.are_dear
     by_rows = in_place and bucket.mesh.world_size > 1
     for index, slot in enumerate(bucket.slots):
-        if not slot.parameter.dtype.is_floating_point or bucket.tiles[index] is not None:
+        is_plain = bucket.tiles[index] is None and not torch_private.has_own_dispatch(type(slot.parameter))
+        if not slot.parameter.dtype.is_floating_point or not is_plain:
             continue
         first = slot.owners[0][0]
         if in_place and len(slot.owners) == 1 and _is_large_matrix(slot.parameter) and type(first) is not nn.Embedding:

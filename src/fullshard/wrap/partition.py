@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import WrapError
+from fullshard.wrap.extended import cannot_be_sharded, is_extended
 
 
 @dataclass(slots=True)
@@ -138,11 +139,10 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
     if not wrong:
         return
     kinds = sorted({type(parameter).__name__ for parameter in wrong.values()})
-    if any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in wrong.values()):
-        reason, hint = (
-            "says by `fsdp_pre_all_gather` how it is gathered, which is not supported",
-            "turn that off (for torchao's float8: enable_fsdp_float8_all_gather=False)",
-        )
+    first = next(iter(wrong.values()))
+    if is_extended(first):
+        reason = f"says by `fsdp_pre_all_gather` how it is gathered, but {cannot_be_sharded(first)}"
+        hint = "convert or quantise the model after training, or leave frozen ones out with ignored_params"
     else:
         reason = "wraps other tensors, with which forward would go on computing whatever the optimizer does"
         hint = "convert or quantise the model after training, or leave frozen ones out with ignored_params"
@@ -157,8 +157,11 @@ def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
 
 
 def _wraps(parameter: Any) -> bool:
-    is_own = torch_private.has_own_dispatch(type(parameter)) and not isinstance(parameter, DTensor)
-    return is_own or hasattr(parameter, "fsdp_pre_all_gather")
+    if isinstance(parameter, DTensor):  # what it has on this rank may be of such a class, too
+        return torch_private.has_own_dispatch(type(torch_private.local_of(parameter)))
+    if is_extended(parameter):
+        return cannot_be_sharded(parameter) is not None
+    return torch_private.has_own_dispatch(type(parameter))
 
 
 def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:

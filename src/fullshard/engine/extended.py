@@ -1,0 +1,234 @@
+"""The bucket of a parameter that says itself how it is gathered (`wrap.extended`).
+
+    main              a plain tensor, as in any bucket; but each rank owns whole rows, and there is one parameter in it
+    rows              the extended parameter around `main`: asked before every gather what to send
+    outputs           what all ranks have sent, one tensor for each that was asked for
+    unsharded         what the extension has made of the first outputs; modules hold it as their parameter in forward
+
+Further gathers refill the same memory, because autograd may have saved views of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.comm import torch_private
+from fullshard.comm.base import FullBuffer, Work, WorkOf
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.gradient import Gradient
+from fullshard.engine.materialize import Values
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.wrap.extended import takes_options, wrapped_by
+from fullshard.wrap.partition import Slot
+
+
+class ExtendedParameter(ShardedParameter):
+    """A sharded parameter as any, but extensions find their own tensor where torch's `fully_shard` has it."""
+
+    rows: torch.Tensor
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        return self.rows if "rows" in self.__dict__ else torch_private.local_of(self)
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: torch.Tensor) -> None:
+        torch_private.put_local(self, value)
+
+    def to_local(self, **options: Any) -> torch.Tensor:
+        """As a sharded parameter's."""
+        return self.view(self.shape).to_local(**options)  # type: ignore[attr-defined, no-any-return]
+
+
+class ExtendedBucket(Bucket):
+    """See the module; arguments are those of `Bucket`, with one slot."""
+
+    buffer: ExtendedBuffer
+    parameter_type = ExtendedParameter
+
+    def __init__(self, slots: Sequence[Slot], *, policy: MixedPrecisionPolicy, **options: Any) -> None:
+        self._policy = policy
+        super().__init__(slots, policy=policy, **options)
+        [parameter] = self.sharded_parameters
+        assert isinstance(parameter, ExtendedParameter)  # noqa: S101 -- see `parameter_type`
+        parameter.rows = self.buffer.rows
+
+    def _allocate(self, weights: Values | None) -> None:
+        """Copy this rank's rows, and gather once, which every rank does here, to learn what there is to bind."""
+        [slot] = self.slots
+        extended = slot.parameter
+        if self.main_is_on_host:
+            raise ConfigError(
+                f"a parameter of type {type(extended).__name__} says how it is gathered, which is done on the device",
+                hint="leave offload_policy out",
+            )
+        self.main = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.mesh.device)
+        self._compute_shard, self._version = self.main, -1
+        interval, own = self.layout.interval(0, self.mesh.shard_rank), self.main[self.slices[0]]
+        if extended.is_meta and weights is not None:
+            weights.read(slot, interval, own)
+        else:
+            own.copy_(wrapped_by(extended).detach().reshape(-1)[interval.start : interval.stop])
+        self.buffer = ExtendedBuffer(slot, self.main, mesh=self.mesh, policy=self._policy, dtype=self.compute_dtype)
+        self.full = self.buffer.full
+        slot.replaced.append(extended)
+        slot.parameter = self.buffer.unsharded
+        for module, attribute in slot.owners:
+            module._parameters[attribute] = slot.parameter
+        self.storage_ids = self.buffer.storage_ids
+        self._originals = (slot.parameter,)
+        self._known_versions = self.versions()
+        self.reshard()
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the outputs, and of what was made beside them."""
+        return self.buffer.whole_nbytes
+
+    def write_back(self) -> None:
+        """Refuse what was changed, as there is no way back from what the extension has made."""
+        if self.versions() != self._known_versions:
+            name = self.sharded_parameters[0].name
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {name} changed in place under unsharded(), where it "
+                f"is what `fsdp_post_all_gather` has made",
+                hint="change the sharded parameter in place instead",
+            )
+
+    def _make_gradient(self) -> Gradient:
+        # Wrappers have no storage that could tell whether forward has given them other data.
+        return Gradient(self, self.sharded_parameters, storage_id=None, emit=self.emit)
+
+
+class ExtendedBuffer:
+    """What a parameter is unsharded into. See `comm.base.FullBuffer`.
+
+    Args:
+        slot: the parameter.
+        main: shape (rows of this rank, padding included, x elements of a row,).
+        mesh, policy: of its unit.
+        dtype: what forward computes in.
+
+    Attributes:
+        rows: the extended parameter around `main`.
+        unsharded: what modules hold in forward.
+        full: the same, without autograd.
+        is_zeroed: of `FullBuffer`.
+        storage_ids: of all that is whole then.
+        whole_nbytes: bytes of that.
+    """
+
+    main = None
+
+    def __init__(
+        self, slot: Slot, main: torch.Tensor, *, mesh: Mesh, policy: MixedPrecisionPolicy, dtype: torch.dtype
+    ) -> None:
+        extended = slot.parameter
+        self._slot, self._mesh, self._policy, self._dtype = slot, mesh, policy, dtype
+        self._shape, self._stride = extended.shape, torch.empty(extended.shape, device="meta").stride()
+        shape = (main.numel() // math.prod(extended.shape[1:]), *extended.shape[1:])
+        # The subclass makes one of its own; what it wraps becomes a view of `main`.
+        self.rows = extended.detach().new_zeros(shape, device=main.device)
+        plain = wrapped_by(self.rows)
+        if plain is self.rows:
+            raise LifecycleError(
+                f"{type(extended).__name__}.new_zeros gives a {type(self.rows).__name__}: expected its own type",
+                hint="its __torch_dispatch__ has to keep the type for new_zeros, as for torch's fully_shard",
+            )
+        plain.data = main.view(shape)
+        self._shard_mesh = _shard_mesh(mesh)
+        self._takes_options = takes_options(extended)
+        self._outputs: list[tuple[FullBuffer, torch.Tensor]] = []
+        self._beside: list[tuple[torch.UntypedStorage, int]] = []
+        self.gather(main, tag=0).wait()
+        self.full = self.unsharded.detach()
+        self.is_zeroed = any(buffer.is_zeroed for buffer, _ in self._outputs)
+        self.is_persistent = all(buffer.is_persistent for buffer, _ in self._outputs) and not self._beside
+        self.whole_nbytes = self.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `free` would give back now."""
+        return sum(buffer.nbytes for buffer, _ in self._outputs) + sum(storage.nbytes() for storage, _ in self._beside)
+
+    @torch.no_grad()
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
+        """Ask what to send, and send it. Whatever `exactly` says, forward sees what the extension makes of that."""
+        inputs, metadata = self._ask()
+        if not self._outputs:
+            self._outputs = [self._output(tensor) for tensor in inputs]
+        works = [
+            buffer.gather(tensor.reshape(-1).view(torch.uint8), tag=tag)
+            for (buffer, _), tensor in zip(self._outputs, inputs, strict=True)
+        ]
+        return WorkOf(partial(self._wait, works, metadata))
+
+    def _ask(self) -> tuple[list[torch.Tensor], Any]:
+        rows: Any = self.rows
+        options = (self._shape, self._stride, self._slot.owners[0][0], self._policy) if self._takes_options else ()
+        inputs, metadata = rows.fsdp_pre_all_gather(self._shard_mesh, *options)
+        return ([inputs] if isinstance(inputs, torch.Tensor) else list(inputs)), metadata
+
+    def _output(self, tensor: torch.Tensor) -> tuple[FullBuffer, torch.Tensor]:
+        """Memory for what all ranks send like `tensor`, and how the extension sees it: one after the other."""
+        nbytes = tensor.nbytes * self._mesh.shard_size
+        buffer = self._mesh.gather.full_buffer(nbytes, torch.uint8, self._mesh.device, holds_main=False)
+        output = buffer.full.view(tensor.dtype).view(-1, *tensor.shape[1:])
+        if tensor.shape[:1] == self.rows.shape[:1]:
+            output = output[: self._shape[0]]  # without the rows that are padding
+        return buffer, output
+
+    @torch.no_grad()
+    def _wait(self, works: list[Work], metadata: Any) -> torch.Tensor:
+        for work in works:
+            work.wait()
+        rows: Any = self.rows
+        outputs = tuple(output for _, output in self._outputs)
+        if not hasattr(self, "unsharded"):
+            made, inner = rows.fsdp_post_all_gather(outputs, metadata, self._dtype)
+            whole = torch.as_strided(made, self._shape, self._stride, storage_offset=0)
+            self.unsharded = nn.Parameter(whole, requires_grad=self._slot.parameter.requires_grad)
+            own = {torch_private.storage_id(buffer.full.untyped_storage()) for buffer, _ in self._outputs}
+            storages = {torch_private.storage_id(s): s for s in (tensor.untyped_storage() for tensor in inner)}
+            self._beside = [(storage, storage.nbytes()) for key, storage in storages.items() if key not in own]
+            self.storage_ids = frozenset(own | storages.keys())
+            return self.unsharded
+        for storage, nbytes in self._beside:
+            storage.resize_(nbytes)
+        version = self.unsharded._version
+        rows.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self.unsharded)
+        torch_private.set_versions((self.unsharded,), (version,))
+        return self.unsharded
+
+    def free(self) -> None:
+        """Give the memory back; what was made beside the outputs, too."""
+        for buffer, _ in self._outputs:
+            buffer.free()
+        for storage, _ in self._beside:
+            storage.resize_(0)
+
+    def wait_for_readers(self) -> None:
+        """See `FullBuffer`."""
+        for buffer, _ in self._outputs:
+            buffer.wait_for_readers()
+
+
+def _shard_mesh(mesh: Mesh) -> DeviceMesh:
+    """The shard axis as torch has it, which extensions reduce over."""
+    kind = mesh.device.type
+    if mesh.shard_group is not None:
+        return DeviceMesh.from_group(mesh.shard_group, kind)
+    if not dist.is_initialized():
+        return mesh.device_mesh
+    return init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))["shard"]
