@@ -245,15 +245,22 @@ def test_what_is_computed_of_them_is_of_the_whole() -> None:
     run_ranks(check_norms, 4)
 
 
-def check_meta(assigns: bool) -> None:
+def check_meta(how: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = build()
     with torch.device("meta"):
         empty = Words().to(torch.float64)
     model = shard(parallelize(empty, mesh["tp"], sequence=True), mesh["dp"])
     assert all(p.is_meta for p in model.parameters())
-    if assigns:
+    if how == "assigned":
         model.load_state_dict(plain.state_dict(), assign=True)
+    elif how == "replaced":
+        for path, module in model.named_modules():
+            for name, stand_in in list(module.named_parameters(recurse=False)):
+                placements = [Replicate()] if stand_in.span.tile is None else [stand_in.span.tile.placement]
+                whole = plain.get_parameter(f"{path}.{name}").detach()
+                setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh["tp"], placements)))
+        model(data(0, 0, 1)[:, :-1])
     else:
         model.to_empty(device="cpu")
         model.load_state_dict(plain.state_dict())
@@ -265,8 +272,9 @@ def check_meta(assigns: bool) -> None:
 
 
 def test_from_the_meta_device() -> None:
-    run_ranks(check_meta, 4, False)
-    run_ranks(check_meta, 4, True)
+    run_ranks(check_meta, 4, "filled")
+    run_ranks(check_meta, 4, "assigned")
+    run_ranks(check_meta, 4, "replaced")
 
 
 def check_dcp(directory: str) -> None:
@@ -368,6 +376,25 @@ def check_not_finite() -> None:
 
 def test_gradients_that_are_not_finite_on_a_rank_of_the_other_axis() -> None:
     run_ranks(check_not_finite, 2)
+
+
+def check_other_tiles() -> None:
+    """A square matrix cut by rows, and one cut by columns: alike in all but what a rank has of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layers = []
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        layer = parallelize_module(nn.Linear(4, 4, bias=False), mesh["tp"], style)
+        layers.append(fullshard.fully_shard(layer, mesh=mesh["dp"]))
+    rows, columns = (layer.weight.detach() for layer in layers)
+    assert not torch.equal(rows, columns)
+    whole = rows.full_tensor()
+    assert torch.equal((rows + columns).full_tensor(), whole + columns.full_tensor())
+    columns.copy_(rows)
+    assert torch.equal(columns.full_tensor(), whole) and torch.equal(rows, columns)
+
+
+def test_tensors_that_are_cut_otherwise() -> None:
+    run_ranks(check_other_tiles, 4)
 
 
 def check_refused() -> None:
@@ -570,3 +597,131 @@ def check_nothing_split() -> None:
 
 def test_an_accelerator_whose_model_is_not_split() -> None:
     run_ranks(check_nothing_split, 2)
+
+
+def check_overflow() -> None:
+    """Only one rank's tile has an overflow: no rank steps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard(parallelize(build(torch.float32), mesh["tp"]), mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    for overflows in (True, False):
+        tokens = data(0, mesh["dp"].get_local_rank(), 2)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        if overflows and dist.get_rank() == 0:
+            own = model.get_parameter("blocks.0.q.weight").grad.to_local()
+            assert own.numel()
+            own.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = [parameter.full_tensor() for parameter in model.parameters()]
+        assert all(map(torch.equal, before, after)) == overflows
+        assert scaler.get_scale() == 2.0
+
+
+def test_an_overflow_in_one_tile() -> None:
+    run_ranks(check_overflow, 4)
+
+
+# -- experts, each of which is whole on one rank of an axis --------------------------------------------------------
+
+
+class _Exchange(torch.autograd.Function):
+    """All tokens of a group to each of its ranks; back, the sum of what each has made of them, each rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, group: Any, gathers: bool) -> torch.Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return _exchange(tokens, group, gathers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _exchange(gradient, ctx.group, not ctx.gathers), None, None
+
+
+def _exchange(tokens: torch.Tensor, group: Any, gathers: bool) -> torch.Tensor:
+    size = dist.get_world_size(group)
+    if gathers:
+        made = tokens.new_empty(len(tokens) * size, *tokens.shape[1:])
+        dist.all_gather_into_tensor(made, tokens.contiguous(), group=group)
+    else:
+        made = tokens.new_empty(len(tokens) // size, *tokens.shape[1:])
+        dist.reduce_scatter_tensor(made, tokens.contiguous(), group=group)
+    return made
+
+
+class Experts(nn.Module):
+    """Four matrices; a token's own number says which of them it goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, DIM, DIM) * 0.1)
+        self.group: Any = None
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
+        first = 0
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+            first = len(weight) * dist.get_rank(self.group)
+            hidden = _Exchange.apply(hidden, self.group, True)
+            chosen = _exchange(chosen, self.group, True)
+        made = torch.zeros_like(hidden)
+        for index in range(len(weight)):
+            goes = (chosen == first + index).unsqueeze(-1)
+            made = made + goes * (hidden @ weight[index])
+        return made if self.group is None else _Exchange.apply(made, self.group, False)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, DIM)
+        self.experts = Experts()
+        self.head = nn.Linear(DIM, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens).flatten(0, 1)
+        hidden = hidden + self.experts(hidden, tokens.flatten() % 4)
+        return self.head(hidden).unflatten(0, tokens.shape)  # type: ignore[no-any-return]
+
+
+def build_mixture() -> Any:
+    torch.manual_seed(2)
+    return Mixture().double()
+
+
+def build_expert_parallel(sizes: tuple[int, int]) -> Any:
+    """Experts split over `ep` and sharded over `copies`; all else sharded over all ranks."""
+    ranks = init_device_mesh("cpu", (sizes[0] * sizes[1],), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "ep"))
+    model = build_mixture()
+    model.experts.group = mesh["ep"].get_group()
+    model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
+    fullshard.fully_shard(model.experts, mesh=mesh["copies"])
+    # Each expert has seen the tokens of all ranks, and its gradient is a sum over as many batches.
+    model.experts.set_gradient_divide_factor(float(sizes[0] * sizes[1]))
+    fullshard.fully_shard(model, mesh=ranks)
+    return model
+
+
+def check_experts(directory: str) -> None:
+    plain = build_mixture()
+    expected = train(plain, 0, 1)
+    model = build_expert_parallel((2, 2))
+    got = mean(train(model, dist.get_rank(), 4), None)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name).detach(), msg=name)
+    save_checkpoint(directory, model=model)
+    other = build_expert_parallel((1, 4))
+    load_checkpoint(directory, model=other)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(other.get_parameter(name).full_tensor(), parameter.full_tensor()), name
+
+
+def test_expert_parallelism(tmp_path: Path) -> None:
+    run_ranks(check_experts, 4, str(tmp_path / "one"))

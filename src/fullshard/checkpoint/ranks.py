@@ -24,6 +24,12 @@ from fullshard.engine import ShardedParameter
 T = TypeVar("T")
 
 
+def _spread(parameter: ShardedParameter) -> int:
+    """Over how many ranks it is sharded, or replicated, tensor parallelism included."""
+    tile = parameter.span.tile
+    return parameter.mesh.world_size * (1 if tile is None else tile.mesh.size())
+
+
 class Ranks:
     """All ranks of the job, seen from this one. Every method is a collective unless there is one rank.
 
@@ -51,12 +57,11 @@ class Ranks:
         parameters = [p for p in model.parameters() if isinstance(p, ShardedParameter)]
         if not parameters:
             return cls()
-        first = parameters[0]
-        tile_ranks = max((p.span.tile.mesh.size() for p in parameters if p.span.tile is not None), default=1)
-        ranks = cls(first.mesh.control_group if tile_ranks == 1 else None)
-        if first.mesh.world_size * tile_ranks != ranks.world_size:
+        first = max(parameters, key=_spread)
+        ranks = cls(first.mesh.control_group if first.span.tile is None else None)
+        if _spread(first) != ranks.world_size:
             raise CheckpointError(
-                f"{first.name} is sharded over {first.mesh.world_size * tile_ranks} of {ranks.world_size} ranks",
+                f"{first.name} is sharded over {_spread(first)} of {ranks.world_size} ranks",
                 hint="checkpoints need a mesh over all ranks",
             )
         return ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.format import DTYPES
@@ -16,6 +17,7 @@ from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine import ShardedParameter, ShardedTensor
 from fullshard.engine.module import clean_name, units_of
 from fullshard.engine.schedule import schedule_of
+from fullshard.engine.tile import Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,7 @@ def local_parameters(model: nn.Module, *, rank: int, on_meta: bool = False) -> l
         unique = tuple(dict.fromkeys(names))
         if isinstance(parameter, ShardedParameter):
             tile = parameter.span.tile
-            # What tensor parallelism has left whole all its ranks have, although it may not be said of the parameter.
-            has_copies = not parameter.span.is_tiled and beneath is not None
-            is_writer = parameter.mesh.replicate_rank == 0 and not (has_copies and beneath and beneath.rank)
+            is_writer = parameter.mesh.replicate_rank == 0 and _is_first_of_copies(parameter, beneath)
             start = 0 if tile is None else tile.start
             result.append(
                 LocalTensor(
@@ -112,6 +112,17 @@ def local_parameters(model: nn.Module, *, rank: int, on_meta: bool = False) -> l
                 LocalTensor(unique, parameter, tuple(parameter.shape), Interval(0, parameter.numel()), rank == 0)
             )
     return result
+
+
+def _is_first_of_copies(parameter: ShardedParameter, beneath: Tile | None) -> bool:
+    """Whether this rank is the first of those that have the same because tensor parallelism has left it whole.
+
+    It may have, although it is not said of the parameter: if that is sharded over a part of all ranks only, it is what
+    the others have, too, by the axis `beneath` other parameters.
+    """
+    if parameter.span.tile is not None:
+        return parameter.span.is_tiled or parameter.span.tile.rank == 0
+    return beneath is None or parameter.mesh.world_size == dist.get_world_size() or beneath.rank == 0
 
 
 def local_buffers(model: nn.Module, *, rank: int) -> list[LocalTensor]:
