@@ -162,6 +162,16 @@ def set_versions() -> None:
     assert tuple(tensor._version for tensor in tensors) == versions
 
 
+@check("may_hold")
+def may_hold() -> None:
+    parameter = weight(2)
+    assert torch_private.may_hold(parameter, torch.zeros(3, dtype=torch.float64))
+    elsewhere = torch.zeros(2, device="meta")
+    assert not torch_private.may_hold(parameter, elsewhere)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        parameter.data = elsewhere
+
+
 @check("storage_id", "storage_uses")
 def storages() -> None:
     tensor, other = torch.zeros(4), torch.zeros(4)

@@ -60,10 +60,10 @@ Tensor marked_as(const Tensor& other, Tensor t) {
   return t;
 }
 
-Tensor like_on_meta(const Tensor& t) {
+// Of the same shape and dtype, and of no meaning.
+Tensor blank_like(const Tensor& t) {
   if (!is_here(t) && !t.dim()) return t;  // a number
-  auto options = at::TensorOptions().dtype(t.dtype()).device(c10::kMeta);
-  return at::empty_strided(t.sizes(), t.strides(), options);
+  return at::empty_strided(t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()).device(c10::kCPU)).zero_();
 }
 
 int device_of(const Stack& arguments) {
@@ -121,7 +121,8 @@ bool describe(std::ostream& text, const IValue& value) {
   return is_plain;
 }
 
-// Shapes and dtypes of what an operator returns, as tensors on the meta device. Finding out takes longer than computing.
+// What an operator returns, as tensors of the right shape, strides and dtype: found out once for each kind of arguments,
+// by the CPU's kernel itself.
 Stack results_of(const c10::OperatorHandle& op, const Stack& arguments) {
   static std::unordered_map<std::string, Stack> known;
   std::ostringstream text;
@@ -129,14 +130,16 @@ Stack results_of(const c10::OperatorHandle& op, const Stack& arguments) {
   text << op.schema().name() << '.' << op.schema().overload_name() << ' ';
   bool is_known = true;
   for (const auto& value : arguments) is_known = describe(text, value) && is_known;
+  std::lock_guard guard(lock);
   if (is_known) {
-    std::lock_guard guard(lock);
     auto found = known.find(text.str());
     if (found != known.end()) return found->second;
   }
-  auto results = mapped(arguments, c10::kMeta, like_on_meta);
-  op.callBoxed(&results);
-  std::lock_guard guard(lock);
+  auto results = mapped(arguments, c10::kCPU, blank_like);
+  auto generator = at::detail::getDefaultCPUGenerator();
+  auto state = op.hasTag(at::Tag::nondeterministic_seeded) ? generator.get_state() : Tensor();
+  { Kernels kernels; op.callBoxed(&results); }
+  if (state.defined()) generator.set_state(state);
   if (is_known) known[text.str()] = results;
   return results;
 }

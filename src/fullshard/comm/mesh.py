@@ -199,8 +199,9 @@ def _timeout(device: torch.device) -> timedelta:
 def _control_backend(device: torch.device) -> str | None:
     """Gloo; where the ranks' own is written in Python and sends what is on the host, that: they may be threads."""
     assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
-    speaks_own = device.type == "cpu" and torch_private.backend_of(dist.group.WORLD, device) is None
-    return None if speaks_own else "gloo"
+    is_python = torch_private.backend_of(dist.group.WORLD, device) is None
+    sends_from_host = "cpu" in dist.Backend.backend_capability.get(dist.get_backend(), ())
+    return None if is_python and sends_from_host else "gloo"
 
 
 def _own_group(rank_lists: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:

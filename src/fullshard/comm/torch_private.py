@@ -308,6 +308,11 @@ def allow_foreach(kind: type[torch.Tensor]) -> None:
             kinds.append(kind)
 
 
+def may_hold(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    """Whether `tensor.data = data` is allowed; between devices it depends on both. Since 2.0."""
+    return torch._has_compatible_shallow_copy_type(tensor, data)
+
+
 def copy_module_versions(source: Any, target: Any) -> None:
     """Give a state dict what another has beside its tensors: the versions of its modules. Since 2.0."""
     if hasattr(source, "_metadata"):

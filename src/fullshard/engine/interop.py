@@ -32,6 +32,7 @@ from torch.optim import optimizer as torch_optimizer
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.core.errors import LifecycleError
+from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.finite import note_before_clipping
 from fullshard.engine.parameter import ShardedParameter, sharded_parameters
@@ -176,10 +177,12 @@ def _unscale_grads(
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
     """Torch's unscaling, then agree on whether any rank found an overflow."""
+    parameters = sharded_parameters(optimizer)
+    if any(bucket_of(p).main_is_on_host for p in parameters):  # gradients are there, and torch waits for no copy
+        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     found: dict[torch.device, torch.Tensor] = torch_private.unscale.torchs(
         scaler, optimizer, inv_scale, found_inf, allow_fp16
     )
-    parameters = sharded_parameters(optimizer)
     groups = {p.mesh.world_group: p.mesh.device for p in parameters}  # in the same order on every rank
     groups |= {p.span.tile.mesh.get_group(): p.mesh.device for p in parameters if p.span.tile is not None}
     for group, device in groups.items():

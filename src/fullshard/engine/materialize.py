@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
 from fullshard.core.layout import Interval
@@ -112,18 +113,30 @@ def materialize(
         module, attribute = slot.owners[0]
         current = module._parameters[attribute]
         assert current is not None  # noqa: S101 -- it was a parameter before
+        if current.device != mesh.device and not current.is_meta:
+            current = _moved(current, mesh.device)
         if current is not slot.parameter:
             slot.replaced.append(slot.parameter)
             slot.parameter = current
-        for other, name in slot.owners[1:]:
-            other._parameters[name] = current
-        if current.device != mesh.device and not current.is_meta:
-            set_plain(current, plain_of(current).to(mesh.device))
+        for owner, name in slot.owners:
+            owner._parameters[name] = current
     for module in modules:
         _place_buffers(module, mesh.device, buffer_dtype)
     if meta or sync_module_states:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         _take_from_rank_0([plain_of(s.parameter) for s in plan.slots if id(s) not in deferred] + buffers, mesh)
+
+
+def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """`parameter` on another device: the same object, unless torch has no way to (devices that are plugged in)."""
+    plain = plain_of(parameter)
+    data = plain.to(device)
+    if torch_private.may_hold(plain, data):
+        set_plain(parameter, data)
+        return parameter
+    moved = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    vars(moved).update(vars(parameter))
+    return moved
 
 
 def _has_meta(module: nn.Module, own: set[tuple[int, str]]) -> bool:

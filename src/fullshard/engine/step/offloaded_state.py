@@ -78,4 +78,8 @@ def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
     copy = host.copy_of(whole, to_host=way is EventKind.TO_HOST).untyped_storage()
     for tensor in tensors:
         view = torch.empty(0, dtype=tensor.dtype, device=copy.device)
-        tensor.data = view.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        view.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if torch_private.may_hold(tensor, view):
+            tensor.data = view
+        else:  # between the host and a device that is plugged in
+            torch.utils.swap_tensors(tensor, view)

@@ -1,0 +1,275 @@
+"""What is trained on the simulated device and on the CPU, to be the same bit for bit.
+
+Only a process that has the device may call `train` and `differences`; the rest says what there is to train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from fullshard.engine import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    activations,
+    clip_grad_norm_,
+    no_sync,
+    shard_model,
+    step_in_backward,
+)
+from fullshard.wrap.policies import checkpoint_modules
+
+WIDTH, DEPTH, TOKENS = 16, 3, 11
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "ranks": (1, 2),
+    "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "SHARD_GRAD_OPTIMIZER", "SHARD_OPTIMIZER"),
+    "precision": ("fp32", "bf16", "fp16", "bf16 stored", "packed"),
+    "prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+    "reshard": (None, True, False),
+    "offload": ("nothing", "main weights", "optimizer state", "compute shards", "everything"),
+    "activations": ("kept", "on host", "checkpointed", "reentrant", "selective", "on host, checkpointed"),
+    "loop": ("plain", "accumulating", "no_sync", "in backward"),
+    "parameters": ("all", "frozen", "tied", "unused", "adapters"),
+    "optimizer": ("AdamW", "fused", "foreach", "SGD"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; see `CHOICES`."""
+
+    ranks: int = 1
+    strategy: str = "FULL_SHARD"
+    precision: str = "fp32"
+    prefetch: str = "BACKWARD_PRE"
+    reshard: bool | None = None
+    offload: str = "nothing"
+    activations: str = "kept"
+    loop: str = "plain"
+    parameters: str = "all"
+    optimizer: str = "AdamW"
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the engine does not refuse it."""
+        if self.offload == "compute shards" and self.parameters not in ("frozen", "adapters"):
+            return False
+        if self.loop == "in backward" and (
+            self.precision == "fp16" or self.offload not in ("nothing", "compute shards")
+        ):
+            return False
+        return not (self.ranks == 1 and self.precision == "packed")
+
+    def __str__(self) -> str:
+        plain = Case()
+        told = (str(getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name))
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}: " + (", ".join(told) or "plain")
+
+
+def pairwise(seed: int = 0, **choices: tuple[Any, ...]) -> list[Case]:
+    """Cases in which every two choices that may meet do so."""
+    choices = {**CHOICES, **choices}
+    dice = random.Random(seed)
+    names = list(choices)
+
+    def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
+        return {(a, getattr(case, a), b, getattr(case, b)) for a, b in itertools.combinations(names, 2)}
+
+    def drawn(**fixed: Any) -> Case:
+        return Case(**{name: fixed.get(name, dice.choice(choices[name])) for name in names})
+
+    left = set()
+    for a, b in itertools.combinations(names, 2):
+        for x, y in itertools.product(choices[a], choices[b]):
+            if any(drawn(**{a: x, b: y}).is_allowed for _ in range(200)):
+                left.add((a, x, b, y))
+    cases = []
+    while left:
+        a, x, b, y = min(left, key=repr)
+        several = [case for case in (drawn(**{a: x, b: y}) for _ in range(300)) if case.is_allowed]
+        best = max(several, key=lambda case: len(pairs(case) & left))
+        left -= pairs(best)
+        cases.append(best)
+    return cases
+
+
+# -- what is trained --------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Attention and a product, an adapter beside it, and a part that not every rank uses."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.left, self.right = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.rarely = nn.Parameter(torch.ones(WIDTH)) if case.parameters == "unused" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(self.norm(x)).chunk(3, dim=-1)
+        x = x + torch.softmax(q @ k.transpose(-1, -2) / 4, dim=-1) @ v
+        if self.rarely is not None and dist.get_rank() == 0:
+            x = x * self.rarely
+        out: torch.Tensor = x + self.down(functional.gelu(self.up(x))) + self.right(self.left(x))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(Layer(case) for _ in range(DEPTH))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
+        self.never = nn.Parameter(torch.ones(3)) if case.parameters == "unused" else None
+        if case.parameters == "tied":
+            self.head.weight = self.embedding.weight
+        if case.parameters in ("frozen", "adapters"):
+            kept = ("left", "right") if case.parameters == "adapters" else ("mix", "norm", "down")
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(any(f".{part}." in name for part in kept))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()  # as for checkpointing adapters
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+_PRECISION = {
+    "fp32": None,
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "fp16": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
+    "bf16 stored": None,
+    "packed": MixedPrecisionPolicy(gather_as=torch.int8, reduce_as=torch.bfloat16),
+}
+_OFFLOAD: dict[str, Callable[..., OffloadPolicy]] = {
+    "nothing": OffloadPolicy,
+    "main weights": lambda **more: OffloadPolicy(main_weights=True, **more),
+    "optimizer state": lambda **more: OffloadPolicy(optimizer_state=True, **more),
+    "compute shards": lambda **more: OffloadPolicy(compute_shards=True, **more),
+    "everything": CPUOffloadPolicy,
+}
+
+
+def made(case: Case, place: torch.device, **more: Any) -> nn.Module:
+    """The model of a case, sharded; it is on the CPU before."""
+    torch.manual_seed(1)
+    model = Model(case)
+    if case.precision == "bf16 stored":
+        model.bfloat16()
+    if "reentrant" in case.activations or "checkpointed" in case.activations or case.activations == "selective":
+        how = {"reentrant": case.activations == "reentrant", "selective": case.activations == "selective"}
+        checkpoint_modules(model, model.layers, **how)
+    return shard_model(
+        model,
+        unit_modules=list(model.layers),
+        device=place,
+        **{
+            "strategy": case.strategy,
+            "shard_size": 2 if "HYBRID" in case.strategy else None,
+            "mp_policy": _PRECISION[case.precision],
+            "offload_policy": _OFFLOAD[case.offload](activations="on host" in case.activations),
+            "backward_prefetch": case.prefetch,
+            "forward_prefetch": case.prefetch != "NO_PREFETCH",
+            "reshard_after_forward": case.reshard,
+            **more,
+        },
+    )
+
+
+def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if case.optimizer == "SGD":
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9, foreach=False)
+    if case.optimizer == "fused":
+        return torch.optim.AdamW(trained, lr=0.01, fused=True)
+    return torch.optim.AdamW(trained, lr=0.01, foreach=case.optimizer == "foreach")
+
+
+def batch(step: int, micro: int, place: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+    tokens = torch.randint(0, TOKENS, (2, 7), generator=generator).to(place)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@contextlib.contextmanager
+def small_activations() -> Iterator[None]:
+    """Have activations of any size go to the host."""
+    before, activations.SMALLEST_NBYTES = activations.SMALLEST_NBYTES, 16
+    try:
+        yield
+    finally:
+        activations.SMALLEST_NBYTES = before
+
+
+def train(case: Case, kind: str) -> list[torch.Tensor]:
+    """Losses, norms and final weights of this rank, on a device of this kind."""
+    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    model: Any = made(case, place)
+    optimizer = optimizer_of(case, model)
+    if case.loop == "in backward":
+        step_in_backward(optimizer)
+    scaler = torch.amp.GradScaler(place.type, init_scale=256.0) if case.precision == "fp16" else None
+    count = 1 if case.loop == "plain" else 2
+    found = []
+    for step in range(3 if count == 1 else 2):
+        for micro in range(count):
+            last = micro == count - 1
+            model.set_is_last_backward(last)
+            with no_sync(model) if case.loop == "no_sync" and not last else contextlib.nullcontext():
+                tokens, targets = batch(step, micro, place)
+                loss = functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()) / count
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            found.append(loss.detach())
+        if case.loop != "in backward":
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            found.append(clip_grad_norm_(model, 0.5))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return [value.cpu() for value in (*found, *(parameter.full_tensor().detach() for parameter in model.parameters()))]
+
+
+def differences(case: Case, seed: int = 1) -> list[str]:
+    """The orders in which a case does not give what it gives on the CPU."""
+    from tests.simulated.device import NAME, ORDERS, Order, begin
+    from tests.simulated.group import run_ranks
+
+    with small_activations():
+        begin(Order.LAZY)
+        expected = run_ranks(train, case.ranks, case, "cpu")
+        wrong = []
+        for order in ORDERS:
+            begin(order, seed)
+            try:
+                found = run_ranks(train, case.ranks, case, NAME)
+            except Exception as error:
+                wrong.append(f"{order.name}: {type(error).__name__}: {error}"[:2000])
+                continue
+            for rank, (values, right) in enumerate(zip(found, expected, strict=True)):
+                places = [i for i, (a, b) in enumerate(zip(values, right, strict=True)) if not torch.equal(a, b)]
+                if places:
+                    wrong.append(
+                        f"{order.name}: rank {rank}: {len(places)} of {len(right)} differ, the first {places[0]}: "
+                        f"{values[places[0]].flatten()[:3].tolist()} for {right[places[0]].flatten()[:3].tolist()}"
+                    )
+    return wrong
