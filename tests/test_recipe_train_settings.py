@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fullshard.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError, WrapError
+from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.loop import Trainer, learning_rate
@@ -327,6 +330,27 @@ def test_a_rollback_goes_past_the_data(run: Run, tmp_path: Path, capsys: pytest.
     with pytest.raises(NonFiniteError) as error:
         run("none", **settings | {"save_every": 0})
     assert error.value.__notes__[-1] == "fullshard: there is no checkpoint to go back to"
+
+
+@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_signal_saves_and_ends(
+    run: Run, monkeypatch: pytest.MonkeyPatch, reference: list[StepMetrics], tmp_path: Path, async_save: bool
+) -> None:
+    """After the step in which it came; the same command goes on from there. Afterwards signals do what they did."""
+    before, loss_sum = signal.getsignal(signal.SIGTERM), Trainer._loss_sum
+
+    def signalled(trainer: Trainer, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if not (tmp_path / "sent").exists() and trainer.optimizer.state:
+            (tmp_path / "sent").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss_sum(trainer, micro_batch)
+
+    monkeypatch.setattr(Trainer, "_loss_sum", signalled)
+    assert _losses(run(async_save=async_save)) == _losses(reference)[:2]
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-000002"]
+    assert exit_code() == PREEMPTED and signal.getsignal(signal.SIGTERM) == before
+    assert _losses(run(async_save=async_save)) == _losses(reference)
+    assert exit_code() == 0
 
 
 def test_learning_rate_rises_then_falls() -> None:

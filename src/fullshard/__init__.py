@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         step_in_backward,
         unsharded,
     )
+    from fullshard.launch.preemption import should_stop
     from fullshard.wrap.chunked_loss import use_chunked_loss
 
 __version__ = "0.1.0"
@@ -90,6 +91,7 @@ __all__ = [
     "repoint",
     "shard_model",
     "share_comm_ctx",
+    "should_stop",
     "skip_first_batches",
     "step_in_backward",
     "unsharded",
@@ -105,6 +107,7 @@ _HOMES = {
     **dict.fromkeys(_ENGINE, "fullshard.engine"),
     "from_pretrained": "fullshard.checkpoint",
     "plan_model": "fullshard.api.planning",
+    "should_stop": "fullshard.launch.preemption",
     "use_chunked_loss": "fullshard.wrap.chunked_loss",
 }
 

@@ -150,6 +150,7 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
             role=launch.role,
             max_restarts=launch.max_restarts,
             monitor_interval=launch.monitor_interval,
+            grace_period=launch.grace_period,
             **({"run_id": launch.rdzv_id or "fullshard"} if launch.rdzv_id or launch.num_machines > 1 else {}),
         )
         return run_job(job)

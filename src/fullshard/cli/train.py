@@ -57,7 +57,13 @@ def _launch(arguments: TrainArguments, nproc: int) -> int:
     with tempfile.TemporaryDirectory(prefix="fullshard-train-") as directory:
         path = Path(directory) / "arguments.json"
         path.write_text(arguments.to_json(), encoding="utf-8")
-        return launch_local(_WORKER, [str(path)], nproc=nproc)
+        return launch_local(
+            _WORKER,
+            [str(path)],
+            nproc=nproc,
+            max_restarts=arguments.max_restarts,
+            grace_period=arguments.grace_period,
+        )
 
 
 def _default_nproc(device: str) -> int:

@@ -173,6 +173,9 @@ class LaunchConfig(Settings):
     monitor_interval: float = setting(0.1, gt=0, accelerate="--monitor_interval")
     """Seconds between two looks at the processes."""
 
+    grace_period: float = setting(30.0, gt=0)
+    """Seconds that processes have to save and end after the launcher got SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."""
+
     device: Device = setting(
         "auto",
         ask="What will the job run on?",

@@ -81,6 +81,7 @@ HANDED_OVER = (
     Switch("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan"),
     CONFIG,
     Switch("FULLSHARD_LAUNCHER_PID", "the launcher's process, with which workers end"),
+    Switch("FULLSHARD_PREEMPTION_DIR", "where ranks say that they listen to signals, and stop because of one"),
     Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
 )

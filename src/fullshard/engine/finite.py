@@ -140,6 +140,14 @@ class FiniteGuard:
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=outer, async_op=True)
         self._message = flag, work
 
+    def largest_outside(self, number: int) -> int:
+        """The largest of what ranks have along axes that are not the mesh's. A collective if there are such."""
+        for outer in self._outer_groups():
+            message = torch.tensor([number], dtype=torch.uint8, device=self._mesh.device)
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=outer)
+            number = int(message)
+        return number
+
     def _outer_groups(self) -> list[dist.ProcessGroup]:
         """Of ranks that share the model along an axis that is not the mesh's: tensor parallelism's."""
         if self._outer is None:

@@ -21,6 +21,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError, NonFiniteError
 from fullshard.core.events import EventKind, EventSink
 from fullshard.core.schedule import BackwardPrefetch, Reductions, gathered_ahead
+from fullshard.core.stopping import STOPPING
 from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.additions import Additions
 from fullshard.engine.agree import check_agreement
@@ -402,8 +403,8 @@ class Schedule:
 
         A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
         says whether any rank has collected more than it reduced (reentrant checkpointing does that, or a unit that ran
-        under `no_sync` only), when all ranks reduce that bucket once more, and whether all reduced the same buckets
-        and loaded the same weights.
+        under `no_sync` only), when all ranks reduce that bucket once more, whether all reduced the same buckets and
+        loaded the same weights, and whether one wants to stop.
 
         Raises:
             CommunicationError: they did not; nothing has been published yet.
@@ -411,7 +412,8 @@ class Schedule:
         trainable = [(unit, bucket) for unit in self.units for bucket in unit.buckets if bucket.gradient is not None]
         launched = set(self._reductions.launched)
         loads = self.loads % 256
-        flags = bytearray((loads, 255 - loads))  # of both the largest: they add up to 255 where all ranks have one
+        # Of each the largest: the first two add up to 255 where all ranks have loaded as often.
+        flags = bytearray((loads, 255 - loads, STOPPING.is_wanted))
         for _, bucket in trainable:
             gradient, has_launched = _gradient(bucket), bucket in launched
             flags += bytes((has_launched, not has_launched, gradient.is_collecting)) + gradient.used
@@ -420,6 +422,9 @@ class Schedule:
             last = self._forward[-1] if self._forward else self.units[-1]
             with last.waiting("end of backward (the last unit that ran forward)"):
                 dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
+        if STOPPING.is_listened_to:
+            flags[2] = self.guard.largest_outside(flags[2])
+        STOPPING.is_agreed |= bool(flags[2])
         if sum(flags[:2]) != 255:
             raise CommunicationError(
                 f"rank {self.mesh.rank}: load_state_dict has come to {self.loads} units on this rank, which is not so "
@@ -428,7 +433,7 @@ class Schedule:
                 "what one rank has",
             )
         used: dict[Bucket, bytearray] = {}
-        position = 2
+        position = 3
         for unit, bucket in trainable:
             on_some, not_on_all, has_more = flags[position : position + 3]
             position += 3

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Set by the launcher for its workers."""
 
+PREEMPTION_DIR = "FULLSHARD_PREEMPTION_DIR"
+"""Set by the launcher: where a process that listens to signals says so, and that it stops because of one."""
+
 TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 """Set by the command line: the module whose `install()` is called when a script imports Transformers."""
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +28,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError
-from fullshard.launch.bootstrap import LAUNCHER_PID
+from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause
 from fullshard.launch.logs import RankLogs
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
+from fullshard.launch.preemption import PREEMPTED
 from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, threads_of_each
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
 from fullshard.launch.rendezvous_server import RendezvousClient, RendezvousServer
@@ -38,7 +41,9 @@ from fullshard.launch.streams import STREAMS, StreamPlan
 SHUTDOWN_SECONDS = 3
 """How long a process may take to end after a signal before it is killed."""
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_MESSAGES = ("SIGUSR1", "SIGUSR2")
+"""Those that are for the processes, and never end the launcher."""
 _CHATTY_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 """They report every ended process in their own words; `failure_report` says it once."""
 
@@ -78,6 +83,7 @@ class LaunchJob:
         role: name of the workers, which they find in ROLE_NAME.
         max_restarts: how often all workers of the job are started again.
         monitor_interval: seconds between two looks at the workers.
+        grace_period: seconds that workers who listen to signals (`launch.preemption`) have to save and end.
     """
 
     command: tuple[str, ...]
@@ -89,15 +95,20 @@ class LaunchJob:
     role: str = "default"
     max_restarts: int = 0
     monitor_interval: float = 0.1
+    grace_period: float = 30.0
 
 
-def launch_local(module: str, arguments: Sequence[str], *, nproc: int) -> int:
+def launch_local(
+    module: str, arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, grace_period: float = 30.0
+) -> int:
     """Run `python -m module arguments...` in `nproc` processes on this host until all end or one fails.
 
     Args:
         module: what to run; it should call `fullshard.launch.worker.run_worker`.
         arguments: its command-line arguments.
         nproc: number of processes, the world size.
+        max_restarts: how often all of them are started again after one failed.
+        grace_period: see `LaunchJob`.
 
     Returns:
         The exit code; see `run_job`.
@@ -108,7 +119,15 @@ def launch_local(module: str, arguments: Sequence[str], *, nproc: int) -> int:
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
     variables = worker_variables(nproc)
-    return run_job(LaunchJob(command=(sys.executable, "-m", module, *arguments), nproc=nproc, variables=variables))
+    return run_job(
+        LaunchJob(
+            command=(sys.executable, "-m", module, *arguments),
+            nproc=nproc,
+            variables=variables,
+            max_restarts=max_restarts,
+            grace_period=grace_period,
+        )
+    )
 
 
 def run_job(job: LaunchJob) -> int:
@@ -118,9 +137,12 @@ def run_job(job: LaunchJob) -> int:
     and everything they have started too. The traceback of the rank that failed first, on whatever host, is printed
     last, to standard error.
 
+    Ranks that listen to signals (`launch.preemption`) get SIGINT and SIGTERM passed on, and have the grace period to
+    save and end; a second signal ends them. SIGUSR1 and SIGUSR2 are always passed on.
+
     Returns:
-        The exit code of the job: 0, the code of the rank that failed first, 1 if that was on another host, or 128 + the
-        number of the signal that ended that rank or this process.
+        The exit code of the job: 0, the code of the rank that failed first, 1 if that was on another host, 128 + the
+        number of the signal that ended that rank or this process, or `PREEMPTED` if ranks stopped because of one.
 
     Raises:
         ConfigError: the hosts cannot meet where they should, or do not fit together.
@@ -129,10 +151,11 @@ def run_job(job: LaunchJob) -> int:
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="fullshard-launch-") as scratch, _signals_raise():
+    with tempfile.TemporaryDirectory(prefix="fullshard-launch-") as scratch, _signals_heard() as heard:
         logs = RankLogs(job.streams, job.run_id, Path(scratch))
         try:
-            agent = Agent(job, logs)
+            agent = Agent(job, logs, Path(scratch) / "preemption")
+            heard.append(agent)
             return agent.outcome(agent.run())
         except SignalException as error:
             _show_cursor()
@@ -149,8 +172,9 @@ def say(line: str) -> None:
 class Agent(LocalElasticAgent):
     """torchelastic's agent, made to end everything in time, and to know what happens on the other hosts."""
 
-    def __init__(self, job: LaunchJob, logs: RankLogs) -> None:
-        self._job, self._logs = job, logs
+    def __init__(self, job: LaunchJob, logs: RankLogs, preemption: Path) -> None:
+        self._job, self._logs, self._preemption = job, logs, preemption
+        self._asked: list[tuple[signal.Signals, float]] = []  # to end, until when
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
@@ -202,7 +226,10 @@ class Agent(LocalElasticAgent):
         self._keep_tracebacks(result.failures)
         cause = self._client.root_cause if self._client is not None else None
         if not result.failures and cause is None:
-            return 0
+            if not any(self._preemption.glob("stopping-*")):
+                return 0
+            say(f"the {self._job.nproc} processes on this host have stopped because of a signal; start again to go on")
+            return PREEMPTED
         _show_cursor()
         if cause is not None and not cause.here:
             say(f"the {self._job.nproc} processes on this host were ended, because of another host:")
@@ -227,7 +254,9 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         address = self._client.address if self._client is not None else LOOPBACK
         interface = interface_of(address)
-        own = {LAUNCHER_PID: str(os.getpid())}
+        shutil.rmtree(self._preemption, ignore_errors=True)  # that of an attempt before
+        self._preemption.mkdir(parents=True)
+        own = {LAUNCHER_PID: str(os.getpid()), PREEMPTION_DIR: str(self._preemption)}
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
             # By the name of the host Gloo often finds an address that nothing can reach.
             own["GLOO_SOCKET_IFNAME"] = interface
@@ -237,10 +266,37 @@ class Agent(LocalElasticAgent):
         context = torch_private.worker_context(self)
         close = context.close
         # When a worker fails, torchelastic would give the others 30 seconds.
-        context.close = lambda death_sig=None, timeout=0: close(death_sig, SHUTDOWN_SECONDS)
+        asked = self._asked  # not `self`, of which the context is a part
+        context.close = lambda death_sig=None, timeout=0: close(death_sig, 0 if asked else SHUTDOWN_SECONDS)
         return pids
 
+    def hear(self, number: signal.Signals) -> None:
+        """This process got a signal: pass it on to workers that listen.
+
+        Raises:
+            SignalException: they do not, or it is the second: everything is to end.
+        """
+        is_listened_to = any(self._preemption.glob("listening-*"))
+        if number.name in ("SIGHUP", "SIGQUIT") or self._asked:
+            raise SignalException(f"signal {number}", sigval=number)
+        if not is_listened_to and number.name not in _MESSAGES:
+            raise SignalException(f"signal {number}", sigval=number)
+        for pid in torch_private.worker_context(self).pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if is_listened_to:
+            self._asked.append((number, time.monotonic() + self._job.grace_period))
+            say(
+                f"{number.name}: the {self._job.nproc} processes on this host save and end, within "
+                f"{self._job.grace_period:g} s; a second signal ends them at once"
+            )
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        for number, end in self._asked:
+            if time.monotonic() < end:
+                break
+            say(f"the grace period of {self._job.grace_period:g} s is over; the last checkpoint is from before")
+            raise SignalException(f"signal {number}", sigval=number)
         result: RunResult = super()._monitor_workers(worker_group)
         self._failures = result.failures
         client = self._client
@@ -274,7 +330,7 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
         with _signals_ignored():
-            super()._shutdown(death_sig, SHUTDOWN_SECONDS)
+            super()._shutdown(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
             end_descendants(self._groups, spared=self._elsewhere)
             self._close_files()
             self._logs.drain()
@@ -300,21 +356,25 @@ def _show_cursor() -> None:
         sys.stdout.flush()
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
-    raise SignalException(f"signal {number}", sigval=signal.Signals(number))
-
-
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Signals end the job, also before workers run; those that whoever started this process ignores stay ignored."""
+def _signals_heard() -> Iterator[list[Agent]]:
+    """Signals go to the agent that is put into the list, or end the job. Those that are ignored stay ignored."""
+    agents: list[Agent] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number)
+        if agents:
+            agents[0].hear(name)
+        elif name.name not in _MESSAGES:
+            raise SignalException(f"signal {number}", sigval=name)
+
     before = {name: signal.getsignal(signal.Signals[name]) for name in _SIGNALS}
     heard = [name for name, handler in before.items() if handler is not signal.SIG_IGN]
     for name in heard:
-        signal.signal(signal.Signals[name], _raise)
-    # torchelastic installs its own handlers, which do the same, for these.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
+        signal.signal(signal.Signals[name], hear)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torchelastic's own handlers would take the place of these
     try:
-        yield
+        yield agents
     finally:
         for name in heard:
             signal.signal(signal.Signals[name], before[name])

@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fullshard.core.errors import ConfigError, DataError, MissingExtraError, WrapError
 from fullshard.launch.bootstrap import die_with_launcher, leave_process_group
+from fullshard.launch.preemption import exit_code
 
 USER_ERROR = 2
 """Exit code of a mistake that the user can mend without reading a traceback."""
@@ -25,11 +26,13 @@ def run_worker(main: Callable[[], None]) -> None:
     Without a launcher the exception is raised as usual.
     """
     die_with_launcher()
+    code = 0
     handler = get_error_handler()
     handler.initialize()
     try:
         main()
         leave_process_group()
+        code = exit_code()
     except Exception as error:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
@@ -37,3 +40,5 @@ def run_worker(main: Callable[[], None]) -> None:
         sys.stdout.flush()
         # Not sys.exit: interpreter shutdown joins communication threads, which may wait for ranks that are gone.
         os._exit(USER_ERROR if isinstance(error, _USER_ERRORS) else 1)
+    if code:
+        sys.exit(code)

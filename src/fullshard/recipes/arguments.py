@@ -106,6 +106,9 @@ class TrainArguments(View):
     compile: bool = of_run("sharding.compile")
     device: Device = of_run("launch.device")
 
+    max_restarts: int = of_run("launch.max_restarts")
+    grace_period: float = of_run("launch.grace_period")
+
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of initial weights, data order and dropout")
     vocab_size: int = Field(
         4096, ge=300, description="Tokens of the tokenizer trained on the data, where none is given"

@@ -18,6 +18,7 @@ from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_
 from fullshard.checkpoint.weight_files import model_directory
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment, run_on_main
+from fullshard.launch.preemption import should_stop
 from fullshard.recipes.hub import Hub, pushing_later, say
 from fullshard.recipes.sft_arguments import DataArguments, ModelArguments, SFTArguments, read_arguments
 
@@ -53,6 +54,9 @@ def run(arguments: SFTArguments) -> Any:
     trainer = make_trainer(arguments)
     hub = Hub(trainer)
     trainer.train(resume_from_checkpoint=_resume(arguments.training.resume_from_checkpoint))
+    if should_stop():
+        say("stopped by a signal, with a checkpoint; --resume_from_checkpoint True goes on from there")
+        return trainer
     hub.hold()
     trainer.save_model()
     if arguments.model.merge_dir is not None:

@@ -25,6 +25,7 @@ from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.core.errors import NonFiniteError
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
+from fullshard.launch.preemption import listening, should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe import (
     ConsoleSink,
@@ -71,9 +72,13 @@ def train(arguments: TrainArguments) -> None:
         if checkpoint is not None:
             first_step = load(checkpoint, trainer, arguments, checksum=data.checksum)
         console.say(_resume_line(arguments, checkpoint, first_step))
-        with _checked_plan(trainer, arguments, console):
-            _train_steps(trainer, arguments, data, first_step=first_step, console=console)
-        _finish(trainer, arguments, data, console=console)
+        with listening():
+            with _checked_plan(trainer, arguments, console):
+                stopped_at = _train_steps(trainer, arguments, data, first_step=first_step, console=console)
+            if stopped_at is None:
+                _finish(trainer, arguments, data, console=console)
+            else:
+                console.say(f"stopped by a signal after step {stopped_at}; the same command goes on from there")
     if dist.is_initialized() and not joined_before:
         dist.destroy_process_group()
 
@@ -234,8 +239,11 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, o
 
 def _train_steps(
     trainer: Trainer, arguments: TrainArguments, data: TrainingData, *, first_step: int, console: Console
-) -> None:
+) -> int | None:
     """Steps `first_step` + 1 to the last, with a checkpoint wherever one is due.
+
+    Returns:
+        The step after which a signal has stopped them, with a checkpoint; None if none has.
 
     Raises:
         FullshardError: the loss or the gradient is not finite.
@@ -280,13 +288,17 @@ def _train_steps(
             if not trainer.optimizer.step_was_skipped:
                 _check_finite(metrics, arguments)
             due = arguments.save_every and step % arguments.save_every == 0
-            if due or step == arguments.steps:
+            stops = should_stop() and step < arguments.steps
+            if due or stops or step == arguments.steps:
                 _save(trainer, arguments, data, saver, step=step, console=console)
                 rollbacks = 0
             if due or step % arguments.log_every == 0:
                 rate.restart()  # so that a line's rate is of its own steps, and without the time of a save
+            if stops:
+                break
         if (written := saver.wait()) is not None:
             console.say(f"checkpoint: {written}")
+    return step if step < arguments.steps else None
 
 
 def _roll_back(

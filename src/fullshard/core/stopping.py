@@ -1,0 +1,26 @@
+"""Whether the ranks are to stop: one wants to, and all learn of it at the end of the same backward.
+
+It rides on the message that ends every backward (`engine.schedule`), so it costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Stopping:
+    """Of this process.
+
+    Attributes:
+        is_listened_to: the script asks whether to stop; the same on every rank.
+        is_wanted: this rank wants to.
+        is_agreed: all ranks know that one wants to.
+    """
+
+    is_listened_to: bool = False
+    is_wanted: bool = False
+    is_agreed: bool = False
+
+
+STOPPING = Stopping()

@@ -1,0 +1,103 @@
+"""Being asked to end: a signal on any rank makes all of them save at the same step, and end.
+
+    for batch in loader:
+        ...
+        optimizer.step()
+        if fullshard.should_stop():  # the same answer on every rank
+            save_checkpoint(...)
+            break
+
+The first signal is only noted. The ranks learn of it at the end of the next backward of a sharded model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from fullshard.core.stopping import STOPPING
+from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
+
+PREEMPTED = 75
+"""Exit code of a job that has saved and ended because it was asked to: start it again to go on."""
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+_AGAIN_SECONDS = 1.0
+"""What comes sooner is the same request, which a scheduler and a launcher have both passed on."""
+
+_heard: list[float] = []
+_is_armed: list[bool] = []
+
+
+def should_stop() -> bool:
+    """Whether all ranks are to save and end now; the same on every rank that asks after the same backward.
+
+    The first call begins to listen to SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2, which until then do what they did.
+    A second signal ends the process at once. Call it after every step, on every rank.
+    """
+    listen()
+    if STOPPING.is_agreed:
+        _tell_launcher("stopping")
+    return STOPPING.is_agreed
+
+
+def listen() -> None:
+    """Listen to signals from now on; nothing the second time."""
+    if _is_armed:
+        return
+    _is_armed.append(True)
+    STOPPING.is_listened_to = True
+    if threading.current_thread() is not threading.main_thread():
+        warnings.warn("fullshard: signals cannot be listened to outside of the main thread", stacklevel=3)
+        return
+    for name in SIGNALS:
+        signal.signal(signal.Signals[name], _hear)
+    _tell_launcher("listening")
+
+
+def _hear(number: int, frame: FrameType | None) -> None:
+    now = time.monotonic()
+    if not _heard:
+        _heard.append(now)
+        STOPPING.is_wanted = True
+        if LAUNCHER_PID not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+            for name in SIGNALS:  # at once, wherever the process waits
+                signal.signal(signal.Signals[name], signal.SIG_DFL)
+    elif now - _heard[0] > _AGAIN_SECONDS:
+        os._exit(128 + number)
+
+
+def _tell_launcher(what: str) -> None:
+    """Leave a file where the launcher looks for it; it is there to be found, so nothing is in it."""
+    directory = os.environ.get(PREEMPTION_DIR)
+    if directory:
+        with contextlib.suppress(OSError):  # of a job that is over
+            (Path(directory) / f"{what}-{os.getpid()}").touch()
+
+
+def exit_code() -> int:
+    """What this process is to end with: the launcher itself tells who has started it that the job was asked to end."""
+    return PREEMPTED if STOPPING.is_agreed and PREEMPTION_DIR not in os.environ else 0
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Listen to signals inside, and afterwards to none: for what is called within another program."""
+    before = {name: signal.getsignal(signal.Signals[name]) for name in SIGNALS}
+    STOPPING.is_wanted = STOPPING.is_agreed = False
+    listen()
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for name, handler in before.items():
+                signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)
+        _is_armed.clear()
+        _heard.clear()
