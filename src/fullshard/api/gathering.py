@@ -29,6 +29,9 @@ class Gathering(Processes):
 
         Of ranks that compute on the same batch (tensor parallelism) those of one.
         """
+        return self._gather_once(tensor)
+
+    def _gather_once(self, tensor: Any) -> Any:
         ranks, tiles = self.num_processes, self._tensor_parallel_size
 
         def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,7 @@ class Gathering(Processes):
             data = [item for part in parts for item in part]
             keep = self._real_rows(len(data))
             return data if keep is None else data[:keep]
-        data = self.gather(input_data)
+        data = self._gather_once(input_data)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             keep = self._real_rows(tensor.shape[0])

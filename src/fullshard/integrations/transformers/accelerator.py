@@ -15,6 +15,7 @@ from fullshard.api import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    collectives,
 )
 from fullshard.api.state import GradientState
 from fullshard.config.resolve import Resolved
@@ -37,6 +38,7 @@ class TrainerAccelerator(Accelerator):
         args: the `TrainingArguments`.
         resolved: the configuration of the run, the arguments' `fsdp` and `fsdp_config` included.
         dataloader_config: as Accelerate has it.
+        tensor_parallel_size: ranks over which the model's layers have been split as it was loaded.
 
     Raises:
         ConfigError: an argument that cannot be honoured.
@@ -46,8 +48,9 @@ class TrainerAccelerator(Accelerator):
     is_fsdp2 = True
     _gradient_state_class = TrainerGradientState
 
-    def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any) -> None:
+    def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any, *, tensor_parallel_size: int = 1) -> None:
         _refuse(args)
+        self._tiles = tensor_parallel_size
         plugin = FullyShardedDataParallelPlugin()
         plugin.fill(resolved.config)
         if resolved.config.training.step_in_backward and args.max_grad_norm:
@@ -89,6 +92,14 @@ class TrainerAccelerator(Accelerator):
             plugin.auto_wrap_policy = plugin.transformer_cls_names_to_wrap or "TRANSFORMER_BASED_WRAP"
             plugin.transformer_cls_names_to_wrap = None
         return super().prepare_model(model, None if evaluation_mode else device_placement, evaluation_mode)
+
+    @property
+    def _tensor_parallel_size(self) -> int:
+        return self._tiles
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all ranks. Trainer divides what it has gathered by the ranks that have the same batch."""
+        return collectives.gather(tensor)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -36,6 +36,11 @@ def install() -> None:
     for name in _CLASSES:
         after_import(name, _replace_class)
         _INSTALLED.add(name)
+    after_import("transformers.modeling_utils", _replace_from_pretrained)
+
+
+def _replace_from_pretrained(module: ModuleType) -> None:
+    importlib.import_module("fullshard.integrations.transformers.at_load").replace_from_pretrained(module)
 
 
 def _replace_class(module: ModuleType) -> None:

@@ -74,7 +74,8 @@ class ShardedTraining:
             args.gradient_accumulation_steps = accumulation["num_steps"]
         loader = DataLoaderConfiguration(**{name: chosen[name] for name in _DATALOADER})
         loader.data_seed, loader.non_blocking = args.data_seed, chosen.get("non_blocking", False)
-        self.accelerator = TrainerAccelerator(args, resolved, loader)
+        tiles = getattr(self.model, "_tp_size", None) or 1
+        self.accelerator = TrainerAccelerator(args, resolved, loader, tensor_parallel_size=tiles)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )
@@ -148,7 +149,10 @@ class ShardedTraining:
         return 6 * int(main_input.numel()) * _whole_numel(p for p in self.model.parameters() if id(p) not in tables)
 
     def _get_train_sampler(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _of_global_batches(super()._get_train_sampler(*args, **kwargs), self.accelerator.num_processes)  # type: ignore[misc]
+        return _of_global_batches(
+            super()._get_train_sampler(*args, **kwargs),  # type: ignore[misc]
+            self.accelerator._data_parallel_size,
+        )
 
     # -- saving -------------------------------------------------------------------------------------------------
 

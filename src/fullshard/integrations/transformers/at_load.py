@@ -1,0 +1,124 @@
+"""Transformers' `from_pretrained(distributed_config=DistributedConfig(...))` on fullshard's engine.
+
+Each rank reads what it will own, and the model is sharded when it is returned, split by tensor parallelism before if
+that is asked for. It is one as `shard_model` makes it, so Trainer saves it, and resumes it on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.checkpoint import pretrained
+from fullshard.checkpoint.full_state import gather_when_all_save
+from fullshard.comm.mesh import default_device, init_mesh
+from fullshard.core.errors import ConfigError
+from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
+
+_AXES = ("dp_replicate", "fsdp", "tp")
+_OF_THE_LOADER = (
+    *("_commit_hash", "_from_auto", "_from_pipeline", "adapter_kwargs", "low_cpu_mem_usage", "use_safetensors"),
+    *("weights_only", "force_download", "proxies", "trust_remote_code", "code_revision"),
+)
+"""Options that say how Transformers reads files, or whose code it trusts; the class has been found by then."""
+_REFUSED = (
+    *("device_map", "max_memory", "offload_folder", "state_dict", "gguf_file", "output_loading_info"),
+    *("tp_plan", "tp_size"),
+)
+
+
+def replace_from_pretrained(modeling: Any) -> None:
+    """Have `PreTrainedModel.from_pretrained` of the module `transformers.modeling_utils` come here for such models."""
+    cls = modeling.PreTrainedModel
+    theirs = cls.from_pretrained.__func__
+
+    @classmethod  # type: ignore[misc]
+    @functools.wraps(theirs)
+    def from_pretrained(cls: Any, name_or_path: Any, *args: Any, distributed_config: Any = None, **options: Any) -> Any:
+        if distributed_config is None:
+            return theirs(cls, name_or_path, *args, **options)
+        return load_sharded(cls, name_or_path, distributed_config, **options)
+
+    cls.from_pretrained = from_pretrained
+
+
+def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config: Any, **options: Any) -> nn.Module:
+    """The model of a directory or hub name, split and sharded as a `DistributedConfig` says.
+
+    Args:
+        model_class: a class of Transformers.
+        name_or_path: where its weights are.
+        distributed_config: `DistributedConfig` or a dict for one. `tp_size`, `fsdp_size` and `dp_replicate_size`
+            together are all ranks.
+        options: as for `fullshard.from_pretrained`.
+
+    Raises:
+        ConfigError: pipeline or expert parallelism, sizes that are not those of the job, or an option that places
+            weights in another way.
+    """
+    config = _config(distributed_config)
+    given = [name for name in _REFUSED if options.pop(name, None) is not None]
+    if given:
+        raise ConfigError(
+            f"from_pretrained(distributed_config=...) with {', '.join(given)}", hint="weights go where they are sharded"
+        )
+    options = {name: value for name, value in options.items() if name not in _OF_THE_LOADER and value is not None}
+    if "torch_dtype" in options:
+        options["dtype"] = options.pop("torch_dtype")
+    device_mesh = _device_mesh(config)
+    model: Any = pretrained.from_pretrained(model_class, name_or_path, **options)
+    tp_plan, _, fsdp_plan = model._resolve_parallel_plans(config)
+    if device_mesh is not None and config.tp_size > 1:
+        importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism(
+            model, device_mesh["tp"], tp_plan
+        )
+        model.tie_weights()
+    model._tp_size, model._fsdp_size = config.tp_size, config.fsdp_size
+    # What the plan keeps whole between forward and backward is the outermost unit's, which does the same.
+    units = [model.get_submodule(name) for name, style in fsdp_plan.items() if style == "free_full_weight"]
+    shard_model(
+        model,
+        unit_modules=units,
+        strategy="HYBRID_SHARD" if config.dp_replicate_size > 1 else "FULL_SHARD",
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if config.fsdp_mixed_precision
+        else None,
+        offload_policy=CPUOffloadPolicy() if config.fsdp_cpu_offload else None,
+        mesh=init_mesh(device_mesh=None if device_mesh is None else device_mesh["dp_replicate", "fsdp"]),
+    )
+    gather_when_all_save(model)
+    return model  # type: ignore[no-any-return]
+
+
+def _config(given: Any) -> Any:
+    home = importlib.import_module("transformers.distributed.configuration_utils")
+    config = home.DistributedConfig.from_dict(given) if isinstance(given, dict) else given
+    for name, what in (("pp_size", "pipeline"), ("ep_size", "expert")):
+        if (getattr(config, name, None) or 1) > 1:
+            raise ConfigError(
+                f"DistributedConfig({name}={getattr(config, name)}): {what} parallelism is not supported here",
+                hint="leave it out; experts are sharded like all other parameters",
+            )
+    return config
+
+
+def _device_mesh(config: Any) -> DeviceMesh | None:
+    """The mesh of all ranks, by the sizes; None for one rank alone."""
+    init_mesh()  # joins the job, if the script has not
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = (config.dp_replicate_size or 1, config.fsdp_size or 1, config.tp_size or 1)
+    if math.prod(sizes) != ranks:
+        said = " x ".join(f"{axis} {size}" for axis, size in zip(_AXES, sizes, strict=True))
+        raise ConfigError(
+            f"DistributedConfig makes {said}, but the job has {ranks} ranks",
+            hint="dp_replicate_size x fsdp_size x tp_size is the number of ranks",
+        )
+    return init_device_mesh(default_device().type, sizes, mesh_dim_names=_AXES) if ranks > 1 else None

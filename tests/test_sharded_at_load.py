@@ -1,0 +1,99 @@
+"""Transformers' `from_pretrained(distributed_config=...)` in a script that knows nothing of fullshard.
+
+pytest tests/test_sharded_at_load.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fullshard.core.errors import ConfigError
+from fullshard.integrations.transformers.at_load import load_sharded
+from tests.launching import launch
+
+SCRIPT = Path(__file__).parent / "scripts" / "distributed_config.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What plain Transformers makes of it in one process."""
+    output = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, str(SCRIPT), str(model), str(output), "{}", "4", "anew"]
+    subprocess.run(command, check=True, timeout=200)
+    return {
+        **json.loads((output / "history.json").read_text()),
+        "weights": load_file(output / "final/model.safetensors"),
+    }
+
+
+def run(model: Path, output: Path, ranks: int, sizes: dict[str, int], steps: int, resume: str = "anew") -> list[Any]:
+    arguments = [str(model), str(output), json.dumps(sizes), str(steps), resume]
+    done = launch(
+        "--num_processes",
+        str(ranks),
+        "--mixed_precision",
+        "no",
+        str(SCRIPT),
+        *arguments,
+        cwd=output.parent,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    history: list[Any] = json.loads((output / "history.json").read_text())["history"]
+    return history
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        pytest.param(2, {"fsdp_size": 2}, marks=pytest.mark.full),
+        (4, {"fsdp_size": 2, "tp_size": 2}),
+        pytest.param(4, {"fsdp_size": 2, "dp_replicate_size": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_it_trains_saves_and_resumes_on_other_ranks(
+    model: Path, alone: dict[str, Any], tmp_path: Path, ranks: int, sizes: dict[str, int]
+) -> None:
+    output = tmp_path / "out"
+    history = run(model, output, ranks, sizes, 2)
+    assert [step for step, *_ in history] == [1, 2]
+    history = run(model, output, 1, {"fsdp_size": 1}, 4, "resume")
+    assert len(history) == 4
+    for got, expected in zip(history, alone["history"], strict=True):
+        assert got == pytest.approx(expected, rel=1e-4)
+    weights = load_file(output / "final/model.safetensors")
+    assert weights.keys() == alone["weights"].keys()
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_refused(model: Path) -> None:
+    for sizes, options, message in (
+        ({"pp_size": 2}, {}, "pipeline parallelism"),
+        ({"fsdp_size": 2, "ep_size": 2}, {}, "expert parallelism"),
+        ({"fsdp_size": 2}, {}, "dp_replicate 1 x fsdp 2 x tp 1, but the job has 1 ranks"),
+        ({"fsdp_size": 1}, {"device_map": "cpu"}, "device_map"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_sharded(LlamaForCausalLM, model, sizes, **options)
