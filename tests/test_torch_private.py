@@ -670,6 +670,18 @@ def whole_tensors() -> None:
         dist.destroy_process_group()
 
 
+class Named(nn.Parameter):
+    def __new__(cls, data: torch.Tensor, name: str) -> Named:
+        raise AssertionError("nobody knows the name")
+
+
+@check("made_as")
+def a_subclass_past_its_constructor() -> None:
+    data = torch.zeros(3)
+    made = torch_private.made_as(Named, data, requires_grad=True)
+    assert type(made) is Named and made.requires_grad and made.data_ptr() == data.data_ptr()
+
+
 @check("joined", "all_of", "set_local")
 def meshes_of_several_axes() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -218,6 +218,12 @@ ATTENTION_KERNELS = frozenset(
 """What `scaled_dot_product_attention` comes down to, where it is one kernel. Selective checkpointing keeps what these
 return; under another name attention would be computed twice. Since 2.5."""
 
+
+def made_as(kind: type[Any], data: torch.Tensor, *, requires_grad: bool) -> Any:
+    """Memory as a tensor of a subclass, past a constructor that may want more than it. Since 2.0."""
+    return torch.Tensor._make_subclass(kind, data, requires_grad)
+
+
 parse_to = torch._C._nn._parse_to
 """Device and dtype in the arguments of a `to()`. Else bitsandbytes' weights would be quantised again. Since 2.0."""
 

@@ -19,7 +19,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
 from fullshard.core.layout import Interval
 from fullshard.engine.agree import check_agreement
-from fullshard.engine.tile import plain_of, set_plain
+from fullshard.engine.tile import plain_of, set_plain, tile_of
 from fullshard.wrap.partition import Slot, UnitPlan
 from fullshard.wrap.quantized import is_exact
 
@@ -134,7 +134,10 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     if torch_private.may_hold(plain, data):
         set_plain(parameter, data)
         return parameter
-    moved = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    tile = tile_of(parameter)
+    if tile is not None:
+        return nn.Parameter(tile.wrap(data), requires_grad=parameter.requires_grad)
+    moved = torch_private.made_as(type(parameter), data, requires_grad=parameter.requires_grad)
     vars(moved).update(vars(parameter))
     return moved
 
