@@ -137,7 +137,7 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     tile = tile_of(parameter)
     if tile is not None:
         return nn.Parameter(tile.wrap(data), requires_grad=parameter.requires_grad)
-    moved = torch_private.made_as(type(parameter), data, requires_grad=parameter.requires_grad)
+    moved: nn.Parameter = torch_private.made_as(type(parameter), data, requires_grad=parameter.requires_grad)
     vars(moved).update(vars(parameter))
     return moved
 
