@@ -39,8 +39,10 @@ from fullshard.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from fullshard.checkpoint.coded_state import coded_tensors, decode
 from fullshard.checkpoint.pretrained import load_pretrained
 from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
+from fullshard.engine.step.state_dict import as_local
 from tests.distributed import end_workers, run_ranks
 
 DIM, WORDS, LENGTH = 12, 20, 8
@@ -725,3 +727,46 @@ def check_experts(directory: str) -> None:
 
 def test_expert_parallelism(tmp_path: Path) -> None:
     run_ranks(check_experts, 4, str(tmp_path / "one"))
+
+
+# -- state in 8 bits --------------------------------------------------------------------------------------------------
+
+
+def coded_layer(splits: bool) -> tuple[Any, torch.optim.Optimizer]:
+    """A matrix cut by columns, or sharded over both ranks: each rank has as many elements, and others."""
+    torchao: Any = pytest.importorskip("torchao.optim", reason="needs the extra `quant`")
+    torch.compiler.set_stance("force_eager")
+    torch.manual_seed(3)
+    layer: Any = nn.Linear(128, 128, bias=False)
+    mesh = init_device_mesh("cpu", (1, 2) if splits else (2, 1), mesh_dim_names=("dp", "tp"))
+    if splits:
+        parallelize_module(layer, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
+    fullshard.fully_shard(layer, mesh=mesh["dp"])
+    return layer, torchao.AdamW8bit(layer.parameters(), lr=1e-3)
+
+
+def coded_moment(layer: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    coded, _ = coded_tensors(as_local(optimizer.state[layer.weight]))
+    held = coded["exp_avg"]
+    parts = held.parts()
+    values = decode(parts["codes"], parts["scales"], parts.get("book"), held.record)
+    return layer.weight.wrap(values.reshape(-1).float()).full_tensor()  # type: ignore[no-any-return]
+
+
+def check_coded(directory: str, splits: bool) -> torch.Tensor:
+    layer, optimizer = coded_layer(splits)
+    if splits:
+        layer(torch.randn(4, 128, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        optimizer.step()
+        save_checkpoint(directory, model=layer, optimizer=optimizer)
+    else:
+        load_checkpoint(directory, model=layer, optimizer=optimizer)
+    return coded_moment(layer, optimizer)
+
+
+def test_coded_state_of_tiles(tmp_path: Path) -> None:
+    saved = run_ranks(check_coded, 2, str(tmp_path / "one"), True)[0]
+    end_workers()
+    loaded = run_ranks(check_coded, 2, str(tmp_path / "one"), False)[0]
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0.02 * float(saved.abs().max()))
+    assert float(saved.abs().max()) > 0
