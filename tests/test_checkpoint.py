@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard import Accelerator
 from fullshard.checkpoint import (
@@ -25,7 +27,7 @@ from fullshard.checkpoint import (
     verify_checkpoint,
 )
 from fullshard.checkpoint.format import read_manifest
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.engine import fully_shard, shard_model, unsharded
 
 
@@ -334,6 +336,35 @@ def test_damage_is_refused(saved: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=name):
         _load_all(saved)
     assert not verify_checkpoint(saved).is_valid
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[Any]:
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    tensors = [*model.parameters(), *model.buffers(), *state]
+    others = (scheduler.last_epoch, [group["lr"] for group in optimizer.param_groups])
+    held = [t.to_local().detach() if isinstance(t, DTensor) else t for t in tensors]
+    return [*(t.clone() for t in held), *map(torch.tensor, others), torch.random.get_rng_state()]
+
+
+@pytest.mark.parametrize("flips", [9, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_refused_load_changes_nothing(saved: Path, flips: int, steps: int) -> None:
+    """Wherever one bit is another: neither weights, optimizer, schedule nor random numbers, there before or not."""
+    job = _job(seed=1)
+    _train(*job, steps=steps)
+    before, random_ = _values(*job), random.Random(0)
+    for number in range(flips):
+        path = saved / _FILES[number % len(_FILES)]
+        intact = path.read_bytes()
+        data = bytearray(intact)
+        data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(DamagedError):
+            load_checkpoint(saved, model=job[0], optimizer=job[1], scheduler=job[2])
+        path.write_bytes(intact)
+        after = _values(*job)
+        assert len(after) == len(before) and all(map(torch.equal, before, after))
+    load_checkpoint(saved, model=job[0], optimizer=job[1], scheduler=job[2])
 
 
 def test_files_of_another_save_are_refused(saved: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fullshard.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError, WrapError
+from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, DataError, NonFiniteError, WrapError
 from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
@@ -281,6 +281,30 @@ def test_damaged_checkpoint_is_passed_over_or_refused(run: Run, tmp_path: Path, 
     with pytest.raises(CheckpointError):
         run("elsewhere", resume=str(newest))
     assert _losses(run()) == _losses(reference)
+
+
+def test_auto_passes_over_what_is_damaged(
+    run: Run, tmp_path: Path, reference: list[StepMetrics], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit is another: it goes on from the checkpoint before, and says so; where all are damaged it is an error."""
+    run(save_every=2)
+    checkpoints = tmp_path / "out" / "checkpoints"
+
+    def damage(name: str) -> None:
+        path = checkpoints / name / "model-rank00000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-9] ^= 1
+        path.write_bytes(data)
+
+    damage("step-000004")
+    assert _losses(run()) == _losses(reference)
+    said = capsys.readouterr().out
+    assert f"resume: {checkpoints}/step-000004 is passed over, because it is damaged: " in said
+    assert "is damaged between bytes" in said and f"resume: from {checkpoints}/step-000002, after step 2" in said
+    damage("step-000004")
+    damage("step-000002")
+    with pytest.raises(DamagedError, match="step-000002"):
+        run()
 
 
 def test_what_is_not_finite_stops_the_run(run: Run, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ pytest tests/test_trainer.py
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -203,9 +205,14 @@ def resume_newest(output: str) -> tuple[int, str]:
     torn = Path(output) / "checkpoint-9"
     if dist.get_rank() == 0:
         (torn / "training_state").mkdir(parents=True)
+        with (Path(output) / "checkpoint-4/training_state/optimizer-rank00001.safetensors").open("r+b") as file:
+            file.seek(-5, os.SEEK_END)
+            file.write(b"!")
     dist.barrier()
     again = trainer(build(), arguments(output, **options | {"max_steps": 6}))
-    again.train(resume_from_checkpoint=True)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        again.train(resume_from_checkpoint=True)
+    assert dist.get_rank() or "checkpoint-4 is passed over, because it is damaged" in said.getvalue()
     return int(again.state.global_step), str(again.state.log_history[-2]["step"])
 
 

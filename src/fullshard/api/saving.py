@@ -245,6 +245,8 @@ def load(path: Path, state: TrainingState) -> int:
             f"{path} holds {max(saved, 1)} models with optimizers, {len(parts)} are prepared",
             hint="prepare the same models and optimizers, in the same order, as when it was saved",
         )
+    for number in range(saved):  # all of them, before the first changes anything
+        checkpoint.prove_checkpoint(path / f"{PART_PREFIX}{number}")
     extra: dict[str, Any] = {}
     # Backwards, so that the first part's random states are the ones that stay.
     for number, (model, optimizer) in reversed(list(enumerate(parts))):

@@ -1,10 +1,10 @@
 """Checkpoints: saved by any number of ranks, loaded by any other, proved byte by byte, exported to Hugging Face."""
 
 from fullshard.checkpoint.background import AsyncSaver
-from fullshard.checkpoint.catalog import latest_checkpoint
+from fullshard.checkpoint.catalog import latest_checkpoint, whole_checkpoints
 from fullshard.checkpoint.export import export_hf, is_exported_as_it_is
 from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict, local_state_dict
-from fullshard.checkpoint.load import load_checkpoint
+from fullshard.checkpoint.load import load_checkpoint, prove_checkpoint
 from fullshard.checkpoint.pretrained import from_pretrained, load_pretrained
 from fullshard.checkpoint.save import save_checkpoint
 from fullshard.checkpoint.verify import Verification, verify_checkpoint
@@ -21,6 +21,8 @@ __all__ = [
     "load_full_state_dict",
     "load_pretrained",
     "local_state_dict",
+    "prove_checkpoint",
     "save_checkpoint",
     "verify_checkpoint",
+    "whole_checkpoints",
 ]

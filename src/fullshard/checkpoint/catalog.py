@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +32,17 @@ def latest_checkpoint(root: str | Path, *, thorough: bool = False) -> Path | Non
     Returns:
         Its path, or None if there is none.
     """
+    return next(whole_checkpoints(root, thorough=thorough), None)
+
+
+def whole_checkpoints(root: str | Path, *, thorough: bool = False) -> Iterator[Path]:
+    """The valid checkpoint directories directly inside `root`, the newest first. See `latest_checkpoint`."""
     for directory, parts in _newest_first(local_path(root)):
         problems = _problems(parts, thorough=thorough)
         if not problems:
-            return directory
-        logger.warning("skipping checkpoint %s: %s (%d problems)", directory, problems[0], len(problems))
-    return None
+            yield directory
+        else:
+            logger.warning("skipping checkpoint %s: %s (%d problems)", directory, problems[0], len(problems))
 
 
 def remove_oldest(newest: Path, *, keep: int) -> list[Path]:

@@ -1,7 +1,8 @@
 """Load a checkpoint into any number of ranks: every rank reads the bytes it will own, and proves them.
 
-Everything that can be known from the manifest is checked before the first value changes. Bytes are checked as they are
-read, so a checkpoint found damaged half-way leaves the model half loaded: after an error, load another checkpoint.
+A load that is refused changes nothing: first what the manifest says is compared with the model, then every byte of the
+files is read and proved, each file by one rank, and only then does a value change. The second reading, which finds the
+bytes in memory where there is room, proves them again.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from fullshard.checkpoint.tensors import (
 )
 from fullshard.checkpoint.tiles import read_across
 from fullshard.checkpoint.values import decode_value
-from fullshard.checkpoint.verify import pieces_of, quick_problems
-from fullshard.core.errors import CheckpointError
+from fullshard.checkpoint.verify import file_problems, pieces_of, quick_problems
+from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.core.tiling import UNTILED, Tiling
@@ -118,11 +119,11 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on every rank, if any rank found the checkpoint damaged or not to match. What differs is
-            listed in full before anything changed; damaged bytes may be found when part of the model is loaded.
+            listed in full. Nothing has changed then. `DamagedError` if the bytes are not those that were saved.
     """
     directory, optimizer = local_path(path).absolute(), unwrapped(optimizer)
     ranks = Ranks.of(model)
-    opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory))
+    opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory), kind=DamagedError)
     data = ranks.broadcast_bytes(opened or b"")
     wanted = {"scheduler": scheduler, "scaler": scaler, "objects": list(objects) or None}
 
@@ -132,6 +133,8 @@ def load_checkpoint(
         return _Load(directory, manifest, ranks.rank, model, optimizer, asked, weights)
 
     load = ranks.together(f"matching {directory} with the model", prepare)
+    kinds = ["state", *dict.fromkeys(target.kind for target in load.targets)]
+    prove_files(directory, load.manifest, ranks, kinds)
     stored = ranks.together(f"reading {directory}", load.read)
 
     def restore() -> dict[str, Any]:
@@ -147,6 +150,32 @@ def load_checkpoint(
         return extra or {}
 
     return ranks.together(f"restoring {directory}", restore)
+
+
+def prove_files(directory: Path, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:
+    """Read every byte of the files of some kinds. A collective: each file is read by one rank.
+
+    Raises:
+        DamagedError: on every rank, if any has found something else than what was saved.
+    """
+
+    def prove() -> None:
+        if found := file_problems(directory, manifest, kinds, part=ranks.rank, parts=ranks.world_size):
+            raise DamagedError("\n".join(found))
+
+    ranks.together(f"reading {directory}", prove, kind=DamagedError)
+
+
+def prove_checkpoint(path: str | Path) -> None:
+    """Read every byte of a checkpoint, by all ranks together. A collective; `verify_checkpoint` says more, alone.
+
+    Raises:
+        DamagedError: on every rank, if anything is not what was saved.
+    """
+    directory, ranks = local_path(path).absolute(), Ranks()
+    opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory), kind=DamagedError)
+    manifest = decode_manifest(ranks.broadcast_bytes(opened or b""), where=str(directory / MANIFEST_NAME))
+    prove_files(directory, manifest, ranks, ("model", "optimizer", "state"))
 
 
 class _Load:
@@ -180,12 +209,12 @@ class _Load:
         names = {name for buffer in buffers for name in buffer.names}
         saved_buffers = manifest.buffers | {n: r for n, r in manifest.parameters.items() if n in names}
         saved_parameters = {n: r for n, r in manifest.parameters.items() if n not in names}
-        self._targets = _match("parameter", self.parameters, saved_parameters, problems)
-        self._targets += _match("buffer", buffers, saved_buffers, problems)
+        self.targets = _match("parameter", self.parameters, saved_parameters, problems)
+        self.targets += _match("buffer", buffers, saved_buffers, problems)
         if weights == "all":
             absent = [name for name, r in (manifest.parameters | manifest.buffers).items() if not r.is_stored]
             problems += [f"the values of {name!r} were not saved here" for name in absent]
-        self._targets = [t for t in self._targets if weights != "none" and t.record.is_stored]
+        self.targets = [t for t in self.targets if weights != "none" and t.record.is_stored]
         problems += [f"{name} was not saved" for name in sorted(wanted - manifest.states.keys())]
         module_extra = manifest.states.get("module_extra")
         saved_modules = module_extra if isinstance(module_extra, dict) else {}
@@ -203,7 +232,7 @@ class _Load:
         """Fill every target; returns tensors that are no part of model or optimizer."""
         with Readers(self.directory, self.manifest) as readers:
             # the order of the files, so that each is read from front to back
-            for target in sorted(self._targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
+            for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
                 _fill(target, readers)
             readers.settle()
             stored = readers.all_tensors(rank_file_name("state", 0))
@@ -289,7 +318,7 @@ class _Load:
                 for key, record in records.items():
                     if key in places and isinstance(record, StateTensorRecord):
                         where, place = f"{name}/{key}", places[key]
-                        self._targets.append(_Target("optimizer", where, record, local.interval, place, local.tiling))
+                        self.targets.append(_Target("optimizer", where, record, local.interval, place, local.tiling))
                     else:
                         state[key] = self._allocate(name, key, record, local, there.get(key), on_device=on_device)
                 self._state.append((parameter, state))
@@ -318,7 +347,7 @@ class _Load:
             on_host = record.is_on_host and not (on_device and key == "step")
             tensor = torch.empty(record.shape, dtype=dtype, device="cpu" if on_host else local.tensor.device)
             interval, tiling = Interval(0, record.numel), UNTILED
-        self._targets.append(_Target("optimizer", f"{name}/{key}", record, interval, tensor, tiling))
+        self.targets.append(_Target("optimizer", f"{name}/{key}", record, interval, tensor, tiling))
         return tensor
 
 
@@ -528,12 +557,12 @@ def _match(
 def _open(directory: Path) -> bytes:
     """The manifest, after a look at all files. On rank 0 only, to spare the file system."""
     if not directory.exists() and (old := replaced_directories(directory)):
-        raise CheckpointError(
+        raise DamagedError(
             f"{directory} is missing: a save that was to replace it was killed",
             hint=f"its old contents are in {old[0]}",
         )
     if problems := quick_problems(directory, read_manifest(directory)):
-        raise CheckpointError(f"{directory} is damaged:\n" + "\n".join(problems))
+        raise DamagedError(f"{directory} is damaged:\n" + "\n".join(problems))
     return read_manifest_bytes(directory)
 
 

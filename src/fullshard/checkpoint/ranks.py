@@ -120,12 +120,13 @@ class Ranks:
             with _peers("receiving tensors"):
                 dist.broadcast(tensor, src=0, group=self._group)
 
-    def together(self, doing: str, function: Callable[[], T]) -> T:
+    def together(self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError) -> T:
         """Run `function` on every rank; if it fails on any, fail on all.
 
         Args:
             doing: what it does, for the message: "writing the checkpoint".
             function: must not communicate.
+            kind: of the error.
 
         Raises:
             CheckpointError: on every rank, naming each failed rank and its reason.
@@ -136,10 +137,12 @@ class Ranks:
             result.append(function())
         except Exception as caught:
             error = caught
-        self.fail_together(doing, error)
+        self.fail_together(doing, error, kind=kind)
         return result[0]
 
-    def fail_together(self, doing: str, error: Exception | None) -> None:
+    def fail_together(
+        self, doing: str, error: Exception | None, *, kind: type[CheckpointError] = CheckpointError
+    ) -> None:
         """Raise on every rank if any rank passes an error. See `together`."""
         if self.all(error is None):  # one small message is all it takes nearly always
             return
@@ -149,11 +152,13 @@ class Ranks:
             raise error
         reasons = dict.fromkeys(text for text in messages if text is not None)
         lines = [f"{_name(r for r, text in enumerate(messages) if text == reason)}: {reason}" for reason in reasons]
-        raise CheckpointError(f"{doing} failed\n" + "\n".join(lines)) from error
+        raise kind(f"{doing} failed\n" + "\n".join(lines)) from error
 
-    def on_rank_0(self, doing: str, function: Callable[[], T]) -> T | None:
+    def on_rank_0(
+        self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError
+    ) -> T | None:
         """Run `function` on rank 0 only; if it fails, fail on all. Returns its result there, None elsewhere."""
-        return self.together(doing, lambda: function() if self.rank == 0 else None)
+        return self.together(doing, lambda: function() if self.rank == 0 else None, kind=kind)
 
     def _sizes(self, nbytes: int) -> list[int]:
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)

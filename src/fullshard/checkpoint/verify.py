@@ -97,6 +97,12 @@ def verify_parts(path: str | Path) -> list[Verification]:
     return [*found, Verification(path, tuple(problems), 0, 0, None)] if problems else found
 
 
+def file_problems(directory: Path, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
+    """What is wrong with every `parts`-th data file of some kinds, from number `part` on; every byte is read."""
+    names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
+    return [problem for name in names[part::parts] for problem in _file_problems(directory / name, manifest)]
+
+
 def part_problems(parts: Sequence[tuple[Path, Manifest]]) -> list[str]:
     """What is missing of checkpoints that count only together."""
     names = {part.name for part, _ in parts}

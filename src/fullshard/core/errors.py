@@ -9,6 +9,7 @@
     ├── CommunicationError  (RuntimeError)  ranks disagree, or a collective failed
     ├── NonFiniteError      (FloatingPointError)  gradients hold NaN or infinity
     ├── CheckpointError     (RuntimeError)  a checkpoint is incomplete, damaged or does not match
+    │   └── DamagedError                    its bytes are not those that were saved
     ├── DataError           (ValueError)    training data that cannot be read or used
     ├── HubError            (OSError)       a model that is saved could not be pushed
     ├── VersionError        (ImportError)   a dependency is too old
@@ -66,6 +67,10 @@ class NonFiniteError(FullshardError, FloatingPointError):
 
 class CheckpointError(FullshardError, RuntimeError):
     """A checkpoint is incomplete, damaged, or does not match what it is loaded into."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was saved: bytes or files of it are missing or others. Nothing was changed by it."""
 
 
 class DataError(FullshardError, ValueError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint, save_checkpoint
-from fullshard.core.errors import ConfigError
+from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint, whole_checkpoints
+from fullshard.core.errors import ConfigError, DamagedError
 from fullshard.launch import run_on_main
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.loop import Trainer
@@ -18,8 +19,8 @@ _STREAM = ("batch_size", "seq_len", "seed", "held_out")
 """Settings that fix which sequences each step sees; a resumed run must keep them."""
 
 
-def find_checkpoint(arguments: TrainArguments) -> Path | None:
-    """The checkpoint to go on from, or None to start from the beginning. Called on rank 0.
+def find_checkpoints(arguments: TrainArguments) -> list[Path]:
+    """The checkpoints to go on from, the first that can be loaded; none to start from the beginning. Called on rank 0.
 
     Raises:
         ConfigError: the path that was named is no directory, or the output directory holds an earlier run that would
@@ -29,7 +30,7 @@ def find_checkpoint(arguments: TrainArguments) -> Path | None:
     if arguments.overwrite and directory.exists():
         shutil.rmtree(directory)
     if arguments.resume == "auto":
-        return latest_checkpoint(directory) if directory.is_dir() else None
+        return list(whole_checkpoints(directory))
     present = sorted(path.name for path in directory.glob("step-*")) if directory.is_dir() else []
     if arguments.resume == "never":
         newer = present
@@ -43,7 +44,29 @@ def find_checkpoint(arguments: TrainArguments) -> Path | None:
             f"{directory} holds checkpoints of an earlier run that this one would be mixed with: {', '.join(newer)}",
             hint="use another --output-dir, or remove them (--overwrite removes all)",
         )
-    return None if arguments.resume == "never" else Path(arguments.resume)
+    return [] if arguments.resume == "never" else [Path(arguments.resume)]
+
+
+def load_newest(
+    paths: Sequence[Path], trainer: Trainer, arguments: TrainArguments, *, checksum: int, say: Callable[[str], None]
+) -> tuple[Path | None, int]:
+    """Load the first of some checkpoints that is not damaged, and say which are. Collective.
+
+    Returns:
+        Its path, and the number of steps it has behind it; (None, 0) if there are none.
+
+    Raises:
+        CheckpointError: all of them are damaged, or one does not fit the model.
+        ConfigError: one belongs to another run.
+    """
+    for number, path in enumerate(paths, start=1):
+        try:
+            return path, load(path, trainer, arguments, checksum=checksum)
+        except DamagedError as error:
+            if number == len(paths):
+                raise
+            say(f"resume: {path} is passed over, because it is damaged: {error}")
+    return None, 0
 
 
 def save(
@@ -61,7 +84,7 @@ def save(
             "arguments": arguments.model_dump(mode="json"),
         },
         total_limit=arguments.keep_checkpoints,
-        # Only an incomplete one can be there: `find_checkpoint` has refused to begin before a complete one.
+        # Only an incomplete one can be there: `find_checkpoints` has refused to begin before a complete one.
         overwrite=True,
     )
     return path
@@ -83,7 +106,9 @@ def load(path: Path, trainer: Trainer, arguments: TrainArguments, *, checksum: i
     return step
 
 
-def roll_back(trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int) -> int | None:
+def roll_back(
+    trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int, say: Callable[[str], None]
+) -> int | None:
     """Go back to the newest checkpoint, and past the data since then; its step, or None if there is none. Collective.
 
     Args:
@@ -91,15 +116,16 @@ def roll_back(trainer: Trainer, arguments: TrainArguments, *, step: int, checksu
         arguments: of the run.
         step: counted from 1.
         checksum: of the data.
+        say: told of damaged ones.
     """
     directory = arguments.checkpoint_dir
     environment = trainer.environment
-    path = run_on_main(environment, lambda: latest_checkpoint(directory) if directory.is_dir() else None)
-    if path is None:
-        return None
+    paths = run_on_main(environment, lambda: list(whole_checkpoints(directory)))
     trainer.optimizer.zero_grad()
     batches = step + trainer.skipped_batches
-    back = load(path, trainer, arguments, checksum=checksum)
+    path, back = load_newest(paths, trainer, arguments, checksum=checksum, say=say)
+    if path is None:
+        return None
     trainer.skipped_batches = batches - back
     return back
 

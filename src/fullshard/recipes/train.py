@@ -45,7 +45,7 @@ from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
 from fullshard.recipes.data import TrainingData, prepare_data
 from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
 from fullshard.recipes.model import build_model, read_config
-from fullshard.recipes.resume import find_checkpoint, load, roll_back, save
+from fullshard.recipes.resume import find_checkpoints, load_newest, roll_back, save
 from fullshard.wrap.chunked_loss import use_chunked_loss
 
 _ADAM_BETAS = (0.9, 0.95)
@@ -64,13 +64,11 @@ def train(arguments: TrainArguments) -> None:
         # Ranks per shard group are told here, and not taken from the host.
         sharding = arguments.run_config().sharding
         sharding.resolved_strategy().mesh_shape(environment.world_size, sharding.shard_size)
-        checkpoint = run_on_main(environment, lambda: _prepare_output(arguments))
+        checkpoints = run_on_main(environment, lambda: _prepare_output(arguments))
         data = prepare_data(arguments, environment)
         console.say(f"data: {data.description}")
         trainer = _make_trainer(arguments, data, accelerator, console)
-        first_step = 0
-        if checkpoint is not None:
-            first_step = load(checkpoint, trainer, arguments, checksum=data.checksum)
+        checkpoint, first_step = load_newest(checkpoints, trainer, arguments, checksum=data.checksum, say=console.say)
         console.say(_resume_line(arguments, checkpoint, first_step))
         with listening():
             with _checked_plan(trainer, arguments, console):
@@ -166,16 +164,16 @@ def metrics_path(arguments: TrainArguments) -> Path:
     return arguments.output_dir / "metrics.jsonl"
 
 
-def _prepare_output(arguments: TrainArguments) -> Path | None:
+def _prepare_output(arguments: TrainArguments) -> list[Path]:
     """Make the output directory, find what to resume from, and refuse now what would fail only at the end."""
     if arguments.plot:
         require_plots()
     if arguments.model is not None:
         read_config(arguments.model)
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint = find_checkpoint(arguments)
+    checkpoints = find_checkpoints(arguments)
     write_text(arguments.output_dir / "arguments.json", arguments.to_json())
-    return checkpoint
+    return checkpoints
 
 
 def _resume_line(arguments: TrainArguments, checkpoint: Path | None, first_step: int) -> str:
@@ -313,7 +311,7 @@ def _roll_back(
 ) -> int:
     """Go back to the newest checkpoint because of `error` in step `step`; the step it was written after."""
     saver.wait()
-    back = roll_back(trainer, arguments, step=step, checksum=data.checksum)
+    back = roll_back(trainer, arguments, step=step, checksum=data.checksum, say=console.say)
     if back is None:
         error.add_note("fullshard: there is no checkpoint to go back to")
         raise error

@@ -31,7 +31,7 @@ from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, load_adapters
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.torch_format import write_torch_format
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.paths import local_name, local_path
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
@@ -89,9 +89,7 @@ class ShardedTraining:
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; `resume_from_checkpoint=True` takes the newest checkpoint that is complete."""
         if resume_from_checkpoint is True:
-            newest = run_on_main(
-                self.accelerator.process.environment, lambda: _newest_complete(Path(self.args.output_dir))
-            )
+            newest = _newest_whole(Path(self.args.output_dir), self.accelerator)
             if newest is None:
                 raise CheckpointError(
                     f"there is no complete checkpoint in {self.args.output_dir}",
@@ -284,9 +282,24 @@ def _of_global_batches(sampler: Any, world_size: int) -> Any:
     return sampler
 
 
-def _newest_complete(directory: Path) -> Path | None:
-    found = [p for p in directory.glob("checkpoint-*") if p.name[11:].isdigit() and (p / _COMPLETE).is_file()]
-    return max(found, key=lambda path: int(path.name[11:]), default=None)
+def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | None:
+    """The newest complete checkpoint of which no byte of the training state is damaged. A collective."""
+
+    def complete() -> list[Path]:
+        found = [p for p in directory.glob("checkpoint-*") if p.name[11:].isdigit() and (p / _COMPLETE).is_file()]
+        return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
+
+    paths = run_on_main(accelerator.process.environment, complete)
+    for number, path in enumerate(paths, start=1):
+        try:
+            if run_on_main(accelerator.process.environment, (path / TRAINER_STATE / MANIFEST_NAME).is_file):
+                checkpoint.prove_checkpoint(path / TRAINER_STATE)
+            return path
+        except DamagedError as error:
+            if number == len(paths):
+                raise
+            accelerator._say(f"resume: {path} is passed over, because it is damaged: {error}")
+    return None
 
 
 def _whole_numel(parameters: Iterable[torch.nn.Parameter]) -> int:
