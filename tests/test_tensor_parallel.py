@@ -6,8 +6,6 @@ pytest tests/test_tensor_parallel.py
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from typer.testing import CliRunner
 
 import fullshard
 import fullshard.api
@@ -41,13 +40,13 @@ from fullshard.checkpoint import (
 )
 from fullshard.checkpoint.coded_state import coded_tensors, decode
 from fullshard.checkpoint.pretrained import load_pretrained
+from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
 from fullshard.engine.step.state_dict import as_local
 from tests.distributed import end_workers, run_ranks
 
 DIM, WORDS, LENGTH = 12, 20, 8
 RATE = 0.05
-CLI = [sys.executable, "-c", "from fullshard.cli.main import main; main()"]
 
 
 @pytest.fixture(autouse=True)
@@ -172,12 +171,13 @@ def check_training(dp: int, tp: int, sequence: bool) -> None:
         torch.testing.assert_close(parameter.full_tensor(), whole.detach(), rtol=1e-8, atol=1e-10, msg=name)
 
 
+def check_trainings() -> None:
+    check_training(2, 2, False)
+    check_training(2, 2, True)
+
+
 def test_losses_and_weights_are_those_of_one_process() -> None:
-    run_ranks(check_training, 4, 2, 2, False)
-
-
-def test_sequence_parallel_norms() -> None:
-    run_ranks(check_training, 4, 2, 2, True)
+    run_ranks(check_trainings, 4)
 
 
 def check_as_torchs(sequence: bool) -> None:
@@ -197,9 +197,9 @@ def check_as_torchs(sequence: bool) -> None:
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-def test_mixed_precision_is_as_torchs() -> None:
-    run_ranks(check_as_torchs, 4, True)
-    run_ranks(check_as_torchs, 4, False)
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_mixed_precision_is_as_torchs(sequence: bool) -> None:
+    run_ranks(check_as_torchs, 4, sequence)
 
 
 def check_norms() -> None:
@@ -466,7 +466,13 @@ def check_load(directory: str, sizes: tuple[int, int] | None, sequence: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sizes"), [(4, (2, 2)), pytest.param(4, (1, 4), marks=pytest.mark.full), (2, (1, 2)), (3, None)]
+    ("ranks", "sizes"),
+    [
+        pytest.param(4, (2, 2), marks=pytest.mark.full),
+        pytest.param(4, (1, 4), marks=pytest.mark.full),
+        (2, (1, 2)),
+        (3, None),
+    ],
 )
 def test_checkpoints_of_any_mesh_into_any_other(tmp_path: Path, ranks: int, sizes: tuple[int, int] | None) -> None:
     path = tmp_path / "one"
@@ -483,7 +489,8 @@ def test_checkpoints_are_cut_and_exported_without_ranks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for command in (("reshard", "--world-size", "2"), ("export", "--to", "hf", "--config-from", str(tmp_path))):
         paths = [str(tmp_path / name) for name in ("one", command[0])]
-        subprocess.run([*CLI, "ckpt", command[0], *paths, *command[1:]], check=True, timeout=120)
+        result = CliRunner().invoke(app, ["ckpt", command[0], *paths, *command[1:]])
+        assert result.exit_code == 0, result.output
     end_workers()
     found = run_ranks(check_load, 2, str(tmp_path / "reshard"), None, False)[0]
     assert all(torch.equal(found[name], value) for name, value in saved.items())
