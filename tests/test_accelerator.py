@@ -104,7 +104,7 @@ def test_a_plugins_precision_wins_and_says_so() -> None:
 
 def test_methods_that_are_absent_say_why() -> None:
     with pytest.raises(AttributeError, match=r"no 'lomo_backward'.*training.step_in_backward"):
-        Accelerator().lomo_backward(None, 0.1)
+        Accelerator().lomo_backward(None, 0.1)  # type: ignore[attr-defined]
     assert not hasattr(Accelerator(), "nonsense")
 
 

@@ -9,6 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    # Accelerate's own, which are no part of `__all__`: `x as x` is what re-exports them.
+    from accelerate import cpu_offload as cpu_offload
+    from accelerate import cpu_offload_with_hook as cpu_offload_with_hook
+    from accelerate import debug_launcher as debug_launcher
+    from accelerate import disk_offload as disk_offload
+    from accelerate import dispatch_model as dispatch_model
+    from accelerate import find_executable_batch_size as find_executable_batch_size
+    from accelerate import infer_auto_device_map as infer_auto_device_map
+    from accelerate import init_empty_weights as init_empty_weights
+    from accelerate import init_on_device as init_on_device
+    from accelerate import is_rich_available as is_rich_available
+    from accelerate import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from accelerate import load_checkpoint_in_model as load_checkpoint_in_model
+    from accelerate import notebook_launcher as notebook_launcher
+    from accelerate import synchronize_rng_states as synchronize_rng_states
+
     from fullshard import optim
     from fullshard.api import (
         Accelerator,
@@ -112,17 +128,19 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("optim", "plan"):  # packages, of which the second can be called
-        return importlib.import_module(f"fullshard.{name}")
-    if name in __all__:
-        value = getattr(importlib.import_module(_HOMES.get(name, "fullshard.api")), name)
-    elif name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    else:
-        value = importlib.import_module("fullshard.api.refused").from_accelerate(name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+
+    def __getattr__(name: str) -> Any:
+        if name in ("optim", "plan"):  # packages, of which the second can be called
+            return importlib.import_module(f"fullshard.{name}")
+        if name in __all__:
+            value = getattr(importlib.import_module(_HOMES.get(name, "fullshard.api")), name)
+        elif name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        else:
+            value = importlib.import_module("fullshard.api.refused").from_accelerate(name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -98,7 +98,8 @@ class Accelerator(Loaders, Reporting):
         parallelism_config: `ParallelismConfig`, Accelerate's or fullshard's: ranks per replica, replicas, and ranks
             over which the script splits layers (`parallelize_module(model, accelerator.torch_device_mesh["tp"], ...)`)
             before it calls `prepare`.
-        refused: Accelerate's other arguments; anything but None is an error that gives the reason.
+        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin, dynamo_plugin: Accelerate's other
+            arguments; anything but None is an error that gives the reason.
 
     Raises:
         ConfigError: a setting that is wrong or not supported.
@@ -127,9 +128,19 @@ class Accelerator(Loaders, Reporting):
         parallelism_config: Any = None,
         *,
         step_scheduler_once: bool = False,
-        **refused: Any,
+        deepspeed_plugin: None = None,
+        deepspeed_plugins: None = None,
+        megatron_lm_plugin: None = None,
+        torch_tp_plugin: None = None,
+        dynamo_plugin: None = None,
     ) -> None:
-        refuse_arguments(refused)
+        refuse_arguments(
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            megatron_lm_plugin=megatron_lm_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            dynamo_plugin=dynamo_plugin,
+        )
         self.handlers = handlers = Handlers.of(kwargs_handlers)
         if is_accelerates(fsdp_plugin, "FullyShardedDataParallelPlugin"):
             fsdp_plugin = own_plugin(fsdp_plugin)
@@ -192,10 +203,12 @@ class Accelerator(Loaders, Reporting):
         self.scaler = self._make_scaler()
         self._plan_watch = self._watch_plan() if self._config.training.check_plan else None
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached only for names that do not exist.
-        reason = f" ({METHODS[name]})" if name in METHODS else ""
-        raise AttributeError(f"fullshard's Accelerator has no {name!r}{reason}")
+    if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached only for names that do not exist.
+            reason = f" ({METHODS[name]})" if name in METHODS else ""
+            raise AttributeError(f"fullshard's Accelerator has no {name!r}{reason}")
 
     def __getstate__(self) -> dict[str, Any]:
         # A function given to `datasets.map`, or a collate function of a worker, may hold it. Its settings and its place

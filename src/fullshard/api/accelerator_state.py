@@ -11,7 +11,7 @@ import os
 import sys
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -133,10 +133,12 @@ class AcceleratorState(PartialState):
     deepspeed_plugin = deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = device_mesh = None
     is_fsdp2 = True  # a model is sharded in place, and an optimizer is re-pointed to it
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached only for names that do not exist.
-        reason = f" ({ONE_ENGINE})" if "deepspeed" in name else ""
-        raise AttributeError(f"the state of fullshard's Accelerator has no {name!r}{reason}")
+    if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached only for names that do not exist.
+            reason = f" ({ONE_ENGINE})" if "deepspeed" in name else ""
+            raise AttributeError(f"the state of fullshard's Accelerator has no {name!r}{reason}")
 
     def __init__(
         self,

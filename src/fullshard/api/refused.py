@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fullshard.core.errors import ConfigError
@@ -49,16 +48,13 @@ ACCELERATES_OWN = (
 """Names that have nothing to do with how a model is trained, or that ask Accelerate's state, which is told."""
 
 
-def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+def refuse_arguments(**arguments: object) -> None:
     """Refuse arguments of the Accelerator that are given.
 
     Raises:
-        TypeError: Accelerate has no such argument.
-        ConfigError: it has; with the reason.
+        ConfigError: one is; with the reason.
     """
     for name, value in arguments.items():
-        if name not in ARGUMENTS:
-            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise ConfigError(f"{name} is not supported", hint=ARGUMENTS[name])
 

@@ -61,14 +61,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fullshard.integrations.transformers import classes
+if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
 
-    value = getattr(classes, name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fullshard.integrations.transformers import classes
+
+        value = getattr(classes, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
