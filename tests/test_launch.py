@@ -311,7 +311,7 @@ def test_printed_slurm_script_really_trains(tmp_path: Path) -> None:
     assert "#SBATCH --ntasks-per-node=1\n" in done.stdout
     srun = """
 srun() {
-    while [ "${1#--}" != "$1" ]; do shift; done
+    echo "srun $*"; while [ "${1#--}" != "$1" ]; do shift; done
     for task in 0 1; do SLURM_PROCID=$task SLURM_NODEID=$task "$@" & tasks="$tasks $!"; done
     for task in $tasks; do wait $task || return 1; done
 }
@@ -321,6 +321,7 @@ tasks=""
     script.write_text(done.stdout.replace("set -euo pipefail\n", f"set -euo pipefail\n{srun}"))
     assert subprocess.run(["bash", "-n", str(script)], check=False, timeout=20).returncode == 0
     slurm = {"SLURM_JOB_ID": "31", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
+    slurm["SLURM_CPUS_PER_TASK"] = "3"
     variables = environment(**slurm, SLURM_JOB_NODELIST="localhost", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     with started("bash", str(script), cwd=tmp_path, **variables) as job:
         output, _ = job.communicate(timeout=120)
@@ -328,6 +329,7 @@ tasks=""
     assert "trained rank 0 of 2" in output
     assert "trained rank 1 of 2" in output
     assert len(norms(output)) == 1
+    assert "srun --ntasks-per-node=1 --cpus-per-task=3 --kill-on-bad-exit=1 fullshard launch" in output
     assert "$SLURM_JOB_ID: the allocation is translated to num_machines = 2" in output
 
 

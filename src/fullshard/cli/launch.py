@@ -8,13 +8,14 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from fullshard.config.dialect import Reading, Setting, Status
-from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, parse
+from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, flag_choices, parse
 from fullshard.config.handover import hand_over
 from fullshard.config.load import load_environment, load_file
 from fullshard.config.origin import Origin, Precedence
@@ -156,6 +157,22 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
         return run_job(job)
 
 
+def completions(words: Sequence[str]) -> dict[str, str]:
+    """What may come after these words, each with a line of help: a flag, or a value of the last one; see `RawCommand`.
+
+    Nothing once the script is named: it has flags of its own.
+    """
+    try:
+        if parse(words).target is not None:
+            return {}
+    except ConfigError:  # a flag without its value, or one that will be refused when the line is run
+        if choices := flag_choices(words[-1]):
+            return dict.fromkeys(choices, "")
+    descriptions = {f"{group}.{name}": field.description or "" for group, name, field in _fields()}
+    keys = {f"--{key.name}": descriptions.get(key.target, "") for key in FLAGS.keys if key.status is not Status.REFUSED}
+    return {f"--{option.name}": option.help for option in OPTIONS} | keys
+
+
 def help_text() -> str:
     """The page of `fullshard launch --help`."""
     lines = [
@@ -170,9 +187,9 @@ def help_text() -> str:
     for option in OPTIONS:
         short = f"-{option.short}, " if option.short else ""
         lines += _entry(f"{short}--{option.name} {option.metavar}", option.help)
-    for group, model in GROUPS.items():
+    for group, fields in groupby(_fields(), lambda field: field[0]):
         lines += ["", f"{group.capitalize()}:"]
-        for name, field in model.model_fields.items():
+        for _, name, field in fields:
             path = f"{group}.{name}"
             flags = [key.name for key in FLAGS.keys if key.target == path]
             flags.sort(key=lambda flag: flag != name)
@@ -180,6 +197,13 @@ def help_text() -> str:
     others = [f"--{key.name}" for key in FLAGS.keys if not key.target and key.status is not Status.REFUSED]
     lines += ["", "Accepted, and explained when used:", *textwrap.wrap(" ".join(others), 100, **_INDENT)]
     return "\n".join(lines) + "\n"
+
+
+def _fields() -> Iterator[tuple[str, str, Any]]:
+    """Every setting: its group, its name, its field."""
+    for group, model in GROUPS.items():
+        for name, field in model.model_fields.items():
+            yield group, name, field
 
 
 _INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}

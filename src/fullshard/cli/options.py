@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,13 +28,38 @@ def path_word(text: str) -> Path:
         raise typer.BadParameter(str(error)) from None
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a shell may put in place of the word that is being typed.
+
+    Attributes:
+        value: the word.
+        help: what shells that have room show beside it.
+        type: `plain`, the shell library's word for one that is no path.
+    """
+
+    value: str
+    help: str | None = None
+    type: str = "plain"
+
+
 class RawCommand(TyperCommand):
-    """A command that takes its arguments as they are: flags come from the dialects, and the script has its own."""
+    """A command that takes its arguments as they are: flags come from the dialects, and the script has its own.
+
+    Its module has `completions(words)`: what may come after these words, with a line of help each.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Leave everything in `ctx.args`."""
         ctx.args = list(args)
         return []
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Flags, or values of the flag before, that begin as the word that is being typed."""
+        found = importlib.import_module(f"fullshard.cli.{self.name}").completions(ctx.args)
+        if "-" in incomplete.lstrip("-"):  # both are read; what is offered is written as what is being typed
+            found = {word.replace("_", "-") if word.startswith("-") else word: text for word, text in found.items()}
+        return [Completion(word, text or None) for word, text in found.items() if word.startswith(incomplete)]
 
 
 def options_from(model: type[BaseModel], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -47,6 +48,15 @@ def sft(context: typer.Context) -> None:
         from fullshard.cli.main import app
 
         app(["launch", *launch_words, "-m", _RECIPE, *words])
+
+
+def completions(words: Sequence[str]) -> dict[str, str]:
+    """What may come after these words; see `RawCommand`."""
+    from fullshard.recipes.sft_arguments import flags
+
+    if words and not words[0].startswith("-"):  # a file, which holds everything
+        return {}
+    return dict.fromkeys(_LAUNCH, "") | flags()
 
 
 def _take_launch_flags(words: list[str]) -> list[str]:

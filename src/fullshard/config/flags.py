@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from fullshard.config import values
 from fullshard.config.accelerate import FLAT
@@ -269,6 +269,17 @@ def _take(line: CommandLine, written: str, rest: list[str]) -> None:
         line.options[found.name] = entry
         line.kind = _KINDS.get(found.name, line.kind)
     line.given.append((name, [written, *consumed]))
+
+
+def flag_choices(written: str) -> tuple[str, ...]:
+    """The words that a flag's value is one of; nothing if it may be another."""
+    found = _find(written.lstrip("-").replace("-", "_"))
+    if isinstance(found, Option):
+        return tuple(found.metavar.split("|")) if "|" in found.metavar else ()
+    if found is None or not found.target:
+        return ()
+    kind = SETTINGS[found.target].annotation
+    return tuple(word for one in (kind, *get_args(kind)) if get_origin(one) is Literal for word in get_args(one))
 
 
 def _find(name: str) -> Option | Key | None:

@@ -51,12 +51,15 @@ def _slurm(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> 
             "# One task per host: the launcher starts the processes of its host itself.",
             "#SBATCH --ntasks-per-node=1",
             *devices,
+            "# Processors of all processes of a host; add those of their data loaders.",
             f"#SBATCH --cpus-per-task={threads * plan.per_host}",
             "#SBATCH --output=%x-%j.log",
             "",
             "set -euo pipefail",
             "",
-            f"srun --ntasks-per-node=1 --kill-on-bad-exit=1 {shlex.join(['fullshard', 'launch', *flags, *target])}",
+            "# srun no longer takes the count of processors from the lines above (Slurm 22.05).",
+            'srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\',
+            f"    {shlex.join(['fullshard', 'launch', *flags, *target])}",
             "",
         ]
     )

@@ -6,7 +6,9 @@ translated, those without effect say why, each with one line; any other flag is 
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -137,6 +139,36 @@ def read_file(path: Path) -> dict[str, Any]:
     from fullshard.config.document import read_document
 
     return {entry.key: entry.plain for entry in read_document(path)}
+
+
+def flags() -> dict[str, str]:
+    """Every flag with a line of help; TRL's are read out of its source: importing it would take seconds."""
+    found = {
+        f"--{field.name}": str(field.metadata["help"])
+        for kind in (ModelArguments, DataArguments)
+        for field in fields(kind)
+    }
+    for package, file in _CONFIG_SOURCES:
+        spec = importlib.util.find_spec(package)
+        for place in (spec and spec.submodule_search_locations) or ():
+            if (path := Path(place, file)).is_file():
+                found |= {f"--{name}": "" for name in _annotated(ast.parse(path.read_bytes()))}
+    return found
+
+
+_CONFIG_SOURCES = (
+    ("trl", "trainer/sft_config.py"),
+    ("trl", "trainer/base_config.py"),
+    ("transformers", "training_args.py"),
+)
+"""Where SFTConfig and the classes that it is made of are."""
+
+
+def _annotated(tree: ast.Module) -> Iterator[str]:
+    for made in tree.body:
+        for node in made.body if isinstance(made, ast.ClassDef) else ():
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id[0] != "_":
+                yield node.target.id
 
 
 def _is_whole(ratio: Any) -> bool:
