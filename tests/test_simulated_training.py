@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.simulated.process import on_device
-from tests.simulated.training import CHOICES, Case, differences, pairwise
+from tests.simulated.programs import PROGRAMS
+from tests.simulated.training import CHOICES, Case, differences, pairwise, train
 
 SLICES = 6
 CASES = pairwise()
@@ -40,3 +41,14 @@ def test_every_order_of_the_streams_gives_the_same_on_four_ranks() -> None:
     strategies = (*CHOICES["strategy"], "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
     cases = pairwise(7, ranks=(4,), strategy=strategies)
     assert on_device(_all_differences, cases, 7, timeout=1200) == {}
+
+
+def _wrong_programs(names: list[str]) -> dict[str, list[str]]:
+    return {name: wrong for name in names if (wrong := differences(PROGRAMS[name][1], 1, PROGRAMS[name][0]))}
+
+
+def test_a_script_may_change_weights_save_them_and_hook_gradients_at_once() -> None:
+    """With parts of the model on the host, where copies may still be under way."""
+    others = [name for name, (program, _) in PROGRAMS.items() if program is not train]
+    assert len(others) == 6
+    assert on_device(_wrong_programs, others) == {}

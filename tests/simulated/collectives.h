@@ -43,27 +43,26 @@ void happen(Meeting& meeting) {
     } else if (what.rfind("broadcast", 0) == 0) {
       for (int r = 0; r < n; r++) if (r != meeting.root) out[r][0].copy_(in[meeting.root][0]);
     } else if (what.rfind("all_to_all", 0) == 0) {
-      std::vector<Tensor> kept;
-      for (int r = 0; r < n; r++) kept.push_back(in[r][0].clone());
       for (int r = 0; r < n; r++)
-        for (int s = 0; s < n; s++) interval(out[r][0], s, n).copy_(interval(kept[s], r, n));
+        for (int s = 0; s < n; s++) out[r][s].copy_(in[s][r]);
     }
   } catch (const std::exception& error) { failure = what + ": " + error.what(); }
 }
 
-// Launch this member's part of a collective in the current stream; tensors of the CPU: wait for it, too.
-void meet(int64_t communicator, int64_t member, int64_t size, c10::string_view what, at::TensorList outputs,
+// Launch this member's part of a collective, in the current stream; that of tensors of the CPU in the communicator's own.
+// Returns the number of the task after it.
+int64_t meet(int64_t communicator, int64_t member, int64_t size, c10::string_view what, at::TensorList outputs,
           at::TensorList inputs, int64_t reduce, int64_t root) {
   bool on_device = (!outputs.empty() && is_here(outputs[0])) || (!inputs.empty() && is_here(inputs[0]));
   int device = on_device ? (outputs.empty() ? inputs : outputs)[0].device().index() : current_device;
-  int64_t id = on_device ? current_stream(device) : HOST;
-  int64_t at;
+  int64_t id = on_device ? current_stream(device) : -1 - communicator;
   {
     std::lock_guard guard(lock);
     auto number = entered[{communicator, member}]++;
     auto& meeting = meetings[{communicator, number}];
     std::string description(what);
-    if (!inputs.empty()) description += " of " + std::to_string(inputs[0].numel()) + " " + c10::toString(inputs[0].scalar_type());
+    if (what != "all_to_all" && !inputs.empty())  // its parts may be of different sizes
+      description += " of " + std::to_string(inputs[0].numel()) + " " + c10::toString(inputs[0].scalar_type());
     if (!meeting) {
       meeting = std::make_shared<Meeting>();
       *meeting = {description, int(communicator), int(size), {}, {}, {}, {}, int(reduce), int(root)};
@@ -82,9 +81,12 @@ void meet(int64_t communicator, int64_t member, int64_t size, c10::string_view w
     bool all = true;
     for (auto& part : kept->parts) all = all && part;
     if (all) meetings.erase({communicator, number});
-    at = launch(device, id, {description, nullptr, std::nullopt, kept});
+    return launch(device, id, {description, nullptr, std::nullopt, kept}) + 1;
   }
-  if (!on_device) block(device, id, at + 1, "collective between hosts");
+}
+
+void wait_on_host(int64_t communicator, int64_t upto) {
+  block(current_device, -1 - communicator, upto, "collective between hosts");
 }
 
 }  // namespace

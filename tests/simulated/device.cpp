@@ -160,7 +160,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", [](Tensor& x, at::Stream s) { memory.recordStream(x.storage().data_ptr(), s); });
 }
 TORCH_LIBRARY(simulated, m) {
-  m.def("meet(int communicator, int member, int size, str what, Tensor[] outputs, Tensor[] inputs, int reduce, int root) -> ()", meet);
+  m.def("meet(int communicator, int member, int size, str what, Tensor[] outputs, Tensor[] inputs, int reduce, int root) -> int", meet);
+  m.def("wait_on_host(int communicator, int upto) -> ()", wait_on_host);
 }
 
 }  // namespace

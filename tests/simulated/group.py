@@ -1,7 +1,7 @@
 """Process groups with NCCL's semantics, and ranks that are threads of one process.
 
 A collective is ordered on a stream that its communicator has on each device. It returns at once; `wait` has the current
-stream wait, and the tensors are kept until then. Tensors of the CPU are sent at once, and the host waits.
+stream wait, and the tensors are kept until then. That of tensors of the CPU has the host wait.
 
 Of the threads one runs at a time, until it must wait for another: a run is the same each time, and a deadlock is found.
 """
@@ -45,13 +45,15 @@ class _Work(_c10d.Work):
         self.wait()
 
 
-class _Done(_c10d.Work):
+class _HostWork(_c10d.Work):
     """A collective between hosts."""
 
-    def wait(self, timeout: Any = None) -> bool:
-        return True
+    def __init__(self, communicator: int, upto: int) -> None:
+        super().__init__()
+        self._place = communicator, upto
 
-    def is_completed(self) -> bool:
+    def wait(self, timeout: Any = None) -> bool:
+        torch.ops.simulated.wait_on_host(*self._place)
         return True
 
 
@@ -85,8 +87,7 @@ class SimulatedGroup(_c10d.ProcessGroup):
         place = (outputs or inputs)[0].device
         arguments = (self._communicator, self._member, self._members, what, outputs, inputs, reduce, root)
         if place.type == "cpu":
-            torch.ops.simulated.meet(*arguments)
-            return _Done()
+            return _HostWork(self._communicator, torch.ops.simulated.meet(*arguments))
         if place not in self._streams:
             self._streams[place] = torch.Stream(place)
         stream = self._streams[place]
@@ -111,10 +112,12 @@ class SimulatedGroup(_c10d.ProcessGroup):
         return self._meet("reduce_scatter", [output], [given], options)
 
     def all_to_all_single(
-        self, output: torch.Tensor, given: torch.Tensor, to: list[int], source: list[int], options: Any = None
+        self, output: torch.Tensor, given: torch.Tensor, source: list[int], to: list[int], options: Any = None
     ) -> Any:
-        assert not to and not source, "parts of different sizes"
-        return self._meet("all_to_all", [output], [given])
+        def cut(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+            return list(tensor.split(sizes) if sizes else tensor.chunk(self._members))
+
+        return self._meet("all_to_all", cut(output, source), cut(given, to))
 
     def barrier(self, opts: Any = None) -> Any:
         return self._meet("barrier", [], [torch.zeros(1)])
@@ -164,7 +167,8 @@ def _worlds() -> Iterator[None]:
     meeting = next(_numbers)
 
     def together(rank: int, store: Any, name: str, size: int, *rest: Any) -> None:
-        torch.ops.simulated.meet(meeting, rank, size, "making a group", [], [torch.zeros(1)], 0, 0)
+        upto = torch.ops.simulated.meet(meeting, rank, size, "making a group", [], [torch.zeros(1)], 0, 0)
+        torch.ops.simulated.wait_on_host(meeting, upto)
 
     module._world, module._store_based_barrier = _World(), together
     _c10d._set_thread_isolation_mode(True)

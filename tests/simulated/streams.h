@@ -21,7 +21,7 @@ namespace {
 
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
 constexpr int DEVICES = 4;
-constexpr int64_t HOST = -1;  // the stream of a rank's collectives between hosts
+// Streams are numbered: 0 computes, the program's own are positive, and each communicator between hosts has a negative one.
 
 using at::IntArrayRef;
 using at::Tensor;
@@ -169,7 +169,7 @@ std::string deadlock;
 
 std::string describe(int device, int64_t id) {
   auto& stream = stream_at(device, id);
-  std::string text = id == HOST ? "collective between hosts" : id == 0 ? "computing stream" : "stream " + std::to_string(id);
+  std::string text = id < 0 ? "collective between hosts" : id == 0 ? "computing stream" : "stream " + std::to_string(id);
   if (stream.tasks.empty()) return text;
   auto& task = stream.tasks.front();
   if (task.after) return text + ", which waits for " + describe(task.after->device, task.after->stream);

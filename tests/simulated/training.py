@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from fullshard.checkpoint.staging import HostMemory
+from fullshard.comm import torch_private
 from fullshard.engine import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -249,19 +251,107 @@ def train(case: Case, kind: str) -> list[torch.Tensor]:
     return [value.cpu() for value in (*found, *(parameter.full_tensor().detach() for parameter in model.parameters()))]
 
 
-def differences(case: Case, seed: int = 1) -> list[str]:
-    """The orders in which a case does not give what it gives on the CPU."""
-    from tests.simulated.device import NAME, ORDERS, Order, begin
+def change(case: Case, kind: str) -> list[torch.Tensor]:
+    """The same where the script itself changes main weights, at once after a forward or a backward."""
+    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    model: Any = made(case, place)
+    found = []
+
+    @torch.no_grad()
+    def shrink() -> None:
+        for parameter in model.parameters():
+            parameter.mul_(0.75)
+
+    for step in range(2):
+        tokens, targets = batch(step, 0, place)
+        with torch.no_grad():
+            found.append(model(tokens).float().sum())
+        shrink()
+        loss = functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        shrink()
+        norm = clip_grad_norm_(model, 0.5)
+        found += [loss.detach(), norm]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad)
+                    parameter.grad = None
+    return [value.cpu() for value in (*found, *(parameter.full_tensor().detach() for parameter in model.parameters()))]
+
+
+def hook(case: Case, kind: str) -> list[torch.Tensor]:
+    """The same with a hook of the script's on what is reduced, on a stream of its own."""
+    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    model: Any = made(case, place)
+    stream = torch.Stream(place) if kind != "cpu" else None
+    model.set_all_reduce_hook(lambda reduced: reduced.mul_(3).add_(0.5), stream=stream)
+    found = []
+    for step in range(2):
+        tokens, targets = batch(step, 0, place)
+        functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).backward()
+        found.append(clip_grad_norm_(model, 0.5))
+    return [value.cpu() for value in found]
+
+
+def stage(case: Case, kind: str) -> list[torch.Tensor]:
+    """What a background save would write, read as soon as it has been copied."""
+    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    memory = HostMemory()
+    model: Any = made(case, place)
+    found = []
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.75)
+        state = {name: parameter.to_local().detach() for name, parameter in model.named_parameters()}
+        found += [value.clone() for value in memory.copy({"model": state})["model"].values()]
+        memory.reuse()
+    return found
+
+
+Program = Callable[[Case, str], list[torch.Tensor]]
+
+
+@contextlib.contextmanager
+def as_with_nccl() -> Iterator[None]:
+    """Have the engine reduce in place, as it does with a backend that is not written in Python."""
+    backend_of = torch_private.backend_of
+
+    def found(group: Any, device: torch.device) -> Any:
+        return "NCCL" if device.type != "cpu" and group is not dist.group.WORLD else backend_of(group, device)
+
+    torch_private.backend_of = found
+    try:
+        yield
+    finally:
+        torch_private.backend_of = backend_of
+
+
+def on_the_cpu(case: Case, program: Program = train) -> list[list[torch.Tensor]]:
+    """What a case gives on the CPU, for each rank."""
+    from tests.simulated.device import Order, begin
     from tests.simulated.group import run_ranks
 
     with small_activations():
         begin(Order.LAZY)
-        expected = run_ranks(train, case.ranks, case, "cpu")
+        return run_ranks(program, case.ranks, case, "cpu")
+
+
+def differences(
+    case: Case, seed: int = 1, program: Program = train, expected: list[list[torch.Tensor]] | None = None
+) -> list[str]:
+    """The orders in which a case does not give what it gives on the CPU."""
+    from tests.simulated.device import NAME, ORDERS, begin
+    from tests.simulated.group import run_ranks
+
+    expected = on_the_cpu(case, program) if expected is None else expected
+    with small_activations(), as_with_nccl():
         wrong = []
         for order in ORDERS:
             begin(order, seed)
             try:
-                found = run_ranks(train, case.ranks, case, NAME)
+                found = run_ranks(program, case.ranks, case, NAME)
             except Exception as error:
                 wrong.append(f"{order.name}: {type(error).__name__}: {error}"[:2000])
                 continue

@@ -64,7 +64,8 @@ class Reducing:
         """Call the hook, if there is one, in order with what comes before and after it."""
         if self.hook is None:
             return
-        if self.stream is None:
+        has_arrived = reduced.device.type == "cpu" and not isinstance(self.stream, torch.cpu.Stream)
+        if self.stream is None or has_arrived:  # on the host nothing is under way
             self.hook(reduced)
         else:
             device = torch.get_device_module(reduced.device)

@@ -1,0 +1,50 @@
+"""Programs that between them need every wait of the engine; run as a script, says which of them give a wrong number."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.simulated.training import Case, Program, change, differences, hook, on_the_cpu, stage, train
+
+PROGRAMS: dict[str, tuple[Program, Case]] = {
+    "two ranks": (train, Case(ranks=2)),
+    "two ranks, bf16": (train, Case(ranks=2, precision="bf16", loop="accumulating")),
+    "packed": (train, Case(ranks=2, precision="packed")),
+    "main weights": (train, Case(offload="main weights", precision="bf16")),
+    "everything": (train, Case(offload="everything")),
+    "everything, two ranks": (train, Case(ranks=2, offload="everything", optimizer="SGD")),
+    "optimizer state": (train, Case(offload="optimizer state")),
+    "activations": (train, Case(activations="on host")),
+    "compute shards": (train, Case(offload="compute shards", parameters="adapters", precision="bf16")),
+    "scaled": (train, Case(offload="everything", precision="fp16")),
+    "scaled, fused": (train, Case(offload="main weights", precision="fp16", optimizer="fused")),
+    "changed at once": (change, Case(offload="everything", precision="bf16")),
+    "changed at once, frozen": (change, Case(offload="compute shards", parameters="frozen")),
+    "changed at once, all frozen but some": (change, Case(offload="everything", parameters="adapters")),
+    "staged": (stage, Case()),
+    "hook": (hook, Case()),
+    "hook, main weights": (hook, Case(offload="main weights")),
+}
+
+
+def main(expected: str, names: list[str]) -> None:
+    """Say which of these programs, or of all, do not give what a file expects, which is made if there is none."""
+    import tests.simulated.group  # noqa: F401 -- makes the device the accelerator
+
+    faulthandler.enable()
+    if not Path(expected).exists():
+        torch.save({name: on_the_cpu(case, program) for name, (program, case) in PROGRAMS.items()}, expected)
+        return
+    values = torch.load(expected)
+    for name in names or PROGRAMS:
+        program, case = PROGRAMS[name]
+        if wrong := differences(case, 1, program, values[name]):
+            print(f"{name} ({', '.join(line.split(':')[0] for line in wrong)})", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
