@@ -80,7 +80,8 @@ def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[
 
 
 def _persistent(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str, int]:
-    width = itemsize("float32" if job.method == "full" else peer.adapter_dtype)
+    adapters = "float32" if job.method == "full" else peer.adapter_dtype
+    width = itemsize(adapters)
     trained = model.trainable_numel
     frozen = sum(p.nbytes for p in model.parameters if not p.trainable and p.role != "scale")
     on_device = 0 if job.offload else 1
@@ -88,7 +89,7 @@ def _persistent(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str
         "frozen parameters": on_device * frozen // ranks,
         "scales": sum(p.nbytes for p in model.parameters if p.role == "scale"),
         "main weights": on_device * trained * width // ranks,
-        "optimizer state": round(on_device * trained * job.planned_optimizer.state_nbytes * width / 4 / ranks),
+        "optimizer state": round(on_device * trained * job.planned_optimizer.state_nbytes(adapters) / ranks),
     }
 
 

@@ -26,6 +26,7 @@ from fullshard.plan.activations import (
 )
 from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.job import Job
+from fullshard.plan.methods import apply_method
 from fullshard.wrap.policies import checkpoint_modules, unit_modules
 
 SEQUENCE, BATCH = 64, 2
@@ -199,6 +200,27 @@ def test_an_unknown_activation_is_noted() -> None:
 def test_a_wrong_field_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         from_config(configuration("gpt2", 1, **changes), where="config.json")
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj"])
+def test_what_adapters_drop_out_is_kept(targets: str) -> None:
+    """PEFT's own: a copy and a mask for every adapter, in one layer more."""
+    from peft import LoraConfig, get_peft_model
+
+    totals = []
+    for layers in (1, 2):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**configuration("llama", layers)))
+        names = targets if targets == "all-linear" else targets.split(",")
+        model = get_peft_model(model, LoraConfig(r=8, lora_dropout=0.1, target_modules=names)).train()
+        with saving(model.parameters()) as storages:
+            model(input_ids=torch.full((BATCH, SEQUENCE), 3), use_cache=False)
+        totals.append(sum(storage.nbytes() for storage in storages.values()))
+    settings = {"method": "lora", "lora_dropout": 0.1, "lora_targets": targets, "base_dtype": "float32"}
+    job = Job.of({**settings, "precision": "no", "attention": "sdpa", "micro_batch": BATCH, "seq_len": SEQUENCE})
+    shape = apply_method(from_config(configuration("llama", 1), where="x")[0], job)
+    predicted, measured = layer_activations(shape.blocks[0], job, on_cpu=True).kept, totals[1] - totals[0]
+    print(f"{targets}: predicted {predicted}, saved {measured}, {predicted / measured:.3f}")
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 def held_by_checkpoints(config: Any, dtype: torch.dtype, attention: str) -> int:

@@ -18,11 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fullshard.cli.plan import _question
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.core.errors import ConfigError
 from fullshard.plan.evaluate import changes_that_fit, evaluate, pareto, search
-from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, write_calibration
+from fullshard.plan.families import from_config
+from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, split_devices, write_calibration
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.library import MODELS as MODELS_BY_NAME
@@ -123,6 +125,49 @@ def test_mistakes_are_named(arguments: list[str], expected: str) -> None:
 def test_an_unknown_setting_in_python() -> None:
     with pytest.raises(ConfigError, match="did you mean 'micro_batch'"):
         Job.of({"microbatch": 3})
+
+
+def test_adapters_go_with_adapters() -> None:
+    with pytest.raises(ConfigError, match="lora_rank and lora_targets: full training has no adapters"):
+        Job.of({"lora_rank": 8, "lora_targets": "q_proj"})
+
+
+@pytest.mark.parametrize(
+    "text", ["8xH100", " 8 x h100 ", "8*H100", "8 H100", "8H100", "8 \N{MULTIPLICATION SIGN} H100"]
+)
+def test_how_many_of_what(text: str) -> None:
+    cluster = parse_cluster(text)
+    assert (cluster.count, cluster.device.name) == (8, "H100")
+
+
+def test_a_kind_that_begins_with_a_number() -> None:
+    assert split_devices("4090") == (None, "4090") and split_devices("A100-80") == (None, "A100-80")
+    assert split_devices("2x4090") == split_devices("2 4090") == (2, "4090")
+
+
+def test_the_file_says_how_many_4090s(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("distributed_type: FSDP\nnum_machines: 1\nnum_processes: 2\nfsdp_config: {}\n", encoding="utf-8")
+    _, cluster, _ = _question({}, "4090", None, path, None)
+    assert str(cluster) == "2 x RTX4090 in 1 host"
+
+
+def test_too_many_layers_and_relatives() -> None:
+    with pytest.raises(ConfigError, match="at most 1000"):
+        load_model("1e15")
+    with pytest.raises(ConfigError) as error:  # not gemma3_text
+        from_config({"model_type": "llama4_text", "n_routed_experts": 8}, where="x")
+    assert "did you mean" not in str(error.value)
+
+
+def test_both_ways_to_count_attention() -> None:
+    """PaLM's appendix B counts 12 x layers x width x sequence more per token, a causal model needs half of that."""
+    shape, _ = load_model("Llama-2-7B")
+    time = evaluate(shape, Job.of({"seq_len": 4096}), parse_cluster("8xH100")).time
+    attention = 12 * 32 * 4096 * 4096
+    palm = 6 * (shape.numel - 32000 * 4096) + attention
+    assert time.mfu_unmasked / time.mfu == pytest.approx(palm / (palm - attention / 2), rel=1e-3)
+    assert time.mfu_unmasked == pytest.approx(palm * time.tokens_per_second / time.peak_flops, rel=1e-3)
 
 
 def test_accelerate_yaml_is_planned_as_it_is(tmp_path: Path) -> None:
@@ -265,6 +310,7 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "method": ({}, "lora"),
     "lora_rank": ({"method": "lora"}, 64),
     "lora_targets": ({"method": "lora"}, "c_attn"),
+    "lora_dropout": ({"method": "lora"}, 0.1),
     "base_dtype": ({"method": "lora"}, "float32"),
     "offload": ({}, True),
     "offload_compute_shards": ({"method": "lora"}, True),

@@ -65,12 +65,28 @@ def test_a_model_shows_what_is_trained() -> None:
         fullshard.plan(model, "2xA100", method="lora")
 
 
-def train_with_check(strategy: str, accumulation: int, planned_accumulation: int) -> list[tuple[str, int | None, int]]:
+def test_weights_stored_in_half_precision() -> None:
+    """With precision `no` weights, gradients and the optimizer's state are all in it; a configuration can say so."""
+    with torch.device("meta"):
+        model = build().to(torch.bfloat16)
+    plan = fullshard.plan(model, "2xA100", precision="no", seq_len=64)
+    rest = plan.memory.phases["load"]
+    assert rest["main weights"] == pytest.approx(2 * plan.parameters / 2, rel=0.01)
+    assert rest["optimizer state"] == pytest.approx(2 * rest["main weights"], rel=0.01)
+    shape, _ = from_config(CONFIG, where="x")
+    job = Job.of({"base_dtype": "bfloat16", "precision": "no", "seq_len": 64})
+    assert evaluate(shape, job, plan.cluster).memory.phases == plan.memory.phases
+
+
+def train_with_check(
+    strategy: str, accumulation: int, planned_accumulation: int, dtype: str = "float32"
+) -> list[tuple[str, int | None, int]]:
     torch.manual_seed(0)
-    model = build()
+    model = build().to(getattr(torch, dtype))
     shard_model(model, unit_modules=unit_modules(model), strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    job = Job.of({"strategy": strategy, "precision": "no", "accumulation": planned_accumulation})
+    settings = {"precision": "no", "accumulation": planned_accumulation, "base_dtype": dtype}
+    job = Job.of({"strategy": strategy, **settings})
     check = PlanCheck(model, optimizer, job)
     for _ in range(4):
         with pytest.raises(LifecycleError) if not check.is_done else _nothing():
@@ -89,9 +105,11 @@ class _nothing:
     def __exit__(self, *error: object) -> None: ...
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_a_job_that_keeps_to_its_plan(strategy: str) -> None:
-    for found in run_ranks(train_with_check, 2, strategy, 2, 2):
+@pytest.mark.parametrize(
+    ("strategy", "dtype"), [("FULL_SHARD", "float32"), ("SHARD_GRAD_OP", "float32"), ("FULL_SHARD", "bfloat16")]
+)
+def test_a_job_that_keeps_to_its_plan(strategy: str, dtype: str) -> None:
+    for found in run_ranks(train_with_check, 2, strategy, 2, 2, dtype):
         for category, planned, got in found:
             assert got == planned, (category, planned, got)
         assert {category for category, planned, _ in found if planned} >= {"events", "main weights", "optimizer state"}

@@ -86,7 +86,7 @@ def test_optimizers_read_and_write_what_is_said(kind: str) -> None:
         parameter.grad = torch.ones(1000)
         with Counting() as counting:
             optimizer.step()
-    assert 4 * counting.elements / 1000 == OPTIMIZERS[kind].step_nbytes
+    assert 4 * counting.elements / 1000 == OPTIMIZERS[kind].step_nbytes("float32")
 
 
 def plan(device: Device, count: int, **job: Any) -> Plan:

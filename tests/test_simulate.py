@@ -51,6 +51,21 @@ def test_events_and_bytes_are_the_planners(settings: dict[str, object], rank: in
     assert result.sharding.world_size == 8
 
 
+WHISPER = {"model_type": "whisper", "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 99,
+           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+           "num_mel_bins": 16, "max_source_positions": 30, "max_target_positions": 40, "decoder_start_token_id": 1,
+           "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "vocab_size": 99,
+      "decoder_start_token_id": 0}  # fmt: skip
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    """T5's first layers lend their position bias to all others, so backward comes to them twice: it says so."""
+    assert simulate(transformers_model(WHISPER), Job.of({"seq_len": 16}), world_size=4).differences == []
+    found = simulate(transformers_model(T5), Job.of({"seq_len": 16}), world_size=4)
+    assert "decoder.block.1" in found.differences[0]
+
+
 @pytest.mark.parametrize(
     ("strategy", "shard_size", "line"),
     [

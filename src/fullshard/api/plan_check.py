@@ -26,6 +26,7 @@ from fullshard.core.sizes import format_nbytes
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import units_of
 from fullshard.engine.parameter import local_gradients
+from fullshard.engine.precision import dtype_name
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.step.state_dict import as_local
 from fullshard.engine.unit import Unit
@@ -174,7 +175,7 @@ class PlanCheck:
 
     def _compare_gradients(self, predicted: list[Event], layout: ModelLayout) -> Deviation:
         """What the optimizer finds, or the most at any moment if it steps in backward."""
-        planned = sum(b.layout.shard_numel for b in layout.buckets if b.trainable) * 4
+        planned = sum(b.main_nbytes for b in layout.buckets if b.trainable)
         if not self._job.step_in_backward:
             parameters = [p for unit in self._units for bucket in unit.buckets for p in bucket.sharded_parameters]
             return Deviation("gradients", planned, _storage_nbytes(local_gradients(parameters)))
@@ -186,7 +187,8 @@ class PlanCheck:
         """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         own = [p for bucket in trained for p in bucket.sharded_parameters if id(p) in held]
-        planned = round(sum(p.interval.numel for p in own) * self._job.planned_optimizer.state_nbytes)
+        each = self._job.planned_optimizer.state_nbytes
+        planned = round(sum(p.interval.numel * each(dtype_name(p.dtype)) for p in own))
         found = _storage_nbytes(
             value
             for parameter in own

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
+from fullshard.config.schema import Dtype
 from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.engine.precision import dtype_name
@@ -48,7 +50,7 @@ def model_shape(
     )
     # An inner unit comes before the one around it in `plans`, and its forward begins after.
     calls = sorted(plans[:-1], key=lambda plan: order[id(plan.modules[0])])
-    return ModelShape(
+    shape = ModelShape(
         type(model).__name__,
         units,
         vocab=family.vocab if family else 0,
@@ -57,6 +59,13 @@ def model_shape(
         encoder_decoder=family.encoder_decoder if family else False,
         calls=tuple(names[id(plan.modules[0])] for plan in calls),
     )
+    return shape.with_adapter_inputs() if _drops_adapter_inputs(model) else shape
+
+
+def _drops_adapter_inputs(model: nn.Module) -> bool:
+    """Whether PEFT put a dropout before its adapters."""
+    dropouts = (module for name, module in model.named_modules() if ".lora_dropout." in name)
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in dropouts)
 
 
 def plan_model(
@@ -80,10 +89,19 @@ def plan_model(
         raise ConfigError(
             f"{', '.join(decided)}: the model decides it", hint="leave it out, or plan from a config.json"
         )
-    job = Job.of(settings)
     shape = dataclasses.replace(model_shape(model, policy=policy), is_final=True)
+    job = Job.of({"base_dtype": _base_dtype(shape), **settings})
     shape = shape.map(lambda _, p: [dataclasses.replace(p, dtype=_main_dtype(p, job.precision))])
     return evaluate(shape, job, parse_cluster(devices, hosts))
+
+
+def _base_dtype(model: ModelShape) -> str:
+    """In which most of its weights are stored, of the dtypes that a job can say."""
+    numels: Counter[str] = Counter()
+    for parameter in model.parameters:
+        numels[parameter.dtype] += parameter.numel
+    dtypes: tuple[str, ...] = get_args(Dtype)
+    return max(dtypes, key=lambda dtype: numels[dtype])
 
 
 def _main_dtype(parameter: ParameterShape, mode: str) -> str:

@@ -29,6 +29,7 @@ from fullshard.engine.sharding import Sharding
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
+from fullshard.plan.optimizers import OPTIMIZERS
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 from fullshard.wrap.partition import Slot
@@ -145,7 +146,7 @@ def simulate(
     )
     if job.offload_activations:
         layout = layout.with_pages(lambda block: page_nbytes(block, job))
-    predicted = predict_step(layout, dataclasses.replace(job.schedule, state_nbytes=0.0))  # SGD keeps none
+    predicted = predict_step(layout, dataclasses.replace(job.schedule, optimizer=OPTIMIZERS["sgd"]))
     return Simulation(
         sharding=describe(model),
         events=events,
@@ -212,13 +213,19 @@ def _second_step(
 
 
 def transformers_model(values: dict[str, Any]) -> Callable[[], nn.Module]:
-    """Builds the causal language model that a `config.json` describes."""
+    """Builds what a `config.json` describes: a causal language model, or one with an encoder and a decoder."""
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
 
     def build() -> nn.Module:
         config = transformers.AutoConfig.for_model(**values)
         config.use_cache = False
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        if not config.is_encoder_decoder:
+            kind = transformers.AutoModelForCausalLM
+        elif type(config) in transformers.AutoModelForSeq2SeqLM._model_mapping:
+            kind = transformers.AutoModelForSeq2SeqLM
+        else:
+            kind = transformers.AutoModelForSpeechSeq2Seq
+        model: nn.Module = kind.from_config(config, attn_implementation="sdpa")
         return model
 
     return build
@@ -229,7 +236,18 @@ def _causal_step(job: Job) -> Step:
         tokens = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.long, device="meta")
         # A whole mask, because Transformers would look at the values of anything less.
         mask = torch.ones(job.micro_batch, 1, job.seq_len, job.seq_len, dtype=torch.bool, device="meta")
-        logits: torch.Tensor = model(input_ids=tokens, attention_mask=mask).logits
+        config: Any = model.config
+        if getattr(config, "is_encoder_decoder", False):
+            inputs = {"decoder_input_ids": tokens, "decoder_attention_mask": mask}
+            if model.main_input_name == "input_features":  # speech: two frames become one position
+                frames = 2 * config.max_source_positions
+                sound = torch.zeros(job.micro_batch, config.num_mel_bins, frames, device="meta")
+                inputs |= {"input_features": sound}
+            else:
+                inputs |= {"input_ids": tokens, "attention_mask": mask}
+        else:
+            inputs = {"input_ids": tokens, "attention_mask": mask}
+        logits: torch.Tensor = model(**inputs).logits
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
     return run

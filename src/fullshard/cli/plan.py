@@ -114,7 +114,7 @@ def _question(
     given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None, calibration: Path | None
 ) -> tuple[Job, Cluster, list[str]]:
     """The job and the cluster, from flags and, below them, a configuration file."""
-    from fullshard.plan.hardware import parse_cluster
+    from fullshard.plan.hardware import parse_cluster, split_devices
 
     notes: list[str] = []
     processes = None
@@ -131,7 +131,7 @@ def _question(
         devices = f"{processes or 2}x{calibration}"
     if devices is None:
         raise ConfigError("no --devices", hint="say how many of what, for example --devices 8xH100")
-    if processes is not None and not devices.strip()[:1].isdigit():
+    if processes is not None and split_devices(devices)[0] is None:
         devices = f"{processes}x{devices}"  # the file says how many, the flag of what kind
     cluster = parse_cluster(devices, hosts)
     if processes is not None and processes != cluster.count:

@@ -16,6 +16,7 @@ queries and the keys (heads times head size). What autograd saves in a layer as 
 | an activation of several operations | `KEPT_BY_ACTIVATION` | each keeps what it needs |
 | mixture | that of each of k experts, + 2 b k H | the tokens gathered for them and their weighted outputs |
 | dropout | b H each on a CPU, else H | its mask |
+| dropout of what adapters read | b + 1 per element (2 b on a CPU) | a copy and its mask for each adapter, by PEFT |
 
 Compiled, norms and activations fuse, and the partitioner recomputes what is cheap (PyTorch's min-cut partitioner): the
 norms' float32 copies and the activation's output go. Checked against what a real forward saves, for every family and
@@ -123,6 +124,10 @@ def _saved_per_token(block: Block, job: Job, width: int, *, on_cpu: bool) -> int
         saved += width * block.hidden  # its output, which is multiplied by a gate
     if block.dropout:
         saved += mask * sublayers * block.hidden
+    if block.adapter_inputs:
+        # Where all of them are dropped out, nobody keeps what they share.
+        shared = width * (2 * block.hidden + block.heads * block.head_dim + block.intermediate)
+        saved += max(0, (width + mask) * block.adapter_inputs - shared)
     if block.inner_dropout:
         saved += (mask + width) * block.intermediate
     return saved

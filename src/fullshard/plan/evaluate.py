@@ -203,6 +203,8 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(f"{plan.kept} of {others} units stay unsharded between forward and backward")
     if plan.job.checkpointing == "selective" and plan.job.compile:
         notes.append("this engine does not compile what it checkpoints selectively; it is planned for comparison")
+    if plan.job.method == "full" and plan.job.stored_dtype != plan.job.main_dtype:
+        notes.append(f"main weights are {plan.job.main_dtype}; with precision no they stay {plan.job.stored_dtype}")
     if not plan.model.blocks:
         notes.append("what the layers compute is unknown, so activations are not in these numbers")
     if plan.job.method == "qlora" and "CPU" not in plan.cluster.device.name and plan.job.precision == "fp32":

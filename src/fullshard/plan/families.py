@@ -17,6 +17,9 @@ from fullshard.core.errors import ConfigError
 from fullshard.plan.activations import KEPT_BY_ACTIVATION
 from fullshard.plan.shapes import Block, ModelShape, Norm, ParameterShape, UnitShape
 
+MOST_LAYERS = 1000
+"""More are taken for a mistake, such as a number of parameters with three zeros too many. A thousand take seconds."""
+
 _LLAMA_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -479,7 +482,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     fields = Fields(values, where)
     if kind not in FAMILIES:
         missing = [field for field in _LLAMA_FIELDS if values.get(field) is None]
-        close = difflib.get_close_matches(kind, FAMILIES, n=1)
+        close = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.85)  # a slip of the pen, not a relative
         if missing or any(values.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
             wanted = f" and no {', '.join(missing)}" if missing else " and it is a mixture of experts"
             raise ConfigError(
@@ -488,6 +491,11 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
             )
         notes.append(f"{where}: model_type {kind!r} is not known; planned as a Llama of the same sizes")
         kind = "llama"
+    layers = sum(
+        fields.number(n, default=1) for n in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+    )
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"{where}: a model of {layers} layers", hint=f"at most {MOST_LAYERS} are planned")
     shape = FAMILIES[kind](fields)
     unknown = sorted({block.activation for block in shape.blocks} - KEPT_BY_ACTIVATION.keys())
     notes += [f"{where}: activation {name!r} is not known; planned as one that keeps its input" for name in unknown]

@@ -132,7 +132,7 @@ def find_device(name: str) -> Device:
     """
     if name.endswith(".json"):
         return read_calibration(local_path(name))
-    by_key = {_key(known): known for known in DEVICES} | _ALIASES
+    by_key = _names()
     found = by_key.get(_key(name))
     if found is None:
         close = difflib.get_close_matches(_key(name), by_key, n=3, cutoff=0.4)
@@ -141,6 +141,11 @@ def find_device(name: str) -> Device:
             f"unknown hardware {name!r}", hint=f"{'did you mean ' if close else 'known are '}{names}; or --calibrate"
         )
     return DEVICES[found]
+
+
+def _names() -> dict[str, str]:
+    """Every spelling without marks, and the row it names."""
+    return {_key(known): known for known in DEVICES} | _ALIASES
 
 
 def _key(name: str) -> str:
@@ -170,8 +175,23 @@ class Cluster:
         return f"{self.count} x {self.device.name} in {self.hosts} host{'s' if self.hosts > 1 else ''}"
 
 
+def split_devices(text: str) -> tuple[int | None, str]:
+    """How many and of what: `8xH100`, `8*H100`, `8 H100`, `8H100`; `H100`, or `4090`, says nothing of how many.
+
+    Raises:
+        ConfigError: another form.
+    """
+    text = text.strip()
+    if _key(text) in _names():
+        return None, text
+    match = re.fullmatch(r"(?:(\d+)(?:\s*[x*\N{MULTIPLICATION SIGN}]\s*|\s+|(?=[^\W\d])))?(\S.*)", text, re.IGNORECASE)
+    if match is None or match[1] == "0":
+        raise ConfigError(f"devices {text!r}: expected a number and a kind", hint="write it as 8xH100")
+    return None if match[1] is None else int(match[1]), match[2]
+
+
 def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
-    """`8xH100`, `1024 x h100` or `H100` (one).
+    """`8xH100`, `1024 x h100`, `8 H100` or `H100` (one).
 
     Args:
         text: how many of what.
@@ -180,10 +200,8 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
     Raises:
         ConfigError: another form, unknown hardware, or devices that the hosts cannot share equally.
     """
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
-    if match is None or match[1] == "0":
-        raise ConfigError(f"devices {text!r}: expected a number and a kind", hint="write it as 8xH100")
-    device, count = find_device(match[2]), int(match[1] or 1)
+    number, name = split_devices(text)
+    device, count = find_device(name), number or 1
     if hosts is None:
         hosts = max(1, -(-count // device.per_host))
     if hosts < 1 or count % hosts:

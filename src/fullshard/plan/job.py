@@ -10,7 +10,7 @@ from pydantic import Field
 from fullshard.config.schema import Dtype, Packing, PrecisionMode, RunConfig
 from fullshard.config.sharding import BackwardPrefetch
 from fullshard.config.view import View, kept_or_auto, of_run
-from fullshard.core.dtypes import COMPUTE, Dtypes
+from fullshard.core.dtypes import COMPUTE, Dtypes, main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy, parse_strategy
@@ -52,9 +52,18 @@ class Job(View):
     reduce_as: Packing | None = of_run("precision.reduce_as")
     optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, sgd, sgd-momentum or none")
     method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
-    lora_rank: int = Field(8, ge=1, description="Rank of the adapters")
-    lora_targets: str = Field("all-linear", description="Linear layers that get one: all-linear, or q_proj,v_proj,...")
-    base_dtype: Dtype = Field("bfloat16", description="In which the frozen base of lora and qlora is stored")
+    lora_rank: int | None = Field(None, ge=1, description="Rank of the adapters of lora and qlora. Default: 8")
+    lora_targets: str | None = Field(
+        None, description="Linear layers that get one: all-linear, or q_proj,v_proj,... Default: all-linear"
+    )
+    lora_dropout: float | None = Field(
+        None, ge=0, lt=1, description="Dropout of what adapters read, each of which then keeps a copy. Default: 0"
+    )
+    base_dtype: Dtype | None = Field(
+        None,
+        description="In which the weights come. Default: bfloat16 for the frozen base of lora and qlora, else float32. "
+        "With full training and precision no they are trained in it; in other precisions main weights are float32",
+    )
     offload: bool = of_run("sharding.cpu_offload")
     offload_compute_shards: bool | None = of_run("sharding.offload_compute_shards")
     offload_main_weights: bool | None = of_run("sharding.offload_main_weights")
@@ -86,6 +95,12 @@ class Job(View):
             raise ConfigError(f"step_in_backward is for torch's own optimizers, and {self.optimizer} is none")
         if self.step_in_backward and self.on_host.optimizer_state:
             raise ConfigError("step_in_backward with main weights or optimizer state on the host is not supported")
+        if self.method == "full" and (
+            said := [n for n in ("lora_rank", "lora_targets", "lora_dropout") if getattr(self, n) is not None]
+        ):
+            raise ConfigError(
+                f"{' and '.join(said)}: full training has no adapters", hint="add method lora or qlora, or leave it out"
+            )
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
 
@@ -129,8 +144,22 @@ class Job(View):
     @property
     def compute_dtype(self) -> str:
         """Dtype activations are in."""
-        stored = "float32" if self.method == "full" else self.base_dtype
-        return COMPUTE[self.precision] or stored
+        return COMPUTE[self.precision] or self.stored_dtype
+
+    @property
+    def stored_dtype(self) -> str:
+        """Dtype of the weights as they come: of the frozen base, if there is one."""
+        return self.base_dtype or ("float32" if self.method == "full" else "bfloat16")
+
+    @property
+    def main_dtype(self) -> str:
+        """Dtype in which full training keeps them."""
+        return main_dtype(self.stored_dtype, trainable=True, mode=self.precision)
+
+    @property
+    def adapter_rank(self) -> int:
+        """Rank of the adapters, if there are any."""
+        return self.lora_rank or 8
 
     @property
     def schedule(self) -> ScheduleOptions:
@@ -141,7 +170,7 @@ class Job(View):
             self.backward_prefetch,
             self.sync_each_micro_batch,
             self.step_in_backward,
-            state_nbytes=self.planned_optimizer.state_nbytes,
+            optimizer=self.planned_optimizer,
         )
 
     @property

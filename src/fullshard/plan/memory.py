@@ -17,7 +17,7 @@ What each event changes is what the engine does (`engine/bucket`, `engine/gradie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -213,9 +213,15 @@ def _in_order(nbytes: dict[str, int]) -> dict[str, int]:
     return {name: nbytes[name] for name in CATEGORIES if nbytes.get(name)}
 
 
-def state_numel(setting: PlanSetting) -> float:
-    """Trained elements a rank owns, on average over the ranks of a shard group (padding has no state)."""
-    return sum(bucket.layout.numel for bucket in setting.layout.buckets if bucket.trainable) / setting.layout.shard_size
+def owned_nbytes(setting: PlanSetting, per_element: Callable[[str], float]) -> float:
+    """Bytes for the trained elements a rank owns, on average over the ranks of a shard group: padding has no state.
+
+    Args:
+        setting: what is planned.
+        per_element: bytes for one, by the dtype it is stored in.
+    """
+    trained = (bucket for bucket in setting.layout.buckets if bucket.trainable)
+    return sum(bucket.layout.numel * per_element(bucket.dtype) for bucket in trained) / setting.layout.shard_size
 
 
 def persistent_of(setting: PlanSetting) -> dict[str, int]:
@@ -234,7 +240,7 @@ def persistent_of(setting: PlanSetting) -> dict[str, int]:
 
 
 def _state_nbytes(setting: PlanSetting) -> int:
-    return round(setting.job.planned_optimizer.state_nbytes * state_numel(setting))
+    return round(owned_nbytes(setting, setting.job.planned_optimizer.state_nbytes))
 
 
 @dataclass(slots=True)
@@ -565,7 +571,7 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     Transformers reads the whole model in every process, in its stored dtype. Here a process reads its interval of one
     parameter after the other; one that is quantised on the way is read whole (`checkpoint/pretrained`).
     """
-    buckets, base = setting.layout.buckets, itemsize(setting.job.base_dtype)
+    buckets, base = setting.layout.buckets, itemsize(setting.job.stored_dtype)
     whole = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in buckets)
     largest = max(
         b.largest_numel * 2 * base  # two elements in a byte
@@ -586,4 +592,5 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
 def _checkpoint(setting: PlanSetting) -> int:
     """Every parameter in its stored dtype and the optimizer's state, once."""
     stored = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in setting.layout.buckets)
-    return stored + round(setting.job.planned_optimizer.state_nbytes * state_numel(setting) * setting.layout.shard_size)
+    state = owned_nbytes(setting, setting.job.planned_optimizer.state_nbytes)
+    return stored + round(state * setting.layout.shard_size)

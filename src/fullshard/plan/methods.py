@@ -17,9 +17,9 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256
 def apply_method(model: ModelShape, job: Job) -> ModelShape:
     """`model` as it is trained by `job`.
 
-    Full training has float32 main weights. LoRA freezes the base in its own dtype and adds two float32 matrices to
-    every target, where PEFT puts them; QLoRA also packs each linear layer's weight into 4 bits, its double-quantised
-    scales beside it.
+    Full training has main weights in float32, or as they come with precision `no`. LoRA freezes the base in its own
+    dtype and adds two float32 matrices to every target, where PEFT puts them; QLoRA also packs each linear layer's
+    weight into 4 bits, its double-quantised scales beside it.
 
     Raises:
         ConfigError: a LoRA target that no layer has.
@@ -27,9 +27,10 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     if model.is_final:
         return model
     if job.method == "full":
-        return model.map(lambda unit, p: [p] if p.exact else [dataclasses.replace(p, dtype="float32")])
+        return model.map(lambda unit, p: [p] if p.exact else [dataclasses.replace(p, dtype=job.main_dtype)])
     names = {p.name.split(".")[-2] for unit in model.units[:-1] for p in unit.parameters if p.role == "matrix"}
-    wanted = names if job.lora_targets == "all-linear" else {t.strip() for t in job.lora_targets.split(",")}
+    targets = job.lora_targets or "all-linear"
+    wanted = names if targets == "all-linear" else {t.strip() for t in targets.split(",")}
     if unknown := sorted(wanted - names):
         raise ConfigError(
             f"lora_targets: {model.name} has no linear layer called {', '.join(unknown)}",
@@ -37,16 +38,17 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
         )
 
     def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
-        frozen = dataclasses.replace(parameter, dtype=job.base_dtype, trainable=False)
+        frozen = dataclasses.replace(parameter, dtype=job.stored_dtype, trainable=False)
         is_matrix = parameter.role == "matrix" and unit is not model.root
         yield from _packed(frozen) if is_matrix and job.method == "qlora" else [frozen]
         if is_matrix and parameter.name.split(".")[-2] in wanted:
             stem = parameter.name.removesuffix(".weight")
             rows, columns = parameter.shape
-            yield ParameterShape(f"{stem}.lora_A.default.weight", (job.lora_rank, columns), role="adapter")
-            yield ParameterShape(f"{stem}.lora_B.default.weight", (rows, job.lora_rank), role="adapter")
+            yield ParameterShape(f"{stem}.lora_A.default.weight", (job.adapter_rank, columns), role="adapter")
+            yield ParameterShape(f"{stem}.lora_B.default.weight", (rows, job.adapter_rank), role="adapter")
 
-    return model.map(change)
+    adapted = model.map(change)
+    return adapted.with_adapter_inputs() if job.lora_dropout else adapted
 
 
 def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fullshard.core.dtypes import itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """One of them, with float32 main weights.
+    """One of them.
 
     Attributes:
-        state_nbytes: bytes of its state per trained parameter.
-        step_nbytes: bytes that its step reads and writes per trained parameter. Fused: weight, gradient and moments
+        moments: tensors of state as large as the parameter, in the dtype that its main weight is stored in.
+        passes: how often its step reads or writes a tensor of that size. Fused: weight, gradient and moments
             read, weight and moments written. Otherwise each operation of torch's loop goes through memory on its own:
             decay 2, first moment 3, second moment 2 + 4, its root 2, that scaled 2, epsilon 2, the update 4, as
             torch/optim/adamw.py has them; momentum 2 + 3, the update 3.
@@ -19,24 +21,34 @@ class OptimizerRow:
         has_temporaries: whether the loop keeps results of the size of parameters for a moment.
         is_torchs: whether it is one of torch's own, which can step in backward.
         in_8_bits: the same with its state in 8 bits, if there is one.
+        packed_nbytes: bytes of state per trained parameter in a dtype of its own.
     """
 
-    state_nbytes: float
-    step_nbytes: float
+    moments: int
+    passes: int
     ops: int = 0
     has_temporaries: bool = False
     is_torchs: bool = True
     in_8_bits: str | None = None
+    packed_nbytes: float = 0.0
+
+    def state_nbytes(self, dtype: str) -> float:
+        """Bytes of state per trained parameter that is stored as `dtype`."""
+        return self.moments * itemsize(dtype) + self.packed_nbytes
+
+    def step_nbytes(self, dtype: str) -> float:
+        """Bytes that its step reads and writes per trained parameter that is stored as `dtype`."""
+        return self.passes * itemsize(dtype) + 2 * self.packed_nbytes
 
 
 _ADAM_8_BIT_STATE = 2.0 + 2 * 4 / 256
 """A byte per state, and a float32 scale per block of 256 (bitsandbytes' blockwise 8-bit optimizers)."""
 
 OPTIMIZERS = {
-    "adamw": OptimizerRow(8.0, 21 * 4.0, ops=11, has_temporaries=True, in_8_bits="adamw-8bit"),
-    "adamw-fused": OptimizerRow(8.0, 7 * 4.0, in_8_bits="adamw-8bit"),
-    "adamw-8bit": OptimizerRow(_ADAM_8_BIT_STATE, 3 * 4.0 + 2 * _ADAM_8_BIT_STATE, is_torchs=False),
-    "sgd": OptimizerRow(0.0, 3 * 4.0, ops=1),
-    "sgd-momentum": OptimizerRow(4.0, 8 * 4.0, ops=3),
-    "none": OptimizerRow(0.0, 0.0),
+    "adamw": OptimizerRow(2, 21, ops=11, has_temporaries=True, in_8_bits="adamw-8bit"),
+    "adamw-fused": OptimizerRow(2, 7, in_8_bits="adamw-8bit"),
+    "adamw-8bit": OptimizerRow(0, 3, is_torchs=False, packed_nbytes=_ADAM_8_BIT_STATE),
+    "sgd": OptimizerRow(0, 3, ops=1),
+    "sgd-momentum": OptimizerRow(1, 8, ops=3),
+    "none": OptimizerRow(0, 0),
 }

@@ -62,7 +62,11 @@ def _rest_table(plan: Plan) -> Table:
                   f"copies {time.copies:.3f}, optimizer {time.optimizer:.3f}")  # fmt: skip
     table.add_row("all communication", f"{time.communication:.3f} s, most of it beside computing")
     rank = time.tokens_per_second / plan.cluster.count
-    table.add_row("speed", f"{time.tokens_per_second:,.0f} tokens/s, {rank:,.0f} per device; MFU {time.mfu:.1%}")
+    table.add_row(
+        "speed",
+        f"{time.tokens_per_second:,.0f} tokens/s, {rank:,.0f} per device; MFU {time.mfu:.1%} "
+        f"({time.mfu_unmasked:.1%} with attention counted whole, as in PaLM's appendix B)",
+    )
     table.add_row(
         "each rank sends",
         f"{format_nbytes(traffic.gather_nbytes)} to unshard ({traffic.gathers} collectives), "
@@ -159,6 +163,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "communication": time.communication,
             "tokens_per_second": time.tokens_per_second,
             "mfu": time.mfu,
+            "mfu_unmasked": time.mfu_unmasked,
         },
         "changes": [{"change": c.words, "needed": c.plan.memory.needed, "time_factor": c.cost} for c in changes],
         "notes": [*notes, *notes_of(plan)],

@@ -16,6 +16,7 @@ from fullshard.core.bucket import BucketPlan
 from fullshard.core.events import Event, EventKind
 from fullshard.core.schedule import REDUCTIONS_IN_FLIGHT, BackwardPrefetch, Reductions, gathered_ahead
 from fullshard.plan.layout import ModelLayout, UnitLayout
+from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 
 _Place = tuple[str, int]
 """A bucket: the name of its unit and its number there. Buckets of equal layers are equal."""
@@ -32,7 +33,7 @@ class ScheduleOptions:
         sync_each_micro_batch: reduce after every micro-batch; False is `no_sync` for all but the last.
         step_in_backward: the optimizer steps each bucket in the last micro-batch's backward.
         is_first_step: the order of forwards has not been agreed on yet, so nothing is gathered ahead in the first one.
-        state_nbytes: bytes of optimizer state per trained element, where that visits the device for each step.
+        optimizer: its state, where that visits the device for each step.
         shard_rank: whose: the last ranks own padding instead of elements.
     """
 
@@ -42,7 +43,7 @@ class ScheduleOptions:
     sync_each_micro_batch: bool = True
     step_in_backward: bool = False
     is_first_step: bool = False
-    state_nbytes: float = 0.0
+    optimizer: OptimizerRow = OPTIMIZERS["none"]
     shard_rank: int = 0
 
 
@@ -124,7 +125,8 @@ class _Run:
                 if not bucket.state_visits_device:
                     continue
                 owned = (bucket.layout.interval(i, self.options.shard_rank) for i in range(len(bucket.layout.specs)))
-                nbytes = round(self.options.state_nbytes * sum(interval.numel for interval in owned))
+                each = self.options.optimizer.state_nbytes(bucket.dtype)
+                nbytes = round(each * sum(interval.numel for interval in owned))
                 if nbytes:
                     self.move(way, place, nbytes, "optimizer state")
 

@@ -85,6 +85,7 @@ class Block:
         dropout: whether a sublayer's result is dropped out.
         inner_dropout: whether the activation's is, too.
         attention_dropout: whether attention's scores are.
+        adapter_inputs: widths of all that adapters read and drop out, added up; 0: without dropout.
     """
 
     hidden: int
@@ -110,6 +111,7 @@ class Block:
     dropout: bool = False
     inner_dropout: bool = False
     attention_dropout: bool = False
+    adapter_inputs: int = 0
 
     @property
     def active_intermediate(self) -> int:
@@ -209,6 +211,15 @@ class ModelShape:
             units=(first, *self.units[:-1], last, dataclasses.replace(self.root, parameters=rest)),
             calls=(first.name, *self.calls, last.name) if self.calls else (),
         )
+
+    def with_adapter_inputs(self) -> ModelShape:
+        """The model whose adapters drop out what they read, each its own copy."""
+        units = []
+        for unit in self.units:
+            block, read = unit.block, sum(p.shape[1] for p in unit.parameters if ".lora_A." in p.name)
+            changed = None if block is None else dataclasses.replace(block, adapter_inputs=read)
+            units.append(dataclasses.replace(unit, block=changed))
+        return dataclasses.replace(self, units=tuple(units))
 
     def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> ModelShape:
         """The model with every parameter replaced by what `change` makes of it."""

@@ -22,7 +22,8 @@ however small it is; so do a unit's hooks; and buffers of more than 32 MiB are n
 kernel clears them page by page.
 
 Sources: Kaplan et al. (arXiv 2001.08361, table 1) and Chowdhery et al. (arXiv 2204.02311, appendix B) for FLOP counts
-and the definition of MFU, which counts no recomputation; nccl-tests' PERFORMANCE.md for collectives.
+and the definition of MFU, which counts no recomputation, but attention whole (`mfu_unmasked`); nccl-tests'
+PERFORMANCE.md for collectives.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fullshard.plan.activations import layer_activations
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
-from fullshard.plan.memory import PlanSetting, state_numel
+from fullshard.plan.memory import PlanSetting, owned_nbytes
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 
@@ -68,7 +69,9 @@ class StepTime:
         optimizer: the update.
         communication: all communication, hidden or not.
         tokens: of all ranks.
-        model_flops: FLOP of the whole step over all ranks, without recomputation.
+        model_flops: FLOP of the whole step over all ranks, without recomputation; what a mask leaves out of attention
+            is not counted.
+        masked_flops: FLOP that the mask leaves out.
         peak_flops: FLOP/s of all devices at their peak.
     """
 
@@ -79,6 +82,7 @@ class StepTime:
     communication: float
     tokens: int
     model_flops: float
+    masked_flops: float
     peak_flops: float
 
     @property
@@ -93,8 +97,13 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation, 0 to 1."""
+        """Model FLOP utilisation, 0 to 1: of what the model needs."""
         return self.model_flops / self.total / self.peak_flops
+
+    @property
+    def mfu_unmasked(self) -> float:
+        """The same with attention counted whole, masked or not, as PaLM's appendix B and most papers count."""
+        return (self.model_flops + self.masked_flops) / self.total / self.peak_flops
 
 
 def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, repeats: int = 1) -> StepTime:
@@ -111,6 +120,7 @@ def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, 
         clock.communication * repeats,
         job.tokens * job.accumulation * cluster.count,
         _step_flops(setting.model, job) * cluster.count,
+        _masked_flops(setting.model, job) * cluster.count,
         _peak(cluster, job) * cluster.count,
     )
 
@@ -147,6 +157,11 @@ def _step_flops(model: ModelShape, job: Job) -> float:
     for unit in model.units:
         total += forward_flops(unit, job) * (1 + _backward_factor(unit))
     return total * job.accumulation
+
+
+def _masked_flops(model: ModelShape, job: Job) -> float:
+    """What `_step_flops` leaves out of attention: as much as it counts of self-attention under a causal mask."""
+    return 3 * sum(4 * b.heads * b.head_dim * job.tokens * job.seq_len / 2 for b in model.blocks) * job.accumulation
 
 
 def _backward_factor(unit: UnitShape) -> float:
@@ -187,7 +202,7 @@ def _copies(setting: PlanSetting, cluster: Cluster) -> float:
         if bucket.main_is_on_host and not bucket.is_gathered_from_host:
             seconds += bucket.compute_shard_nbytes / PCIE
     if setting.on_host.optimizer_state and not setting.on_host.main_weights:
-        seconds += 2 * state_numel(setting) * job.planned_optimizer.state_nbytes / PCIE
+        seconds += 2 * owned_nbytes(setting, job.planned_optimizer.state_nbytes) / PCIE
     return seconds
 
 
@@ -203,7 +218,7 @@ def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:
         bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
     parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
     calls = parameters * optimizer.ops * device.op_seconds
-    return state_numel(setting) * optimizer.step_nbytes / bandwidth + calls
+    return owned_nbytes(setting, optimizer.step_nbytes) / bandwidth + calls
 
 
 @dataclass(slots=True)
