@@ -13,6 +13,7 @@ import torch
 import torch.distributed.fsdp as torchs
 from torch import nn
 from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -203,6 +204,8 @@ def check_settings() -> None:
         lambda: root.set_symm_mem_for_comm(),
         lambda: root.set_separate_reduce_scatter_group(False),
         lambda: root.set_allocate_memory_from_process_group_for_comm(True),
+        lambda: root.set_manual_backward_finalization(True),
+        lambda: root.finalize_backward(),
     ):
         with pytest.raises(LifecycleError, match=r"is not supported: .*\nhint"):
             refuse()
@@ -212,6 +215,72 @@ def check_settings() -> None:
 
 def test_settings_are_used_or_refused() -> None:
     run_ranks(check_settings, 2)
+
+
+def check_dtypes_of_their_own(device: str) -> None:
+    """One unit computes with some parameters in bf16 and with others in fp32, known by their identity."""
+    with torch.device(device):
+        model: Any = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
+    kept = {model[1].weight, model[1].bias}
+    policy = fullshard.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: torch.float32 if p in kept else None
+    )
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    seen = {}
+    model[1].register_forward_pre_hook(
+        lambda module, args: seen.update({name: p.dtype for name, p in model.named_parameters()}) or (args[0].float(),)
+    )
+    model(torch.ones(2, 6)).sum().backward()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert seen == {"0.weight": bf16, "0.bias": bf16, "1.weight": fp32, "1.bias": fp32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {fp32}
+
+
+def check_kept_storage() -> None:
+    model: Any = build_sharded(Stack, BLOCKS)
+    [unit] = [unit for unit in units_of(model) if unit.name == "blocks.1"]
+    addresses: list[list[int]] = []
+    for keeps in (True, False):
+        model.set_keep_unsharded_storage(keeps)
+        addresses.append([])
+        for step in range(3):
+            model.get_submodule("blocks.1").register_forward_hook(
+                lambda *_: addresses[-1].append(unit.buckets[0].full.data_ptr())
+            )
+            sharded_step(model, run_squared, step)
+        assert unit.is_sharded
+        assert all(bool(bucket.buffer.nbytes) == keeps for u in units_of(model) for bucket in u.buckets)
+    assert len(set(addresses[0])) == 1
+
+
+def check_named_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("dp", "copies", "tp"))
+    model: Any = nn.Linear(6, 4)
+    dims = fullshard.DataParallelMeshDims(shard="dp", replicate="copies")
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    assert model.weight.mesh.shard_size == 2
+    for wrong in (
+        fullshard.DataParallelMeshDims(replicate="dp"),
+        fullshard.DataParallelMeshDims(shard=("dp", "tp")),
+        fullshard.DataParallelMeshDims(shard="other"),
+    ):
+        with pytest.raises(ConfigError, match="dp_mesh_dims = "):
+            fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=wrong)
+
+
+def check_newer_names() -> None:
+    check_dtypes_of_their_own("cpu")
+    check_dtypes_of_their_own("meta")
+    check_kept_storage()
+    check_named_axes()
+
+
+def test_names_of_torchs_later_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", "gloo")  # where memory is given back
+    run_ranks(check_newer_names, 2)
 
 
 def check_placements() -> None:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fullshard.checkpoint import from_pretrained
     from fullshard.engine import (
         CPUOffloadPolicy,
+        DataParallelMeshDims,
         FSDPModule,
         MixedPrecisionPolicy,
         OffloadPolicy,
@@ -76,6 +77,7 @@ __all__ = [
     "AutocastKwargs",
     "CPUOffloadPolicy",
     "DataLoaderConfiguration",
+    "DataParallelMeshDims",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "FSDPModule",
@@ -115,9 +117,10 @@ __all__ = [
 ]
 
 _ENGINE = (
-    "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ShardedParameter", "ShardedTensor",
-    "UnshardHandle", "clip_grad_norm_", "describe", "fully_shard", "meta_parameters", "no_sync",
-    "register_fsdp_forward_method", "repoint", "shard_model", "share_comm_ctx", "step_in_backward", "unsharded",
+    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy",
+    "ShardedParameter", "ShardedTensor", "UnshardHandle", "clip_grad_norm_", "describe", "fully_shard",
+    "meta_parameters", "no_sync", "register_fsdp_forward_method", "repoint", "shard_model", "share_comm_ctx",
+    "step_in_backward", "unsharded",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(_ENGINE, "fullshard.engine"),

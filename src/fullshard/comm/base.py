@@ -37,11 +37,14 @@ class FullBuffer(Protocol):
         full: shape (size x S,); its data are there, and at the same address, whenever the buffer is whole.
         is_zeroed: whether `full` reads as zeros after `free`, in part, where others keep the data or have none to read.
         is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
+        keeps_memory: `free` keeps it, so that it is at the same address when it is whole again; as it is by itself
+            where it is persistent.
     """
 
     full: torch.Tensor
     is_zeroed: bool
     is_persistent: bool
+    keeps_memory: bool
 
     @property
     def main(self) -> torch.Tensor | None:
@@ -261,6 +264,7 @@ class ResizedBuffer:
     main = None
     is_zeroed = False
     is_persistent = False
+    keeps_memory = False
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives, self._packing = collectives, spec.packing
@@ -278,7 +282,8 @@ class ResizedBuffer:
 
         From page-locked host memory that copy goes on beside the host: who changes `main` waits for it first.
         """
-        self._storage.resize_(self._whole_nbytes)
+        if self._storage.nbytes() != self._whole_nbytes:  # else it would move
+            self._storage.resize_(self._whole_nbytes)
         is_apart = main.device != self.full.device
         if self._packing is not None and not exactly:
             if is_apart:
@@ -305,7 +310,8 @@ class ResizedBuffer:
 
     def free(self) -> None:
         """Resize to nothing."""
-        self._storage.resize_(0)
+        if not self.keeps_memory:
+            self._storage.resize_(0)
 
     def wait_for_readers(self) -> None:
         """Nothing: what the others read is a copy of the main weights, made when the gather was launched."""

@@ -139,6 +139,28 @@ def init_mesh(
     return _CACHE[key]
 
 
+def data_parallel(device_mesh: Any, dims: Any) -> DeviceMesh:
+    """The part of a mesh that is for data parallelism.
+
+    Args:
+        device_mesh: of any axes, which have names.
+        dims: torch's `DataParallelMeshDims`.
+
+    Raises:
+        ConfigError: no shard axis among them, no such mesh, or several axes to be taken for one.
+    """
+    shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
+    names = device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None
+    if len(shard) != 1 or len(replicate) > 1 or not {*shard, *replicate} <= {*(names or ())}:
+        raise ConfigError(
+            f"dp_mesh_dims = {dims} of a mesh with axes {names}: expected one of its axes to shard along, and one or "
+            "none to replicate along",
+            hint="make one axis of several with mesh[names]._flatten(); to replicate only use strategy NO_SHARD",
+        )
+    axes = [device_mesh[name] for name in (*replicate, *shard)]
+    return torch_private.joined(axes) if replicate else axes[0]
+
+
 def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
     """The mesh that was made of, or has made, this one of torch's; None if there is none."""
     own = (mesh for key, mesh in list(_CACHE.items()) if key[0] is dist.group.WORLD)

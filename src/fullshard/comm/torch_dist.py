@@ -59,6 +59,7 @@ class PersistentBuffer:
     full: torch.Tensor
     is_zeroed: bool = False
     is_persistent: bool = True
+    keeps_memory: bool = False
 
     @property
     def main(self) -> torch.Tensor:

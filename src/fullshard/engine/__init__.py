@@ -1,5 +1,7 @@
 """The FSDP runtime. Reading order: bucket, gradient, unit, schedule, fully_shard."""
 
+from torch.distributed.fsdp import DataParallelMeshDims
+
 from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.engine.auto_reshard import keep_head, keep_unsharded
@@ -28,6 +30,7 @@ from fullshard.engine.step.in_backward import step_in_backward
 __all__ = [
     "BackwardPrefetch",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "Mesh",
     "MixedPrecisionPolicy",

@@ -34,7 +34,7 @@ def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
     """What a parameter has in common with all others of its bucket."""
     parameter, statistics = slot.parameter, slot.statistics_dtype
     return BucketKey.of(
-        policy.dtypes,
+        policy.dtypes_of(slot.compute_dtype),
         dtype_name(parameter.dtype),
         trainable=parameter.requires_grad,
         exact=is_exact(parameter),

@@ -130,6 +130,7 @@ class ExtendedBuffer:
     """
 
     main = None
+    _keeps_memory = False
 
     def __init__(
         self, slot: Slot, main: torch.Tensor, *, mesh: Mesh, policy: MixedPrecisionPolicy, dtype: torch.dtype
@@ -205,7 +206,8 @@ class ExtendedBuffer:
             self.storage_ids = frozenset(own | storages.keys())
             return self.unsharded
         for storage, nbytes in self._beside:
-            storage.resize_(nbytes)
+            if storage.nbytes() != nbytes:  # else it would move
+                storage.resize_(nbytes)
         version = self.unsharded._version
         rows.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self.unsharded)
         torch_private.set_versions((self.unsharded,), (version,))
@@ -215,8 +217,19 @@ class ExtendedBuffer:
         """Give the memory back; what was made beside the outputs, too."""
         for buffer, _ in self._outputs:
             buffer.free()
-        for storage, _ in self._beside:
+        for storage, _ in self._beside if not self.keeps_memory else ():
             storage.resize_(0)
+
+    @property
+    def keeps_memory(self) -> bool:
+        """See `FullBuffer`."""
+        return self._keeps_memory
+
+    @keeps_memory.setter
+    def keeps_memory(self, value: bool) -> None:
+        self._keeps_memory = value
+        for buffer, _ in self._outputs:
+            buffer.keeps_memory = value
 
     def wait_for_readers(self) -> None:
         """See `FullBuffer`."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fullshard.comm import torch_private
-from fullshard.comm.mesh import Mesh, init_mesh
+from fullshard.comm.mesh import Mesh, data_parallel, init_mesh
 from fullshard.config.switches import check_switches
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import EventSink
@@ -56,6 +56,7 @@ def fully_shard(
     mp_policy: Any = None,
     offload_policy: Any = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> Any:
     """Make `module` a unit, in place: shard its parameters, except those of units inside it.
 
@@ -73,6 +74,7 @@ def fully_shard(
         mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
         offload_policy: `OffloadPolicy` or `CPUOffloadPolicy`, fullshard's or torch's.
         ignored_params: parameters to leave alone; they are neither sharded nor reduced.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are (replicate, shard), by name.
 
     Returns:
         `module`, which is an `FSDPModule` now.
@@ -84,6 +86,8 @@ def fully_shard(
             axis of the same mesh (tensor parallelism).
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
+    if dp_mesh_dims is not None:
+        mesh = data_parallel(mesh, dp_mesh_dims)
     resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
     reshard = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
     for one in modules:
@@ -232,6 +236,8 @@ def _make_unit(
         _begin()
     _check_not_managed(plan)
     below = {id(m) for root in plan.modules for m in root.modules()}
+    for slot in plan.slots:
+        slot.compute_dtype = policy.override(slot.parameter)
     materialize(
         plan,
         mesh=mesh,

@@ -216,6 +216,27 @@ class FSDPModule:
         """Refused."""
         raise _not_here("set_symm_mem_for_comm", "there are no staging buffers")
 
+    def set_keep_unsharded_storage(self, keep_unsharded_storage: bool, *, recurse: bool = True) -> None:
+        """Whether resharding keeps the memory, so that unsharded parameters are at the same addresses each time.
+
+        For graphs of kernels. It is as much memory as if nothing was freed; parameters are still gathered each time.
+        """
+        for unit in self._units(recurse):
+            for bucket in unit.buckets:
+                bucket.buffer.keeps_memory = keep_unsharded_storage
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Refused, but for False: the end of a backward is where what it has not reduced is."""
+        if enabled:
+            raise _not_here(
+                "set_manual_backward_finalization(True)",
+                "what a backward has not reduced is reduced at its end (set_requires_gradient_sync(False) puts it off)",
+            )
+
+    def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
+        """Refused: nothing is left to do after a backward."""
+        raise _not_here("finalize_backward", "every backward finishes what it has begun")
+
     def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
         """Units to unshard while this one runs forward, instead of the next in recorded order."""
         _unit(self).forward_prefetch = [_unit(module) for module in modules]

@@ -29,6 +29,7 @@ class MixedPrecisionPolicy:
             then computes with what was sent; sharded parameters stay exact, and so does whatever is saved. See
             `comm.packing` for the error. No effect on quantised weights, nor where ranks share memory.
         reduce_as: the same for gradients on the shard axis, which are still added up in `reduce_dtype`.
+        param_dtype_override_fn: asked for each parameter; what it returns is its `param_dtype`, None leaves that.
 
     Raises:
         ConfigError: `gather_as` or `reduce_as` is something else, or saves nothing.
@@ -41,6 +42,7 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
     gather_as: torch.dtype | None = None
     reduce_as: torch.dtype | None = None
+    param_dtype_override_fn: Callable[[torch.nn.Parameter], torch.dtype | None] | None = None
 
     def __post_init__(self) -> None:
         for name, dtype, sent in (
@@ -66,10 +68,18 @@ class MixedPrecisionPolicy:
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})
 
+    def override(self, parameter: torch.nn.Parameter) -> torch.dtype | None:
+        """The dtype to compute with this parameter in, where it is not that of all."""
+        return None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
+
     @property
     def dtypes(self) -> Dtypes:
         """The dtypes by name and role, from which those of each bucket follow."""
-        roles = (self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
+        return self.dtypes_of(None)
+
+    def dtypes_of(self, override: torch.dtype | None) -> Dtypes:
+        """The same for parameters that are computed with in a dtype of their own."""
+        roles = (override or self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
         return Dtypes(*(None if dtype is None else dtype_name(dtype) for dtype in roles))
 
 

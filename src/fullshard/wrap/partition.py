@@ -27,11 +27,13 @@ class Slot:
         parameter: the original parameter object.
         owners: `(module, attribute)` of each place, definition order.
         replaced: earlier objects of this parameter, which the user may still hold (those on the meta device).
+        compute_dtype: what forward computes with it in, if that is settled for it alone.
     """
 
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     replaced: list[nn.Parameter] = field(default_factory=list)
+    compute_dtype: torch.dtype | None = None
 
     @property
     def statistics_dtype(self) -> torch.dtype | None:

@@ -166,6 +166,7 @@ class MappedBuffer:
 
     is_zeroed = False
     is_persistent = Route.SHARED_MEMORY.shares_memory
+    keeps_memory = False
 
     def __init__(self, buffers: SharedBuckets, place: tuple[int, int], spec: BufferSpec) -> None:
         self._buffers = buffers
