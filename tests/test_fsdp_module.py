@@ -6,7 +6,7 @@ pytest tests/test_fsdp_module.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -366,12 +366,69 @@ def test_parameters_are_freed_after_forward_by_numbers_of_ranks() -> None:
 
 
 def check_smaller_group() -> None:
-    with pytest.raises(ConfigError, match="resharding to 2 of 4 ranks is not supported"):
-        fully_shard(nn.Linear(2, 2), reshard_after_forward=2)
+    """Between forward and backward two of four ranks share a unit: half of it stays, and is gathered from the other."""
+    reference, model = build(Stack), cast("Any", build(Stack))
+    for name in BLOCKS:
+        fully_shard(model.get_submodule(name), reshard_after_forward=2)
+    fully_shard(model)
+    units = [unit for unit in units_of(model) if unit.name in BLOCKS]
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    kept, sent = [], []
+    first = buckets[0]
+    gather, neighbours = first.mesh.gather, units[0].neighbours
+    assert neighbours is not None and (neighbours.size, neighbours.rank) == (2, rank_and_size()[0] % 2)
+    for name, collectives in (("all", gather), ("two", neighbours)):
+        wrapped = collectives.all_gather
+
+        def spy(full: torch.Tensor, *, tag: int, name: str = name, wrapped: Any = wrapped) -> Any:
+            if tag == first.tag:
+                sent.append(name)
+            return wrapped(full, tag=tag)
+
+        collectives.all_gather = spy  # type: ignore[method-assign]
+    model.register_forward_hook(
+        lambda *_: kept.append([bucket.kept_nbytes * 2 - bucket.full_nbytes for bucket in buckets])
+    )
+    assert_trains_alike(model, reference, run_squared, steps=2)
+    assert kept == [[0] * len(buckets)] * 2, "half of each"
+    assert sent == ["all", "two"] * 2
+    assert not any(bucket.kept_nbytes for bucket in buckets)
+
+    with torch.no_grad():
+        model(batch(0, 0))
+    assert not any(bucket.kept_nbytes for bucket in buckets), "no backward will come"
+    model(batch(0, 0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+        for parameter in reference.parameters():
+            parameter.add_(1)
+        sent.clear()
+        torch.testing.assert_close(model(batch(0, 0)), reference(batch(0, 0)), rtol=1e-9, atol=1e-9)
+    assert sent == ["all"], "what neighbours have kept is not what it is now"
+    model.set_reshard_after_forward(True)
+    sharded_step(model, run_squared, 0)
+    assert sent == ["all"] * 3
 
 
-def test_a_smaller_group_is_refused() -> None:
+def test_a_smaller_group_keeps_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", "gloo")  # where ranks share no memory
     run_ranks(check_smaller_group, 4)
+
+
+def check_smaller_group_in_shared_memory() -> None:
+    """There staying whole costs nothing."""
+    reference, model = build(Stack), build(Stack)
+    for name in BLOCKS:
+        fully_shard(model.get_submodule(name), reshard_after_forward=2)
+    fully_shard(model)
+    assert_trains_alike(model, reference, run_squared, steps=2)
+    assert not any(bucket.kept_nbytes for unit in units_of(model) for bucket in unit.buckets)
+
+
+@pytest.mark.full
+def test_a_smaller_group_in_shared_memory() -> None:
+    run_ranks(check_smaller_group_in_shared_memory, 4)
 
 
 SWITCHES: dict[str, Callable[[Any], list[bool]]] = {

@@ -282,8 +282,7 @@ class ResizedBuffer:
 
         From page-locked host memory that copy goes on beside the host: who changes `main` waits for it first.
         """
-        if self._storage.nbytes() != self._whole_nbytes:  # else it would move
-            self._storage.resize_(self._whole_nbytes)
+        self._allocate()
         is_apart = main.device != self.full.device
         if self._packing is not None and not exactly:
             if is_apart:
@@ -291,6 +290,16 @@ class ResizedBuffer:
             return self._gather_packed(main, self._packing, tag)
         self._own.copy_(main, non_blocking=is_apart and main.is_pinned())
         return self._collectives.all_gather(self.full, tag=tag)
+
+    def gather_from(self, part: torch.Tensor, neighbours: Collectives, *, tag: int) -> Work:
+        """Fill `full` with what neighbours have kept of it, this rank having kept `part`, its interval among them."""
+        self._allocate()
+        own_interval(self.full, neighbours.rank, neighbours.size).copy_(part)
+        return neighbours.all_gather(self.full, tag=tag)
+
+    def _allocate(self) -> None:
+        if self._storage.nbytes() != self._whole_nbytes:  # else it would move
+            self._storage.resize_(self._whole_nbytes)
 
     def _gather_packed(self, main: torch.Tensor, packing: Packing, tag: int) -> Work:
         rank, size = self._collectives.rank, self._collectives.size

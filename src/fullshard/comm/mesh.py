@@ -59,6 +59,18 @@ class Mesh:
     device_mesh: DeviceMesh = field(kw_only=True)
     thread: int = field(default_factory=get_ident)
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
+    _neighbours: dict[int, Collectives] = field(default_factory=dict)
+
+    def neighbours(self, size: int) -> Collectives:
+        """Gathers among runs of `size` ranks along the shard axis. A collective of this rank's run the first time."""
+        if size not in self._neighbours:
+            assert self.shard_group is not None  # noqa: S101 -- a part of one rank has no neighbours
+            first = self.shard_rank // size * size
+            ranks = dist.get_process_group_ranks(self.shard_group)[first : first + size]
+            group = dist.new_group(ranks, timeout=_timeout(self.device), use_local_synchronization=True)
+            # Those of a replicate axis, which send messages: where ranks share memory none of this is needed.
+            self._neighbours[size] = collectives_for(group, self.device, only_all_reduce=True)
+        return self._neighbours[size]
 
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
         """`device_mesh` with one more axis, that of tensor parallelism, say. Raises `RuntimeError` if it cannot be."""

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import FullBuffer, Work, own_interval
+from fullshard.comm.base import Collectives, FullBuffer, ResizedBuffer, Work, own_interval
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
@@ -91,6 +91,7 @@ class Bucket(BucketSpec):
         self.owner, self._number, self.reducing = owner, number, owner.reducing
         self.has_gradient_hooks = False
         self._gathering: Work | None = None
+        self._kept: tuple[torch.Tensor, Collectives] | None = None
         self._is_lost = False
         self._versions: list[int] | None = None
         with torch.no_grad(), torch.inference_mode(False):
@@ -180,6 +181,11 @@ class Bucket(BucketSpec):
         return self.full.numel() * self.full.itemsize
 
     @property
+    def kept_nbytes(self) -> int:
+        """Bytes of this rank's part of a bucket that was resharded to neighbours."""
+        return 0 if self._kept is None else self._kept[0].nbytes
+
+    @property
     def host_nbytes(self) -> int:
         """Bytes of `main` and the compute shard that are on the host beside the device."""
         tensors = [self.main] if self.main_is_on_host else []
@@ -191,6 +197,10 @@ class Bucket(BucketSpec):
         """Launch the all-gather of everybody's compute shard into `full`; `exactly`: without packing it."""
         host = self.storage.host
         is_changed, self._version = self.is_outdated, self.main._version
+        kept, self._kept = self._kept, None
+        if kept is not None and isinstance(self.buffer, ResizedBuffer) and not (is_changed or exactly):
+            self._gathering = self.buffer.gather_from(*kept, tag=self.tag)
+            return
         is_outdated = self._compute_shard is not self.main and is_changed
         if host is None or not (self.is_gathered_from_host or is_outdated):
             # Within a backward only: what changes memory past torch, between steps, is not counted.
@@ -242,11 +252,19 @@ class Bucket(BucketSpec):
                 torch_private.set_versions(self._originals, tuple(self._versions))
                 self._versions = None
 
-    def reshard(self) -> None:
-        """Free the memory of `full`, unless its gather has failed: other ranks may write into it still."""
+    def reshard(self, *, kept_by: Collectives | None = None) -> None:
+        """Free the memory of `full`, unless its gather has failed: other ranks may write into it still.
+
+        Args:
+            kept_by: neighbours, each of which keeps a part of it; the next gather is among them, if `main` does not
+                change before. Where staying whole costs nothing, or a parameter says how it is gathered, nobody does.
+        """
         self.wait_unshard()
         if self._is_lost:
             return
+        self._kept = None
+        if kept_by is not None and isinstance(self.buffer, ResizedBuffer):
+            self._kept = own_interval(self.full, kept_by.rank, kept_by.size).clone(), kept_by
         if self.buffer.is_zeroed and self._versions is None:
             # Whoever reads them before they are unsharded again gets an error from autograd, not zeros.
             self._versions = self.versions()

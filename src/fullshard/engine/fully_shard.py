@@ -67,8 +67,9 @@ def fully_shard(
         module: the module, or a list of modules that are unsharded together.
         mesh: 1-D shards over all its ranks, 2-D is (replicate, shard). Default: 1-D over all ranks.
         reshard_after_forward: free the unsharded parameters between forward and backward. Default: True, but False
-            for the outermost unit, whose parameters backward needs at once. A number is that of ranks which share them
-            until backward: 1 means False, all ranks of the shard axis mean True, others are not supported.
+            for the outermost unit, whose parameters backward needs at once. A number is that of neighbouring ranks
+            which share them until backward, a divisor of the ranks of the shard axis: 1 means False. Where ranks of a
+            host share memory it means True, as keeping them costs nothing there.
         shard_placement_fn: torch's way to shard along another dim. Asked of each parameter, and refused if it wants
             another mesh; the dim changes nothing, as intervals have none: `full_tensor()` and checkpoints are the same.
         mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
@@ -89,7 +90,7 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh = data_parallel(mesh, dp_mesh_dims)
     resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
-    reshard = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
+    reshard, neighbours = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
     for one in modules:
         if unit_of(one) is not None:
             raise WrapError(f"{type(one).__name__} is a unit already", hint="call fully_shard once per module")
@@ -110,6 +111,7 @@ def fully_shard(
         policy=MixedPrecisionPolicy.of(mp_policy),
         storage=Storage.of(offload_policy, resolved.device),
         reshard_after_forward=reshard,
+        neighbours=neighbours,
         inner=inner,
         model=None,
         init=None,
@@ -231,6 +233,7 @@ def _make_unit(
     leaves_meta: bool,
     sync_module_states: bool,
     weights: WeightSource | None = None,
+    neighbours: int | None = None,
 ) -> None:
     with _BEGINNING:
         _begin()
@@ -258,6 +261,8 @@ def _make_unit(
         reshard_after_forward=reshard_after_forward,
         weights=weights,
     )
+    if neighbours is not None:
+        unit.neighbours = mesh.neighbours(neighbours)
     for module in plan.modules:
         make_fsdp_module(module, unit)
 
@@ -315,21 +320,17 @@ def _check_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter
             )
 
 
-def _reshard_after_forward(value: object, shard_size: int) -> bool | None:
+def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None, int | None]:
+    """Whether parameters are freed between forward and backward, and how many neighbours share them until then."""
     if value is None or isinstance(value, bool):
-        return value
+        return value, None
     if not isinstance(value, int) or value < 1 or shard_size % value:
         raise ConfigError(
             f"reshard_after_forward = {value!r}: expected True, False, None or a number of ranks that is a divisor of "
             f"the shard size {shard_size}",
             hint="leave it out",
         )
-    if value not in (1, shard_size):
-        raise ConfigError(
-            f"reshard_after_forward = {value}: resharding to {value} of {shard_size} ranks is not supported",
-            hint="use True, False or None; HYBRID_SHARD shards inside a host",
-        )
-    return value != 1
+    return value != 1, None if value in (1, shard_size) else value
 
 
 def _check_offload(offload: Offload, plans: Sequence[UnitPlan]) -> None:

@@ -108,7 +108,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the parameters are freed between forward and backward."""
         for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward, unit.neighbours = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether they are freed after backward; False saves gathers between micro-batches."""

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
+from fullshard.comm.base import Collectives
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind, EventSink
@@ -151,6 +152,7 @@ class Unit:
         slots: its parameters and where they are.
         stand_ins: what its modules hold while it is on the meta device; it has no buckets then.
         is_filled: whether it was given values, and not memory only.
+        neighbours: who share the parameters between forward and backward, instead of all ranks of the shard axis.
     """
 
     buckets: list[Bucket]
@@ -177,6 +179,7 @@ class Unit:
         self.name = ""
         self.state = UnitState.SHARDED
         self.is_pinned = False
+        self.neighbours: Collectives | None = None
         self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
@@ -332,14 +335,18 @@ class Unit:
         if self.state is UnitState.GATHERED:
             self._bind(unsharded=True)
 
-    def reshard(self) -> None:
-        """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already."""
+    def reshard(self, *, is_after_forward: bool = False) -> None:
+        """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already.
+
+        Args:
+            is_after_forward: backward may come, for which neighbours keep them if asked to.
+        """
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
         if self.state is UnitState.UNSHARDED:
             self._bind(unsharded=False)  # first, because it may refuse
         for bucket in self.buckets:
-            bucket.reshard()
+            bucket.reshard(kept_by=self.neighbours if is_after_forward else None)
         self._move(UnitState.SHARDED)
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 
@@ -511,7 +518,7 @@ class Unit:
                 self._ran.clear()
                 keep = in_backward or self.is_kept_for_backward or not self.reshard_after_forward
                 if (failed and not in_backward) or not (keep or any(call.is_active for call in self._live_calls())):
-                    self.reshard()
+                    self.reshard(is_after_forward=torch.is_grad_enabled() and not (failed or in_backward))
         except BaseException:  # another rank has ended, and what it has a part in cannot be given back
             if not in_backward:
                 self.schedule.leave_forward()
