@@ -7,7 +7,9 @@ import functools
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,17 @@ def test_public_names_are_those_a_type_checker_sees() -> None:
     }
     ours = {("fullshard", name) for name in fullshard.__all__ if name != "__version__"}
     assert declared == ours | {("accelerate", name) for name in ACCELERATES_OWN}
+
+
+def test_the_source_distribution_holds_what_its_tests_read() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+    patterns = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    text = "\n".join(path.read_text() for path in (PROJECT / "tests").rglob("*.py"))
+    words = {*re.findall(r"""[/(] ?["']([\w.]+)""", text), *re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)}
+    read = {path.name for path in PROJECT.iterdir() if path.name in words} - {"out", "build"}
+    assert {"docs", "benchmarks", "examples", "ARCHITECTURE.md"} <= read
+    always = {"pyproject.toml", ".gitignore"}
+    assert [name for name in sorted(read - always) if not any(fnmatch(f"/{name}", p) for p in patterns)] == []
 
 
 @pytest.mark.parametrize("path", source_files("engine", "comm"), ids=lambda p: f"{p.parent.name}/{p.name}")
