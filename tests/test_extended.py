@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +149,10 @@ def check_own_class(options: dict[str, Any]) -> None:
     reference[0].weight.requires_grad_(model[0].weight.requires_grad)
     if rank_and_size()[1] > 1 and options.pop("hybrid", False):
         options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    original = weakref.ref(model[0].weight)
     shard(model, **options)
+    gc.collect()
+    assert original() is None, "the whole weight is still there"
     assert_trains_as(model, reference)
     at_first, per_step = 3, 6 if options.get("reshard_after_forward") is not False else 3
     if "mesh" not in options and model[0].weight.requires_grad:

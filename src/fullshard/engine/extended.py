@@ -27,7 +27,7 @@ from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.wrap.extended import takes_options, wrapped_by
 from fullshard.wrap.partition import Slot
@@ -59,8 +59,10 @@ class ExtendedBucket(Bucket):
 
     def __init__(self, slots: Sequence[Slot], *, policy: MixedPrecisionPolicy, **options: Any) -> None:
         self._policy = policy
+        extended = slots[0].parameter
         super().__init__(slots, policy=policy, **options)
         [parameter] = self.sharded_parameters
+        mark_original(extended, parameter)  # and not kept: it has the memory of the whole
         assert isinstance(parameter, ExtendedParameter)  # noqa: S101 -- see `parameter_type`
         parameter.rows = self.buffer.rows
 
@@ -82,7 +84,6 @@ class ExtendedBucket(Bucket):
             own.copy_(wrapped_by(extended).detach().reshape(-1)[interval.start : interval.stop])
         self.buffer = ExtendedBuffer(slot, self.main, mesh=self.mesh, policy=self._policy, dtype=self.compute_dtype)
         self.full = self.buffer.full
-        slot.replaced.append(extended)
         slot.parameter = self.buffer.unsharded
         for module, attribute in slot.owners:
             module._parameters[attribute] = slot.parameter
