@@ -5,6 +5,7 @@ pytest tests/test_fsdp_module.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -84,6 +85,52 @@ def check_reset() -> None:
 
 def test_back_to_rest_after_a_failure() -> None:
     run_ranks(check_reset, 2)
+
+
+def double_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 2
+
+
+class Doubling(nn.Linear):
+    """Doubles its weight's gradient, as tensor parallelism sums one up: by a hook that forward puts there at first."""
+
+    hooked: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.hooked is not self.weight:
+            self.weight.register_post_accumulate_grad_hook(double_gradient)
+            object.__setattr__(self, "hooked", self.weight)
+        return super().forward(x)
+
+
+def two_layers(layer: type[nn.Linear]) -> nn.Module:
+    return nn.Sequential(layer(5, 6), nn.Linear(6, 3))
+
+
+def run_batch(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank)[..., :5]).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def check_hooks_of_forward() -> None:
+    for units in (("0",), ()):
+        model = build_sharded(functools.partial(two_layers, Doubling), units)
+        plain = build(functools.partial(two_layers, nn.Linear))
+        for step in range(2):
+            reference_step(plain, run_batch, step)
+            sharded_step(model, run_batch, step)
+            weight = plain.get_parameter("0.weight")
+            assert weight.grad is not None
+            weight.grad *= 2
+            assert_same_gradients(model, plain)
+            model.zero_grad()
+            plain.zero_grad()
+
+
+def test_hooks_that_forward_puts_on_unsharded_parameters() -> None:
+    run_ranks(check_hooks_of_forward, 2)
 
 
 class Looked(nn.Module):

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 from typer.testing import CliRunner
 
 import fullshard
@@ -777,3 +778,69 @@ def test_coded_state_of_tiles(tmp_path: Path) -> None:
     loaded = run_ranks(check_coded, 2, str(tmp_path / "one"), False)[0]
     torch.testing.assert_close(loaded, saved, rtol=0, atol=0.02 * float(saved.abs().max()))
     assert float(saved.abs().max()) > 0
+
+
+# -- layers that pack several matrices into one ---------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """Two projections in one weight, of experts and of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 8, 5).double())
+        self.layer = nn.Parameter(torch.randn(12, 5).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer, experts = (p.to_local() if isinstance(p, DTensor) else p for p in (self.layer, self.experts))
+        first, second = (x @ layer.t()).chunk(2, -1)
+        return (first * second).sum() + (x @ experts.transpose(1, 2)).unflatten(-1, (2, -1)).prod(-2).sum()  # type: ignore[no-any-return]
+
+
+def packed() -> Any:
+    torch.manual_seed(4)
+    return Packed()
+
+
+def check_packed(directory: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, model = packed(), packed()
+    for name, placement in (("experts", _StridedShard(1, split_factor=2)), ("layer", _StridedShard(0, split_factor=2))):
+        whole = getattr(model, name).detach()
+        setattr(model, name, nn.Parameter(distribute_tensor(whole, mesh["tp"], [placement])))
+    fullshard.fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).double()
+    plain(x).backward()
+    model(x).backward()
+    for name, parameter in plain.named_parameters():
+        sharded = model.get_parameter(name)
+        assert torch.equal(sharded.full_tensor(), parameter.detach())
+        torch.testing.assert_close(sharded.grad.full_tensor(), parameter.grad)
+        norm = torch.tensor(sharded.grad.norm().full_tensor().item(), dtype=torch.float64)
+        torch.testing.assert_close(norm, parameter.grad.norm())
+    state = model.state_dict()
+    dcp.save(state, checkpoint_id=f"{directory}/dcp")
+    into = {name: torch.zeros_like(value) for name, value in plain.state_dict().items()}
+    dcp.load(into, checkpoint_id=f"{directory}/dcp")
+    assert all(torch.equal(into[name], value) for name, value in plain.state_dict().items())
+    for value in state.values():
+        value.zero_()
+    dcp.load(state, checkpoint_id=f"{directory}/dcp")
+    assert all(torch.equal(state[name].full_tensor(), value) for name, value in plain.state_dict().items())
+    save_checkpoint(f"{directory}/own", model=model)
+    alone = packed()
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.zero_()
+    fullshard.fully_shard(alone)
+    load_checkpoint(f"{directory}/own", model=alone)
+    assert all(torch.equal(alone.get_parameter(n).full_tensor(), v) for n, v in plain.state_dict().items())
+    save_checkpoint(f"{directory}/whole", model=alone)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    load_checkpoint(f"{directory}/whole", model=model)
+    assert all(torch.equal(model.get_parameter(n).full_tensor(), v) for n, v in plain.state_dict().items())
+
+
+def test_packed_matrices(tmp_path: Path) -> None:
+    run_ranks(check_packed, 4, str(tmp_path))

@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.data import DataLoader
@@ -673,6 +674,12 @@ def whole_tensors() -> None:
 class Named(nn.Parameter):
     def __new__(cls, data: torch.Tensor, name: str) -> Named:
         raise AssertionError("nobody knows the name")
+
+
+@check("groups_of")
+def groups_that_are_cut() -> None:
+    assert torch_private.groups_of(_StridedShard(1, split_factor=3)) == (1, 3)
+    assert torch_private.groups_of(Shard(1)) is None
 
 
 @check("made_as")

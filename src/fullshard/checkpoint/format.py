@@ -142,10 +142,11 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
 
 
 class TilingRecord(_Record):
-    """How tensor parallelism has cut a tensor: along `dim` into `parts`, as `torch.chunk` cuts."""
+    """How tensor parallelism has cut a tensor: see `core.tiling.Tiling`."""
 
-    dim: Annotated[int, Field(ge=1)]
+    dim: _Natural
     parts: Annotated[int, Field(ge=2)]
+    groups: Annotated[int, Field(ge=1)] = 1
 
 
 class TensorRecord(_Record):
@@ -169,8 +170,9 @@ class TensorRecord(_Record):
 
     @model_validator(mode="after")
     def _tiles_are_along_a_dim(self) -> Self:
-        if self.tiles is not None and self.tiles.dim >= len(self.shape):
-            raise ValueError(f"tiles along dim {self.tiles.dim} of a tensor of shape {self.shape}")
+        tiles = self.tiles
+        if tiles is not None and (tiles.dim >= len(self.shape) or self.shape[tiles.dim] % tiles.groups):
+            raise ValueError(f"{tiles.groups} groups of tiles along dim {tiles.dim} of a tensor of shape {self.shape}")
         return self
 
     @property
@@ -181,12 +183,12 @@ class TensorRecord(_Record):
     @property
     def tiling(self) -> Tiling:
         """How elements are counted."""
-        return UNTILED if self.tiles is None else Tiling(self.tiles.dim, self.tiles.parts)
+        return UNTILED if self.tiles is None else Tiling(self.tiles.dim, self.tiles.parts, self.tiles.groups)
 
 
 def tiling_record(tiling: Tiling) -> TilingRecord | None:
     """What a record says of a tensor that is cut so; None if it is flattened row by row all the same."""
-    return None if tiling.is_row_by_row else TilingRecord(dim=tiling.dim, parts=tiling.parts)
+    return None if tiling.is_row_by_row else TilingRecord(dim=tiling.dim, parts=tiling.parts, groups=tiling.groups)
 
 
 class StateTensorRecord(TensorRecord):

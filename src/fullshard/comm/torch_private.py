@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +39,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
@@ -92,7 +94,7 @@ are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 without_transforms = temporarily_clear_interpreter_stack
 """Context without them, for messages between ranks, which have no memory under `torch.func.vmap`. Since 2.4."""
 
-accumulated_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_post_accumulate_grad_hooks")
+accumulated_hooks: Callable[[torch.Tensor], OrderedDict[int, object] | None] = attrgetter("_post_accumulate_grad_hooks")
 """The hooks that `register_post_accumulate_grad_hook` has put on a parameter, by number; None before the first. Else a
 gradient that one of them reads would be collected before it is whole. Since 2.1."""
 
@@ -154,6 +156,12 @@ put_local: Callable[[DTensor, torch.Tensor], None] = _LOCAL.__set__
 
 layout_from: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 """The layout that a DTensor was made with. Since 2.0."""
+
+
+def groups_of(placement: Placement) -> tuple[int, int] | None:
+    """Dim and number of groups, if it cuts each of several groups along a dim; None for any other. Since 2.6."""
+    return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
+
 
 norm_partial: Callable[[float], Placement] = _NormPartial
 """The placement of a norm of which every rank has that of its own elements. Since 2.2."""

@@ -17,15 +17,17 @@ class IntervalBox:
         offsets: index of the first element.
         sizes: elements in each dim.
         start: its first element's place in the interval.
+        strides: from one to the next in the interval, along each dim.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
+    strides: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements, which follow one another in the flattened tensor."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
 
@@ -39,8 +41,8 @@ def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
         dim = next((d for d, stride in enumerate(strides) if at % stride == 0 and stride <= left), len(shape))
         index = tuple(at // stride % size for stride, size in zip(strides, shape, strict=True))
         if dim == len(shape):  # a scalar
-            yield IntervalBox((), (), 0)
+            yield IntervalBox((), (), 0, ())
             return
         count = min(left // strides[dim], shape[dim] - index[dim])
-        yield IntervalBox(index, (1,) * dim + (count, *shape[dim + 1 :]), at - interval.start)
+        yield IntervalBox(index, (1,) * dim + (count, *shape[dim + 1 :]), at - interval.start, tuple(strides))
         at += count * strides[dim]

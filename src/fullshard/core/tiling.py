@@ -12,34 +12,46 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fullshard.core.boxes import boxes
+from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.layout import Interval
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Along which dim a tensor is cut, into how many parts: as `torch.chunk` cuts, the last ones may be empty."""
+    """How a tensor is cut.
+
+    Attributes:
+        dim: along which dim.
+        parts: into how many parts, as `torch.chunk` cuts: the last ones may be empty.
+        groups: of equal size, each of which is cut so, as where a layer packs several matrices into one. A part has a
+            piece of each.
+    """
 
     dim: int
     parts: int
+    groups: int = 1
 
-    def box(self, shape: tuple[int, ...], part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of a part in a tensor of `shape`."""
-        length = shape[self.dim]
+    def pieces(self, shape: tuple[int, ...], part: int) -> list[tuple[int, int, int]]:
+        """The pieces of a part along `dim`: where each begins in a tensor of `shape` and in the part; its length."""
+        length = shape[self.dim] // self.groups
         chunk = -(-length // self.parts)
         start = min(part * chunk, length)
-        sizes = (*shape[: self.dim], min(chunk, length - start), *shape[self.dim + 1 :])
-        return tuple(start if dim == self.dim else 0 for dim in range(len(shape))), sizes
+        size = min(chunk, length - start)
+        return [(group * length + start, group * size, size) for group in range(self.groups)]
+
+    def sizes(self, shape: tuple[int, ...], part: int) -> tuple[int, ...]:
+        """Shape of a part of a tensor of `shape`."""
+        size = sum(length for _, _, length in self.pieces(shape, part))
+        return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
     def start(self, shape: tuple[int, ...], part: int) -> int:
         """Where a part begins in the flattened tensor."""
-        offsets, _ = self.box(shape, part)
-        return offsets[self.dim] * math.prod(shape) // max(1, shape[self.dim])
+        return sum(math.prod(self.sizes(shape, before)) for before in range(part))
 
     @property
     def is_row_by_row(self) -> bool:
         """Whether the tensor is flattened as if it were not cut."""
-        return self.dim == 0 or self.parts == 1
+        return self.parts == 1 or (self.dim == 0 and self.groups == 1)
 
 
 UNTILED = Tiling(0, 1)
@@ -67,49 +79,62 @@ class Patch:
 
 def patches(shape: tuple[int, ...], source: Tiling, target: Tiling, wanted: Interval) -> Iterator[Patch]:
     """What to read of a tensor of `shape` flattened as `source` says, for `wanted` of it flattened as `target` says."""
+    start = 0
     for part in range(target.parts):
-        offsets, sizes = target.box(shape, part)
-        start = target.start(shape, part)
+        sizes = target.sizes(shape, part)
         own = wanted.intersect(Interval(start, start + math.prod(sizes)))
-        if not own.numel:
-            continue
-        for box in boxes(sizes, own.shift(-start)):
-            first = tuple(map(sum, zip(offsets, box.offsets, strict=True)))
-            at = own.start - wanted.start + box.start
-            for patch in _of_box(shape, source, first, box.sizes):
-                strides = _strides(box.sizes)
-                yield Patch(*patch[1:], target=at + _dot(patch[0], strides), target_strides=strides)
+        for box in boxes(sizes, own.shift(-start)) if own.numel else ():
+            for piece in in_whole(box, target, shape, part):
+                yield from _from(shape, source, piece, own.start - wanted.start)
+        start += math.prod(sizes)
 
 
-def _of_box(
-    shape: tuple[int, ...], source: Tiling, first: tuple[int, ...], sizes: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], Interval, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """The parts of a box of the whole in the source's tiles: where in the box, and the rest of a `Patch`."""
+def in_whole(box: IntervalBox, tiling: Tiling, shape: tuple[int, ...], part: int) -> Iterator[IntervalBox]:
+    """A box of a part as boxes of the whole tensor: one for each piece of the part that it has elements of."""
+    dim = tiling.dim
+    low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    for whole, inner, length in tiling.pieces(shape, part):
+        first, last = max(low, inner), min(high, inner + length)
+        if first < last:
+            yield IntervalBox(
+                _with(box.offsets, dim, whole + first - inner),
+                _with(box.sizes, dim, last - first),
+                box.start + (first - low) * box.strides[dim],
+                box.strides,
+            )
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _from(shape: tuple[int, ...], source: Tiling, wanted: IntervalBox, offset: int) -> Iterator[Patch]:
+    """What to read of the source's parts for a box of the whole, which begins `offset` elements into what is wanted."""
+    dim, start = source.dim, 0
+    first, last = wanted.offsets[dim], wanted.offsets[dim] + wanted.sizes[dim]
     for part in range(source.parts):
-        offsets, held = source.box(shape, part)
-        low = tuple(map(max, first, offsets))
-        high = tuple(min(a + size, b + length) for a, size, b, length in zip(first, sizes, offsets, held, strict=True))
-        if any(a >= b for a, b in zip(low, high, strict=True)):
-            continue
-        common = tuple(b - a for a, b in zip(low, high, strict=True))
-        inside = tuple(a - b for a, b in zip(low, offsets, strict=True))
-        # The least that is contiguous in the tile: whole slices of all dims after the first that is not one element.
-        split = next((dim for dim, size in enumerate(common) if size > 1), max(0, len(common) - 1))
-        covering = (*common[: split + 1], *held[split + 1 :])
-        corner = (*inside[: split + 1], *(0 for _ in held[split + 1 :]))
-        start = source.start(shape, part) + _dot(corner, _strides(held))
-        yield (
-            tuple(a - b for a, b in zip(low, first, strict=True)),
-            Interval(start, start + math.prod(covering)),
-            covering,
-            tuple(a - b for a, b in zip(inside, corner, strict=True)),
-            common,
-        )
+        held = source.sizes(shape, part)
+        for whole, inner, length in source.pieces(shape, part):
+            low, high = max(first, whole), min(last, whole + length)
+            if low >= high:
+                continue
+            sizes = _with(wanted.sizes, dim, high - low)
+            inside = _with(wanted.offsets, dim, low - whole + inner)
+            # The least that is contiguous in the tile: whole slices of all dims after the first of several elements.
+            split = next((d for d, size in enumerate(sizes) if size > 1), len(sizes) - 1)
+            covering = (*sizes[: split + 1], *held[split + 1 :])
+            corner = (*inside[: split + 1], *(0 for _ in held[split + 1 :]))
+            begin = start + sum(a * b for a, b in zip(corner, _strides(held), strict=True))
+            yield Patch(
+                source=Interval(begin, begin + math.prod(covering)),
+                source_sizes=covering,
+                source_offsets=tuple(a - b for a, b in zip(inside, corner, strict=True)),
+                sizes=sizes,
+                target=offset + wanted.start + (low - first) * wanted.strides[dim],
+                target_strides=wanted.strides,
+            )
+        start += math.prod(held)
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-
-
-def _dot(index: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    return sum(a * b for a, b in zip(index, strides, strict=True))

@@ -184,7 +184,8 @@ class ShardedTensor(DTensor):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         for box in self.boxes():
             if torch.Size(box.offsets) == index.offset:
-                return self.local[box.start : box.start + box.numel].view(box.sizes)
+                start = int(self.local.storage_offset()) + box.start
+                return self.local.as_strided(box.sizes, box.strides, start)
         raise LifecycleError(
             f"{self.name}: this rank has no elements from {tuple(index.offset)} on, but {self}", hint="see its boxes()"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.layout import Interval
+from fullshard.core.tiling import in_whole
 from fullshard.engine.tile import Tile
 
 
@@ -143,11 +144,12 @@ class Span:
 
     def boxes(self) -> Iterator[IntervalBox]:
         """This rank's elements as boxes of the whole."""
+        tile = self.tile
         for box in boxes(tuple(self.tile_shape), self.interval):
-            if self.tile is None:
+            if tile is None or tile.tiling is None:
                 yield box
-            else:
-                yield replace(box, offsets=tuple(map(sum, zip(box.offsets, self.tile.offsets, strict=True))))
+                continue
+            yield from in_whole(box, tile.tiling, tuple(self.shape), tile.rank)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a whole tensor, or of one that becomes that by broadcasting, shape (n,)."""

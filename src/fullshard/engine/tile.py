@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
@@ -31,24 +31,24 @@ class Tile:
 
     Args:
         mesh: that axis.
-        placement: `Shard(dim)`, cut as `torch.chunk` cuts, or `Replicate()`.
+        placement: `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or of several matrices that are packed into
+            one, each of which is cut, `_StridedShard`.
         shape: of the whole.
 
     Attributes:
         tiling: along which dim into how many; None if every rank of the axis has the whole.
-        shape, offsets: of this rank's part, in the whole.
+        shape: of this rank's part.
     """
 
-    __slots__ = ("mesh", "offsets", "placement", "rank", "shape", "tiling", "whole_shape")
+    __slots__ = ("mesh", "placement", "rank", "shape", "tiling", "whole_shape")
 
-    def __init__(self, mesh: DeviceMesh, placement: Shard | Replicate, shape: Iterable[int]) -> None:
+    def __init__(self, mesh: DeviceMesh, placement: Placement, shape: Iterable[int]) -> None:
         self.mesh, self.placement, self.whole_shape = mesh, placement, torch.Size(shape)
         self.rank = mesh.get_local_rank()
-        self.tiling = Tiling(placement.dim, mesh.size()) if isinstance(placement, Shard) and mesh.size() > 1 else None
-        self.shape, self.offsets = self.whole_shape, (0,) * len(self.whole_shape)
+        self.tiling = None if mesh.size() == 1 else _tiling(placement, mesh.size())
+        self.shape = self.whole_shape
         if self.tiling is not None:
-            offsets, sizes = self.tiling.box(tuple(self.whole_shape), self.rank)
-            self.shape, self.offsets = torch.Size(sizes), offsets
+            self.shape = torch.Size(self.tiling.sizes(tuple(self.whole_shape), self.rank))
 
     @classmethod
     def of(cls, parameter: DTensor) -> Tile:
@@ -76,11 +76,12 @@ class Tile:
         return Tile(self.mesh, self.placement, shape)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, a view of `whole`."""
+        """This rank's part, a view of `whole` if it is in one piece."""
         if self.tiling is None:
             return whole
-        dim = self.tiling.dim
-        return whole.narrow(dim, self.offsets[dim], self.shape[dim])
+        dim, pieces = self.tiling.dim, self.tiling.pieces(tuple(self.whole_shape), self.rank)
+        parts = [whole.narrow(dim, start, length) for start, _, length in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def gather(self, tile: torch.Tensor) -> torch.Tensor:
         """The whole, of which each rank of the axis gives its part. A collective over it."""
@@ -102,6 +103,13 @@ class Tile:
         if gradient.placements != (self.placement,):
             gradient = gradient.redistribute(placements=[self.placement])
         return torch_private.local_of(gradient)
+
+
+def _tiling(placement: Placement, parts: int) -> Tiling | None:
+    groups = torch_private.groups_of(placement)
+    if groups is not None:
+        return Tiling(groups[0], parts, groups[1])
+    return Tiling(placement.dim, parts) if isinstance(placement, Shard) else None
 
 
 def tile_of(parameter: torch.Tensor) -> Tile | None:
@@ -150,8 +158,11 @@ def _problem(parameter: DTensor, mesh: Mesh) -> str:
     placements = parameter.placements
     if len(placements) != 1:
         return f"over {parameter.device_mesh}: of one axis beside those that it is sharded over was expected"
-    if type(placements[0]) not in (Shard, Replicate):
+    groups = torch_private.groups_of(placements[0])
+    if groups is None and type(placements[0]) not in (Shard, Replicate):
         return f"placed as {placements[0]}: expected Shard or Replicate"
+    if groups is not None and parameter.shape[groups[0]] % (groups[1] * parameter.device_mesh.size()):
+        return f"of shape {tuple(parameter.shape)} placed as {placements[0]}, which does not cut it evenly"
     try:
         mesh.joined(parameter.device_mesh)
     except RuntimeError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -183,6 +184,9 @@ class Unit:
         self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
+        self._gradient_hooks: list[OrderedDict[int, object]] = []
+        self._own_hooks: list[int] = []
+        self._hook_count = 0
         self._calls: set[weakref.ref[Call]] = set()
         self._current: list[Call] = []
         self._ran: set[int] = set()
@@ -206,6 +210,7 @@ class Unit:
             for number, slots in enumerate(by_bucket(self.slots, policy))
         ]
         self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
+        self._gradient_hooks, self._own_hooks = [], []
         for bucket in self.buckets:
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
                 for original in (slot.parameter, *slot.replaced):
@@ -461,8 +466,11 @@ class Unit:
                 # A hook can only be put on what requires grad at that moment.
                 requires_grad = slot.parameter.requires_grad
                 slot.parameter.requires_grad_(True)
-                slot.parameter.register_post_accumulate_grad_hook(_uncompiled(_gradient_hook(self, bucket, index)))
+                hook = _uncompiled(_gradient_hook(self, bucket, index))
+                own = slot.parameter.register_post_accumulate_grad_hook(hook)
                 slot.parameter.requires_grad_(requires_grad)
+                self._gradient_hooks.append(torch_private.accumulated_hooks(slot.parameter) or OrderedDict())
+                self._own_hooks.append(own.id)
         watch_uses(bucket, _take_use(self), _uncompiled)
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -626,10 +634,18 @@ class Unit:
         if call.is_active:
             return
         call.is_active, call.is_done = True, False
+        if sum(map(len, self._gradient_hooks)) != self._hook_count:
+            self._go_last()
         if self.unshard_in_backward:
             self.unshard()
         self.schedule.prefetch_backward(self, call)
         self.emit(EventKind.BACKWARD_BEGIN)
+
+    def _go_last(self) -> None:
+        """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
+        for hooks, own in zip(self._gradient_hooks, self._own_hooks, strict=True):
+            hooks[own] = hooks.pop(own)  # `move_to_end` is nothing to who reads it in C
+        self._hook_count = sum(map(len, self._gradient_hooks))
 
     def _check_second_derivatives(self) -> None:
         is_functional = torch_private.are_transforms_active()
