@@ -89,6 +89,7 @@ class UnitSchedule(Protocol):
     """What a unit asks of the order of work in its model, the `Schedule`: it tells what has begun and ended."""
 
     event_sink: EventSink | None
+    steps: int
 
     @property
     def has_stepped(self) -> bool:
@@ -808,7 +809,8 @@ class Waiting:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
             raise CommunicationError(
-                f"rank {self._unit.mesh.rank}, unit {self._unit.name!r}, {self._phase}: {error}",
+                f"rank {self._unit.mesh.rank}, unit {self._unit.name!r}, {self._phase}: {error} "
+                f"(step {self._unit.schedule.steps + 1} of this process)",
                 hint="see whether another rank failed first, or took another path through the model",
             ) from error
 

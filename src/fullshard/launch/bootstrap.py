@@ -19,7 +19,7 @@ from importlib.machinery import SourceFileLoader
 
 TYPE_CHECKING = False  # that of `typing` costs a tenth of Python's own start
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from typing import NoReturn, TextIO
 
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Set by the launcher for its workers."""
@@ -33,6 +33,9 @@ TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 CHECK_PLAN = "FULLSHARD_CHECK_PLAN"
 STEP_IN_BACKWARD = "FULLSHARD_STEP_IN_BACKWARD"
 """Set by the command line if a step is to be compared with its plan."""
+
+STACK_SIGNAL = 40
+"""A signal of those that nobody else uses (real-time signals of Linux): leave the stack of every thread."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torchelastic looks for the failure of a worker."""
@@ -61,6 +64,23 @@ def die_with_launcher() -> None:
             os._exit(1)
 
 
+def leave_stacks() -> None:
+    """When the launcher asks, leave the stack of every thread where it looks, whatever the process is doing."""
+    directory = os.environ.get(PREEMPTION_DIR)
+    if directory is None or sys.platform != "linux":
+        return
+    import contextlib
+    import faulthandler
+
+    with contextlib.suppress(OSError):
+        # Kept open, for the handler must not open anything.
+        _kept.append(open(os.path.join(directory, f"stack-{os.getpid()}"), "w", encoding="utf-8"))  # noqa: SIM115
+        faulthandler.register(STACK_SIGNAL, file=_kept[0], all_threads=True)
+
+
+_kept: list[TextIO] = []
+
+
 def write_report(message: str, callstack: str) -> bool:
     """Leave the report of a failure where the launcher looks for it, in torchelastic's form; False if it cannot."""
     path = os.environ.get(ERROR_FILE)
@@ -85,6 +105,7 @@ def main() -> None:
     die_with_launcher()
     if kind == "program":
         _become(target, arguments)
+    leave_stacks()
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(target)) if kind == "script" else os.getcwd()

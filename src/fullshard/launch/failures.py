@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping
+import socket
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from fullshard.launch.worker import USER_ERROR
 
 
-def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first, and how."""
-    return min(failures.items(), key=lambda item: order_of(item[1]))
+def root_cause(failures: Mapping[int, ProcessFailure], ended: Collection[int]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, and how; none of the processes that the launcher `ended`, if there are others."""
+    own = {rank: failure for rank, failure in failures.items() if failure.pid not in ended}
+    return min((own or failures).items(), key=lambda item: order_of(item[1]))
+
+
+def what_others_said(rank: int, failures: Mapping[int, ProcessFailure]) -> str:
+    """Where other ranks were when they noticed that `rank`, which has left no report, had ended."""
+    others = {other: left_report(failure)[0] for other, failure in failures.items() if other != rank}
+    lines = [message.partition("\n")[0] for message in others.values() if message]
+    return "".join(f"the others noticed it here: {line}\n" for line in lines[:2])
 
 
 def order_of(failure: ProcessFailure) -> tuple[int, float]:
@@ -43,7 +52,7 @@ def failure_report(rank: int, failure: ProcessFailure, *, world_size: int) -> st
         how = f"was ended by {signal.Signals(-failure.exitcode).name}"
     else:
         how = f"failed with exit code {failure.exitcode}"
-    text = f"\nrank {rank} of {world_size} (process {failure.pid}) {how}\n"
+    text = f"\nrank {rank} of {world_size} (process {failure.pid} on {socket.gethostname()}) {how}\n"
     if -failure.exitcode == signal.SIGKILL:
         text += "hint: if nobody killed it, the system was out of memory; use more processes or a smaller batch\n"
     return text if traceback is None else f"{text}{traceback.rstrip()}\n"

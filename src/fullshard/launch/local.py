@@ -29,13 +29,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
-from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause
+from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause, what_others_said
 from fullshard.launch.logs import RankLogs
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
 from fullshard.launch.preemption import PREEMPTED
 from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, threads_of_each
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
 from fullshard.launch.rendezvous_server import RendezvousClient, RendezvousServer
+from fullshard.launch.scene import Scene, is_of_a_hang
 from fullshard.launch.streams import STREAMS, StreamPlan
 
 SHUTDOWN_SECONDS = 3
@@ -175,6 +176,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, job: LaunchJob, logs: RankLogs, preemption: Path) -> None:
         self._job, self._logs, self._preemption = job, logs, preemption
         self._asked: list[tuple[signal.Signals, float]] = []  # to end, until when
+        self._scene = Scene(preemption)
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
@@ -233,14 +235,22 @@ class Agent(LocalElasticAgent):
         _show_cursor()
         if cause is not None and not cause.here:
             say(f"the {self._job.nproc} processes on this host were ended, because of another host:")
-            sys.stderr.write(cause.text)
+            sys.stderr.write(cause.text + (self._missing() if is_of_a_hang(cause.text) else ""))
             return 1
-        rank, failure = root_cause(result.failures)
-        sys.stderr.write(self._report(rank, failure))
+        rank, failure = root_cause(result.failures, self._scene.ended)
+        sys.stderr.write(self._report(rank, failure, result.failures))
         return exit_code(failure.exitcode)
 
-    def _report(self, rank: int, failure: ProcessFailure) -> str:
-        return failure_report(rank, failure, world_size=self._job.nproc * self._job.hosts.count)
+    def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
+        text = failure_report(rank, failure, world_size=self._job.nproc * self._job.hosts.count)
+        if left_report(failure)[1] is None:
+            return text + what_others_said(rank, failures)
+        return text + (self._missing() if is_of_a_hang(text) else "")
+
+    def _missing(self) -> str:
+        workers = self.get_worker_group().workers
+        ranks = {worker.id: worker.global_rank for worker in workers}
+        return self._scene.missing(ranks, self._job.nproc * self._job.hosts.count)
 
     def _keep_tracebacks(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Reports go with the logs: the terminal shows that of one rank only."""
@@ -266,8 +276,16 @@ class Agent(LocalElasticAgent):
         context = torch_private.worker_context(self)
         close = context.close
         # When a worker fails, torchelastic would give the others 30 seconds.
-        asked = self._asked  # not `self`, of which the context is a part
-        context.close = lambda death_sig=None, timeout=0: close(death_sig, 0 if asked else SHUTDOWN_SECONDS)
+        asked, client = self._asked, self._client  # not `self`, of which the context is a part
+        scene = self._scene = Scene(self._preemption)
+        processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+
+        def look_and_close(death_sig: Any = None, timeout: int = 0) -> None:
+            if not asked:
+                scene.look(processes, is_over=client is not None and client.root_cause is not None)
+            close(death_sig, 0 if asked else SHUTDOWN_SECONDS)
+
+        context.close = look_and_close
         return pids
 
     def hear(self, number: signal.Signals) -> None:
@@ -303,8 +321,8 @@ class Agent(LocalElasticAgent):
         if client is None:
             return result
         if result.is_failed():
-            rank, failure = root_cause(result.failures)
-            client.report(order_of(failure), self._report(rank, failure))
+            rank, failure = root_cause(result.failures, self._scene.ended)
+            client.report(order_of(failure), self._report(rank, failure, result.failures))
         elif client.root_cause is not None and result.state is WorkerState.HEALTHY:
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
@@ -317,7 +335,8 @@ class Agent(LocalElasticAgent):
         if cause is not None and not cause.here:
             sys.stderr.write(cause.text)
         elif self._failures:
-            sys.stderr.write(self._report(*root_cause(self._failures)))
+            rank, failure = root_cause(self._failures, self._scene.ended)
+            sys.stderr.write(self._report(rank, failure, self._failures))
         say(f"starting all processes again ({number} of {self._job.max_restarts} restarts)")
         # The last references: a store on a fixed port must be gone before the next one can listen there.
         worker_group.store = None

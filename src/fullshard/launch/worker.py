@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fullshard.core.errors import ConfigError, DataError, MissingExtraError, WrapError
-from fullshard.launch.bootstrap import die_with_launcher, leave_process_group
+from fullshard.launch.bootstrap import die_with_launcher, leave_process_group, leave_stacks
 from fullshard.launch.preemption import exit_code
 
 USER_ERROR = 2
@@ -26,6 +26,7 @@ def run_worker(main: Callable[[], None]) -> None:
     Without a launcher the exception is raised as usual.
     """
     die_with_launcher()
+    leave_stacks()
     code = 0
     handler = get_error_handler()
     handler.initialize()

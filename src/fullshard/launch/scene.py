@@ -1,0 +1,109 @@
+"""What the processes of this host were doing when one of them failed, seen before the others are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fullshard.launch.bootstrap import STACK_SIGNAL
+
+_NOTICE_SECONDS = 1.0
+"""How long those that are left may take to notice that one has ended, and to say where they waited for it."""
+_STACK_SECONDS = 0.5
+_FRAMES = 8
+_WAITS_IN = ("/fullshard/comm/", "/torch/distributed/")
+_HANG_WORDS = ("no answer from another rank", "timed out", "timeout", "time-out")
+
+
+def is_of_a_hang(text: str) -> bool:
+    """Whether a report is that of a rank which has waited for too long."""
+    return any(word in text.lower() for word in _HANG_WORDS)
+
+
+class Scene:
+    """Of one attempt.
+
+    Args:
+        directory: where processes leave their stacks when they get `STACK_SIGNAL`.
+
+    Attributes:
+        ended: processes that were running when one failed; what ended them was the launcher.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.ended: set[int] = set()
+        self._stopped: set[int] = set()
+        self._stacks: dict[int, str] = {}
+
+    def look(self, processes: Mapping[int, Any], *, is_over: bool) -> None:
+        """Look at processes, by local rank, that are about to be ended.
+
+        Args:
+            processes: each has `pid` and `poll()`.
+            is_over: the job has failed, although maybe not here.
+        """
+        failed = [process for process in processes.values() if process.poll() not in (None, 0)]
+        if not failed and not is_over:
+            return
+        if any(process.poll() < 0 for process in failed):
+            self._wait(lambda: not self._running(processes), _NOTICE_SECONDS)
+        running = self._running(processes)
+        self.ended |= set(running)
+        asked = [pid for pid in running if (self._directory / f"stack-{pid}").is_file()]
+        self._stopped |= {pid for pid in running if _state(pid) in "Tt"}
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                if pid in asked:
+                    os.kill(pid, STACK_SIGNAL)
+                if pid in self._stopped:
+                    os.kill(pid, signal.SIGCONT)
+        self._wait(lambda: all(self._stack(pid) for pid in asked), _STACK_SECONDS)
+        self._stacks |= {pid: self._stack(pid) for pid in asked}
+
+    def missing(self, ranks: Mapping[int, int], world_size: int) -> str:
+        """Which ranks the others have waited for, and where those were. Empty if all that were left waited, too.
+
+        Args:
+            ranks: by process.
+            world_size: of the job.
+        """
+        text = ""
+        for pid in sorted(self.ended, key=lambda pid: ranks.get(pid, 0)):
+            frames = [line for line in self._stacks.get(pid, "").splitlines() if line.startswith("  File ")]
+            if any(place in frame for frame in frames[:4] for place in _WAITS_IN) and pid not in self._stopped:
+                continue
+            how = "was stopped (SIGSTOP)" if pid in self._stopped else "was running"
+            text += f"\nrank {ranks.get(pid)} of {world_size} (process {pid} on {socket.gethostname()}) {how}, "
+            text += "and did not come so far"
+            text += ". It was here, the innermost call first:\n" + "\n".join(frames[:_FRAMES]) if frames else ""
+            text += "\n"
+        return text
+
+    def _running(self, processes: Mapping[int, Any]) -> list[int]:
+        return [process.pid for process in processes.values() if process.poll() is None]
+
+    def _stack(self, pid: int) -> str:
+        with contextlib.suppress(OSError):
+            text = (self._directory / f"stack-{pid}").read_text(encoding="utf-8", errors="replace")
+            return text.rpartition("Current thread")[2]
+        return ""
+
+    def _wait(self, condition: Any, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _state(pid: int) -> str:
+    """The state of a process as the kernel has it, a letter; a question mark where it does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "?"

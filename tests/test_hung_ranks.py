@@ -1,0 +1,90 @@
+"""A rank that does not go on, and one that is gone: the launcher names it, with its stack or with what others noticed.
+
+pytest tests/test_hung_ranks.py. Real processes over shared memory and Gloo.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import LAUNCH, alive, read, started
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from fullshard import fully_shard
+from fullshard.launch import init_process_group_from_environment
+
+directory, how = Path(sys.argv[1]), sys.argv[2]
+environment = init_process_group_from_environment(torch.device("cpu"), timeout_seconds=3)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def next_batch(step):
+    if environment.rank == 1 and step == 3:
+        (directory / "hangs").write_text(str(time.monotonic()))
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while how == "loop":
+            pass
+        time.sleep(600)  # a data loader that waits for its disk
+    return torch.ones(4, 8)
+
+(directory / f"pid{environment.rank}").write_text(str(os.getpid()))
+for step in range(10):
+    model(next_batch(step)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def end_of(tmp_path: Path, how: str, comm: str) -> tuple[str, float]:
+    """What the launcher says, and how long after the hang."""
+    (tmp_path / "hang.py").write_text(SCRIPT)
+    command = [*LAUNCH, "--num_processes", "2", "--cpu", "hang.py", str(tmp_path), how]
+    with started(*command, cwd=tmp_path, FULLSHARD_COMM=comm) as launcher:
+        output, _ = launcher.communicate(timeout=120)
+        seconds = time.monotonic() - float(read(tmp_path / "hangs"))
+        pids = [int(read(tmp_path / f"pid{rank}")) for rank in (0, 1)]
+    assert launcher.returncode == (137 if how == "kill" else 1), output
+    assert not any(map(alive, pids))
+    return output, seconds
+
+
+@pytest.mark.parametrize(
+    ("how", "comm"),
+    [
+        ("stop", "auto"),
+        ("loop", "gloo"),
+        *(
+            pytest.param(how, comm, marks=pytest.mark.full)
+            for how in ("stop", "loop", "sleep")
+            for comm in ("auto", "gloo")
+        ),
+    ],
+)
+def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str) -> None:
+    """The launcher's own end of it is never the cause."""
+    output, _ = end_of(tmp_path, how, comm)
+    assert "out of memory" not in output and "SIGKILL" not in output
+    assert re.search(r"CommunicationError: rank 0, unit '.*', .*\(step 4 of this process\)", output)
+    state = "was stopped (SIGSTOP)" if how == "stop" else "was running"
+    last = output[output.index("rank 1 of 2 (process ") :]
+    assert f"{state}, and did not come so far. It was here, the innermost call first:" in last
+    assert "in next_batch" in last
+    assert len(last.splitlines()) < 12
+
+
+@pytest.mark.parametrize("comm", ["auto", pytest.param("gloo", marks=pytest.mark.full)])
+def test_of_a_dead_rank_the_others_say_where_they_noticed(tmp_path: Path, comm: str) -> None:
+    output, seconds = end_of(tmp_path, "kill", comm)
+    assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)
+    assert re.search(r"the others noticed it here: .*rank 0, unit '.*', .*\(step 4 of this process\)", output), output
+    assert seconds < 15  # five, on a machine with nothing else to do
