@@ -301,6 +301,11 @@ def check_kept_storage() -> None:
         assert unit.is_sharded
         assert all(bool(bucket.buffer.nbytes) == keeps for u in units_of(model) for bucket in u.buckets)
     assert len(set(addresses[0])) == 1
+    with torch.device("meta"):
+        later: Any = fully_shard(nn.Linear(2, 2))
+    later.set_keep_unsharded_storage(True)
+    later.to_empty(device="cpu")
+    assert all(bucket.buffer.keeps_memory for unit in units_of(later) for bucket in unit.buckets)
 
 
 def check_named_axes() -> None:

@@ -222,8 +222,9 @@ class FSDPModule:
         For graphs of kernels. It is as much memory as if nothing was freed; parameters are still gathered each time.
         """
         for unit in self._units(recurse):
-            for bucket in unit.buckets:
-                bucket.buffer.keeps_memory = keep_unsharded_storage
+            unit.keeps_memory = keep_unsharded_storage
+            if unit.stand_ins is None:
+                unit.take_keeps_memory()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Refused, but for False: the end of a backward is where what it has not reduced is."""

@@ -155,6 +155,7 @@ class Unit:
         stand_ins: what its modules hold while it is on the meta device; it has no buckets then.
         is_filled: whether it was given values, and not memory only.
         neighbours: who share the parameters between forward and backward, instead of all ranks of the shard axis.
+        keeps_memory: resharding does.
     """
 
     buckets: list[Bucket]
@@ -182,6 +183,7 @@ class Unit:
         self.state = UnitState.SHARDED
         self.is_pinned = False
         self.neighbours: Collectives | None = None
+        self.keeps_memory = False
         self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
@@ -212,6 +214,7 @@ class Unit:
         ]
         self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
         self._gradient_hooks, self._own_hooks = [], []
+        self.take_keeps_memory()
         for bucket in self.buckets:
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
                 for original in (slot.parameter, *slot.replaced):
@@ -219,6 +222,11 @@ class Unit:
             bucket.bind(unsharded=False)
             if bucket.gradient is not None:
                 self.watch_gradients(bucket)
+
+    def take_keeps_memory(self) -> None:
+        """Tell the buckets of `keeps_memory`."""
+        for bucket in self.buckets:
+            bucket.buffer.keeps_memory = self.keeps_memory
 
     def __getattr__(self, name: str) -> Any:
         # Asked for what the unit does not have, which are its buckets as long as nobody has given them memory.
