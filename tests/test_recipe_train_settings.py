@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fullshard.checkpoint.lease import LEASE_NAME
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, DataError, NonFiniteError, WrapError
 from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
@@ -281,6 +282,15 @@ def test_damaged_checkpoint_is_passed_over_or_refused(run: Run, tmp_path: Path, 
     with pytest.raises(CheckpointError):
         run("elsewhere", resume=str(newest))
     assert _losses(run()) == _losses(reference)
+
+
+def test_a_directory_that_another_job_uses_is_refused(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out" / LEASE_NAME
+    path.parent.mkdir()
+    path.write_text(json.dumps({"host": "node7", "pid": 7, "begun": 1, "machine": "another", "since": 0}))
+    with pytest.raises(ConfigError, match="is in use: process 7 on node7"):
+        run(overwrite=True)
+    assert [entry.name for entry in path.parent.iterdir()] == [LEASE_NAME]
 
 
 def test_auto_passes_over_what_is_damaged(

@@ -23,6 +23,7 @@ from torch import nn
 from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs
 from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
+from fullshard.checkpoint.lease import lease
 from fullshard.core.errors import NonFiniteError
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.launch.preemption import listening, should_stop
@@ -58,12 +59,13 @@ def train(arguments: TrainArguments) -> None:
         FullshardError: what is wrong with the settings, the data, a checkpoint or the run.
     """
     joined_before = dist.is_initialized()
-    with _console(read_rank_environment()) as console:
+    with _console(read_rank_environment()) as console, contextlib.ExitStack() as held:
         accelerator = RunAccelerator(arguments, console)
         environment = accelerator.process.environment
         # Ranks per shard group are told here, and not taken from the host.
         sharding = arguments.run_config().sharding
         sharding.resolved_strategy().mesh_shape(environment.world_size, sharding.shard_size)
+        run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
         checkpoints = run_on_main(environment, lambda: _prepare_output(arguments))
         data = prepare_data(arguments, environment)
         console.say(f"data: {data.description}")
