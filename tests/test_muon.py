@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
@@ -116,8 +121,8 @@ def given_gradients(model: nn.Module, step: int) -> Iterator[tuple[nn.Parameter,
             yield parameter, grad
 
 
-def step_with(model: nn.Module, optimizer: Any, *, steps: int = STEPS) -> None:
-    for step in range(steps):
+def step_with(model: nn.Module, optimizer: Any, *, first: int = 0, steps: int = STEPS) -> None:
+    for step in range(first, steps):
         for parameter, grad in given_gradients(model, step):
             if isinstance(parameter, ShardedParameter):
                 parameter.grad = parameter.wrap(parameter.span.cut(grad).clone())
@@ -289,6 +294,42 @@ def test_state_dict() -> None:
     run_ranks(check_state_dict, 2)
 
 
+def save(directory: str, *, torchs: bool) -> None:
+    model = sharded()
+    optimizer = Muon(model, lr=0.01)
+    step_with(model, optimizer, steps=STEPS - 1)
+    if torchs:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=directory)
+    else:
+        save_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer)
+
+
+def resume(directory: str, torchs: bool) -> dict[str, float]:
+    """The last step, by another optimizer on another number of ranks, against a run in one piece."""
+    reference = model_of()
+    step_with(reference, Muon(reference, lr=0.01))
+    torch.manual_seed(9)
+    model = Model()
+    shard_model(model, unit_modules=[model.blocks[0]])
+    optimizer = Muon(model, lr=0.5)
+    if torchs:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=directory)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    else:
+        load_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer)
+    step_with(model, optimizer, first=STEPS - 1)
+    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+
+
+@pytest.mark.parametrize("torchs", [False, True], ids=["fullshard", "torch"])
+def test_saved_on_two_ranks_resumed_on_others(torchs: bool, tmp_path: Path) -> None:
+    run_ranks(partial(save, torchs=torchs), 2, str(tmp_path))
+    for world_size in (3, 1):
+        check(run_ranks(resume, world_size, str(tmp_path), torchs), exact=True)
+
+
 def check_made_before_sharding() -> dict[str, float]:
     from fullshard.engine import repoint
 
@@ -300,12 +341,7 @@ def check_made_before_sharding() -> dict[str, float]:
     step_with(model, optimizer, steps=1)
     shard_model(model, unit_modules=list(model.blocks))
     repoint(optimizer, model)
-    for step in range(1, STEPS):
-        for parameter, grad in given_gradients(model, step):
-            assert isinstance(parameter, ShardedParameter)
-            parameter.grad = parameter.wrap(parameter.span.cut(grad).clone())
-        optimizer.step()
-        optimizer.zero_grad()
+    step_with(model, optimizer, first=1)
     return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
 
 
