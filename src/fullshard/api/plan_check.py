@@ -25,11 +25,12 @@ from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.module import units_of
-from fullshard.engine.parameter import local_gradients
+from fullshard.engine.parameter import ShardedParameter, local_gradients
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.step.state_dict import as_local
 from fullshard.engine.unit import Unit
+from fullshard.optim import Muon
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.schedule import predict_step
@@ -142,7 +143,9 @@ class PlanCheck:
 
     def _compare(self) -> list[Deviation]:
         moved = [event for event in self._events if event.what == "activations"]
-        events = [event for event in self._events if event.what != "activations"]
+        pieces = [event for event in self._events if event.kind is EventKind.PIECES_SENT]
+        left_out = ("activations",)
+        events = [e for e in self._events if e.what not in left_out and e.kind is not EventKind.PIECES_SENT]
         layout = _layout_of(self.model, self._units, events)
         predicted = self._predict(layout)
         planned, found = traffic_of(predicted, layout), traffic_of(events, layout)
@@ -156,6 +159,7 @@ class PlanCheck:
             Deviation("sent to unshard", planned.gather_nbytes, found.gather_nbytes),
             Deviation("sent to reduce", planned.reduce_nbytes, found.reduce_nbytes),
             Deviation("sent between replicas", planned.replicate_nbytes, found.replicate_nbytes),
+            *([Deviation("pieces of matrices sent", None, sum(event.nbytes for event in pieces))] if pieces else []),
             Deviation(
                 "main weights",
                 sum(b.main_nbytes for b in layout.buckets),
@@ -183,12 +187,20 @@ class PlanCheck:
             planned = max(event.nbytes for event in predicted if event.kind is EventKind.BUCKET_STEP)
         return Deviation("gradients at once", planned, self._most_gradients)
 
+    def _state_nbytes(self, parameter: ShardedParameter) -> float:
+        """Per element."""
+        row = self._job.planned_optimizer
+        if row.matrix is None:
+            return row.state_nbytes(dtype_name(parameter.dtype))
+        groups = (group for group in self._optimizer.param_groups if group["algorithm"] == "muon")
+        is_matrix = any(parameter is other for group in groups for other in group["params"])
+        return (row.matrix if is_matrix else row).state_nbytes(dtype_name(parameter.dtype))
+
     def _optimizer_state(self, trained: list[Bucket]) -> tuple[int | None, int]:
         """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         own = [p for bucket in trained for p in bucket.sharded_parameters if id(p) in held]
-        each = self._job.planned_optimizer.state_nbytes
-        planned = round(sum(p.interval.numel * each(dtype_name(p.dtype)) for p in own))
+        planned = round(sum(p.interval.numel * self._state_nbytes(p) for p in own))
         found = _storage_nbytes(
             value
             for parameter in own
@@ -253,6 +265,8 @@ class PlanWatch:
 def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     """What the planner calls `optimizer`; None if it has no formula for its state."""
     groups: list[dict[str, Any]] = optimizer.param_groups
+    if isinstance(optimizer, Muon):
+        return "muon"
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SGD):
         return "sgd-momentum" if any(group["momentum"] for group in groups) else "sgd"

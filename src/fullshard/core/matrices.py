@@ -176,6 +176,15 @@ class Dealing:
             numels[row * self.shard_size + rank] += matrix.numel
         return max(numels)
 
+    @property
+    def moved_numel(self) -> int:
+        """Elements that all ranks together send to owners, and as many come back."""
+        moved = 0
+        for matrix, (_, rank) in zip(self.matrices, self.owners, strict=True):
+            own = self.layouts[matrix.bucket].rank_interval(rank)
+            moved += matrix.numel - matrix.interval.intersect(own).numel
+        return moved
+
     def sent_numel(self, row: int, rank: int) -> tuple[int, int, int]:
         """Elements that a rank sends in a step: to owners, back from owners, and to the other rows."""
         there = back = across = 0

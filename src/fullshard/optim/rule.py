@@ -74,14 +74,17 @@ class MatrixRule:
             return self.vectors
         return self.convolutions if is_convolution else self.matrices
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for `Muon`."""
-        others = {**self.embeddings, **self.heads, **self.vectors}
+    def groups(self, *, decays_vectors: bool = True) -> list[dict[str, Any]]:
+        """Parameter groups for `Muon`; of vectors with a weight decay of 0 if they are not to decay."""
+        others = {**self.embeddings, **self.heads}
         groups: list[dict[str, Any]] = [
             {"params": list(self.matrices.values()), "algorithm": "muon"},
             {"params": list(self.convolutions.values()), "algorithm": "muon", "flatten": True},
             {"params": list(others.values()), "algorithm": "adamw"},
+            {"params": list(self.vectors.values()), "algorithm": "adamw"},
         ]
+        if not decays_vectors:
+            groups[-1]["weight_decay"] = 0.0
         return [group for group in groups if group["params"]]
 
     def __str__(self) -> str:

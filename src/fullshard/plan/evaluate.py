@@ -19,6 +19,7 @@ from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, lay_out
+from fullshard.plan.matrices import matrix_work
 from fullshard.plan.memory import Memory, PlanSetting, memory_of
 from fullshard.plan.methods import apply_method
 from fullshard.plan.schedule import ScheduleOptions, predict_step
@@ -161,6 +162,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         framework=cluster.device.framework,
         on_cpu=is_cpu,
         route=route,
+        matrices=matrix_work(trained, layout, job.dtypes) if job.planned_optimizer.matrix is not None else None,
     )
     few = dataclasses.replace(job.schedule, accumulation=min(2, job.accumulation))  # they show all there ever is
     memory = memory_of(events if few == step else predict_step(layout, few), setting, ranks_per_host=cluster.per_host)

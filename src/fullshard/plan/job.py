@@ -17,7 +17,7 @@ from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 from fullshard.plan.schedule import ScheduleOptions
 
-Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "sgd", "sgd-momentum", "none"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "sgd", "sgd-momentum", "none"]
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["flash", "sdpa", "eager"]
@@ -50,7 +50,7 @@ class Job(View):
     reduce_dtype: Dtype | None = of_run("precision.reduce_dtype")
     gather_as: Packing | None = of_run("precision.gather_as")
     reduce_as: Packing | None = of_run("precision.reduce_as")
-    optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, sgd, sgd-momentum or none")
+    optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, muon, sgd, sgd-momentum or none")
     method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
     lora_rank: int | None = Field(None, ge=1, description="Rank of the adapters of lora and qlora. Default: 8")
     lora_targets: str | None = Field(
@@ -100,6 +100,11 @@ class Job(View):
         ):
             raise ConfigError(
                 f"{' and '.join(said)}: full training has no adapters", hint="add method lora or qlora, or leave it out"
+            )
+        if self.planned_optimizer.matrix and self.on_host.optimizer_state and not self.on_host.main_weights:
+            raise ConfigError(
+                f"{self.optimizer} with its state alone on the host is not planned",
+                hint="offload main weights, too, or plan adamw",
             )
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")

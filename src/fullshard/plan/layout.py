@@ -172,7 +172,14 @@ def _buckets(
     parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int, offload: Offload
 ) -> tuple[BucketPlan, ...]:
     """In the order in which their first parameters come, as the engine has them."""
-    groups: dict[BucketKey, list[tuple[int, ...]]] = {}
+    groups = grouped(parameters, dtypes)
+    shapes = ((key, [parameter.shape for parameter in members]) for key, members in groups.items())
+    return tuple(BucketPlan.of(key, members, dtypes, world_size=shard_size, offload=offload) for key, members in shapes)
+
+
+def grouped(parameters: Sequence[ParameterShape], dtypes: Dtypes) -> dict[BucketKey, list[ParameterShape]]:
+    """The parameters of each bucket of a unit."""
+    groups: dict[BucketKey, list[ParameterShape]] = {}
     for parameter in parameters:
         key = BucketKey.of(
             dtypes,
@@ -181,7 +188,5 @@ def _buckets(
             exact=parameter.exact,
             statistics=parameter.statistics,
         )
-        groups.setdefault(key, []).append(parameter.shape)
-    return tuple(
-        BucketPlan.of(key, shapes, dtypes, world_size=shard_size, offload=offload) for key, shapes in groups.items()
-    )
+        groups.setdefault(key, []).append(parameter)
+    return groups

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from fullshard.core.bucket import BucketPlan
@@ -30,6 +31,8 @@ from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import LayerActivations, LogitsNbytes, layer_activations, logits_nbytes
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
+from fullshard.plan.matrices import MatrixWork
+from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.shapes import ModelShape
 
 CATEGORIES = (
@@ -144,6 +147,7 @@ class PlanSetting:
             precision has a float32 copy of its result for a moment.
         route: how the ranks of a shard group reach one another. Where they share memory, unsharded parameters are
             main weights, or copies of those that last, in the dtype they compute in. Each rank counts its own part.
+        matrices: what an optimizer that needs them does with whole ones; None for any other.
     """
 
     model: ModelShape
@@ -153,6 +157,7 @@ class PlanSetting:
     framework: int = 0
     on_cpu: bool = False
     route: Route = Route.NATIVE
+    matrices: MatrixWork | None = None
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -239,8 +244,21 @@ def persistent_of(setting: PlanSetting) -> dict[str, int]:
     }
 
 
+def of_parameters(setting: PlanSetting, what: Callable[[OptimizerRow, str], float]) -> float:
+    """What of the optimizer is so much per trained element of a dtype, for one rank, on average."""
+    row, work = setting.job.planned_optimizer, setting.matrices
+    total = owned_nbytes(setting, partial(what, row))
+    if row.matrix is None or work is None:
+        return total
+    buckets = setting.layout.buckets
+    more = {dtype: what(row.matrix, dtype) - what(row, dtype) for dtype in {bucket.dtype for bucket in buckets}}
+    return (
+        total + sum(m.numel * more[buckets[m.bucket].dtype] for m in work.dealing.matrices) / setting.layout.shard_size
+    )
+
+
 def _state_nbytes(setting: PlanSetting) -> int:
-    return round(owned_nbytes(setting, setting.job.planned_optimizer.state_nbytes))
+    return round(of_parameters(setting, OptimizerRow.state_nbytes))
 
 
 @dataclass(slots=True)
@@ -526,6 +544,10 @@ class _Ledger:
         """What updating these buckets, which are on the device, needs for a moment."""
         if not self.setting.job.planned_optimizer.has_temporaries:
             return 0
+        matrices = self.setting.matrices
+        if matrices is not None:
+            pieces = max(bucket.main_nbytes for bucket in buckets)  # one bucket's, there and back
+            return matrices.owned_nbytes + matrices.working_nbytes + pieces
         if not self.setting.on_cpu:
             # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
             return sum(bucket.main_nbytes for bucket in buckets)
@@ -592,5 +614,4 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
 def _checkpoint(setting: PlanSetting) -> int:
     """Every parameter in its stored dtype and the optimizer's state, once."""
     stored = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in setting.layout.buckets)
-    state = owned_nbytes(setting, setting.job.planned_optimizer.state_nbytes)
-    return stored + round(state * setting.layout.shard_size)
+    return stored + round(of_parameters(setting, OptimizerRow.state_nbytes) * setting.layout.shard_size)

@@ -20,6 +20,8 @@ class OptimizerRow:
         ops: operations of the loop, per parameter.
         has_temporaries: whether the loop keeps results of the size of parameters for a moment.
         is_torchs: whether it is one of torch's own, which can step in backward.
+        matrix: of one that needs whole matrices, what they take, iteration and exchanges apart; the rest is then of all
+            other parameters.
         in_8_bits: the same with its state in 8 bits, if there is one.
         packed_nbytes: bytes of state per trained parameter in a dtype of its own.
     """
@@ -31,6 +33,7 @@ class OptimizerRow:
     is_torchs: bool = True
     in_8_bits: str | None = None
     packed_nbytes: float = 0.0
+    matrix: OptimizerRow | None = None
 
     def state_nbytes(self, dtype: str) -> float:
         """Bytes of state per trained parameter that is stored as `dtype`."""
@@ -48,6 +51,8 @@ OPTIMIZERS = {
     "adamw": OptimizerRow(2, 21, ops=11, has_temporaries=True, in_8_bits="adamw-8bit"),
     "adamw-fused": OptimizerRow(2, 7, in_8_bits="adamw-8bit"),
     "adamw-8bit": OptimizerRow(0, 3, is_torchs=False, packed_nbytes=_ADAM_8_BIT_STATE),
+    # Momentum 3, the direction 3, cast 1.5, decay 2, the update 2.5; AdamW for what is no matrix.
+    "muon": OptimizerRow(2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(1, 12, ops=5)),
     "sgd": OptimizerRow(0, 3, ops=1),
     "sgd-momentum": OptimizerRow(1, 8, ops=3),
     "none": OptimizerRow(0, 0),

@@ -83,6 +83,14 @@ def _rest_table(plan: Plan) -> Table:
         f"(Transformers' own: {format_nbytes(memory.host_load_peers)}), "
         f"{format_nbytes(memory.host_steady)} in steady state",
     )
+    if (work := plan.setting.matrices) is not None:
+        table.add_row(
+            "matrices",
+            f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
+            f"{work.over_mean:.2f} of the mean, {work.dealing.balance:.2f} of the least that whole matrices allow; "
+            f"each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and back"
+            + (f", {format_nbytes(round(work.replicated_nbytes))} to replicas" if work.replicated_nbytes else ""),
+        )
     if plan.job.on_host and not plan.cluster.device.is_cpu:
         table.add_row(
             "between host and device",
@@ -153,6 +161,17 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "to_host": traffic.to_host_nbytes,
             "host_link": plan.links.host,
             "network_link": plan.links.network,
+        },
+        "matrices": None
+        if (work := plan.setting.matrices) is None
+        else {
+            "count": work.count,
+            "elements": work.numel,
+            "balance": work.dealing.balance,
+            "over_mean": work.over_mean,
+            "sent": work.sent_nbytes,
+            "replicated": work.replicated_nbytes,
+            "owned": work.owned_nbytes,
         },
         "time": {
             "step": time.total,

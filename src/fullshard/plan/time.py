@@ -38,7 +38,9 @@ from fullshard.plan.activations import layer_activations
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
-from fullshard.plan.memory import PlanSetting, owned_nbytes
+from fullshard.plan.matrices import MatrixWork
+from fullshard.plan.memory import PlanSetting, of_parameters
+from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 
@@ -202,7 +204,7 @@ def _copies(setting: PlanSetting, cluster: Cluster) -> float:
         if bucket.main_is_on_host and not bucket.is_gathered_from_host:
             seconds += bucket.compute_shard_nbytes / PCIE
     if setting.on_host.optimizer_state and not setting.on_host.main_weights:
-        seconds += 2 * owned_nbytes(setting, job.planned_optimizer.state_nbytes) / PCIE
+        seconds += 2 * of_parameters(setting, OptimizerRow.state_nbytes) / PCIE
     return seconds
 
 
@@ -218,7 +220,16 @@ def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:
         bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
     parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
     calls = parameters * optimizer.ops * device.op_seconds
-    return owned_nbytes(setting, optimizer.step_nbytes) / bandwidth + calls
+    seconds = of_parameters(setting, OptimizerRow.step_nbytes) / bandwidth + calls
+    return seconds + (_matrices(setting.matrices, cluster) if setting.matrices is not None else 0.0)
+
+
+def _matrices(work: MatrixWork, cluster: Cluster) -> float:
+    """The busiest rank's iterations, and the exchanges before and after, beside which nothing runs."""
+    device = cluster.device
+    inside, across = work.links(cluster.per_host)
+    sending = max(inside / device.link, across / device.network if across else 0.0) / device.link_efficiency
+    return work.busiest_flops / (device.flops * device.efficiency) + sending
 
 
 @dataclass(slots=True)

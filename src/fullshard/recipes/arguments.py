@@ -55,6 +55,11 @@ class TrainArguments(View):
         None, ge=1, description="Sequences per forward pass of a rank. Default: the rank's whole part of the batch"
     )
     seq_len: int = Field(128, ge=2, description="Tokens per sequence")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="adamw; or muon for hidden matrices, scaled so that a learning rate of AdamW fits, and adamw "
+        "for the rest",
+    )
     lr: float = Field(2e-3, gt=0, description="Highest learning rate")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a part of the highest")
     warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up. Default: a tenth of the steps")
@@ -169,6 +174,11 @@ class TrainArguments(View):
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
             raise ConfigError(
                 "--loss-chunk with --compile and --wrap none: the head would be within the compiled graph"
+            )
+        if self.step_in_backward and self.optimizer == "muon":
+            raise ConfigError(
+                "--step-in-backward updates one bucket after the other; --optimizer muon needs whole matrices of all",
+                hint="leave one of them out",
             )
         if self.step_in_backward and self.max_grad_norm:
             raise ConfigError(

@@ -19,6 +19,7 @@ from fullshard.checkpoint.weight_files import model_directory
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.launch.preemption import should_stop
+from fullshard.optim import MatrixRule, Muon
 from fullshard.recipes.hub import Hub, pushing_later, say
 from fullshard.recipes.sft_arguments import DataArguments, ModelArguments, SFTArguments, read_arguments
 
@@ -91,7 +92,25 @@ def make_trainer(arguments: SFTArguments) -> Any:
             eval_dataset=test,
             processing_class=tokenizer,
             peft_config=lora_config(model_arguments),
+            optimizer_cls_and_kwargs=_muon(training) if arguments.uses_muon else None,
         )
+
+
+def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
+    """What Trainer makes Muon with, once it has the adapters: something to call for something to give the model to."""
+
+    def make(model: Any, **options: Any) -> Muon:
+        rule = MatrixRule.of(model)
+        say(f"optimizer: {rule}")
+        return Muon(rule.groups(decays_vectors=False), adjust_lr_fn="match_rms_adamw", **options)
+
+    options = {
+        "lr": training.learning_rate,
+        "weight_decay": training.weight_decay,
+        "adamw_betas": (training.adam_beta1, training.adam_beta2),
+        "adamw_eps": training.adam_epsilon,
+    }
+    return lambda: make, options
 
 
 def merge(arguments: ModelArguments, trainer: Any) -> None:

@@ -11,7 +11,7 @@ import difflib
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,13 @@ class SFTArguments:
     Attributes:
         model, data: see the classes.
         training: TRL's `SFTConfig`, made for fullshard's engine.
+        uses_muon: `--optim muon`, which Transformers does not name.
     """
 
     model: ModelArguments
     data: DataArguments
     training: Any
+    uses_muon: bool = False
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
@@ -131,7 +133,12 @@ def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFT
             problems.append(f"unknown flag --{written}" + (f"; did you mean --{near[0]}?" if near else ""))
     if problems:
         raise ConfigError("\n".join(problems), hint="docs/sft.md says which flags there are")
-    return _parse(taken, config)
+    uses_muon = str(taken.get("optim")).lower() == "muon"
+    if uses_muon:
+        del taken["optim"]
+        if taken.get("optim_args") is not None:
+            raise ConfigError("--optim_args with --optim muon: they are for Transformers' own optimizers")
+    return replace(_parse(taken, config), uses_muon=uses_muon)
 
 
 def read_file(path: Path) -> dict[str, Any]:

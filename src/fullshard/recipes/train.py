@@ -40,6 +40,7 @@ from fullshard.observe import (
     reset_memory_peak,
     write_text,
 )
+from fullshard.optim import MatrixRule, Muon
 from fullshard.plan.job import Job
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
@@ -198,9 +199,7 @@ def _make_trainer(arguments: TrainArguments, data: TrainingData, accelerator: Ac
     model = accelerator.prepare(model)
     # From here on only dropout draws random numbers, and ranks must not draw the same ones.
     torch.manual_seed(arguments.seed + accelerator.process_index)
-    optimizer = torch.optim.AdamW(
-        _parameter_groups(model, arguments.weight_decay), lr=learning_rate(0, arguments), betas=_ADAM_BETAS
-    )
+    optimizer = _make_optimizer(model, arguments, console)
     return Trainer(
         accelerator,
         model=model,
@@ -226,6 +225,21 @@ def _checked_plan(trainer: Trainer, arguments: TrainArguments, console: Console)
     watch.watch([trainer.model], [trainer.optimizer.optimizer])
     yield
     watch.close()
+
+
+def _make_optimizer(model: nn.Module, arguments: TrainArguments, console: Console) -> torch.optim.Optimizer:
+    lr = learning_rate(0, arguments)
+    if arguments.optimizer == "adamw":
+        return torch.optim.AdamW(_parameter_groups(model, arguments.weight_decay), lr=lr, betas=_ADAM_BETAS)
+    rule = MatrixRule.of(model)
+    console.say(f"optimizer: {rule}")
+    return Muon(
+        rule.groups(decays_vectors=False),
+        lr=lr,
+        weight_decay=arguments.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+        adamw_betas=_ADAM_BETAS,
+    )
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -1,0 +1,107 @@
+"""What an optimizer that needs whole matrices does in a step: which, by whom, and what travels for it.
+
+The dealing is that of `core.matrices`, which the engine makes, too; what is a matrix follows from parameters' roles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fullshard.core.dtypes import Dtypes, itemsize
+from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, Dealing, Matrix, deal, matrices_in, matrix_shape
+from fullshard.plan.layout import ModelLayout, grouped
+from fullshard.plan.shapes import ModelShape, ParameterShape
+from fullshard.plan.traffic import carried
+
+SENT_AS = "bfloat16"
+"""What matrices are sent and computed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixWork:
+    """The matrices of a model, dealt.
+
+    Attributes:
+        dealing: to whom.
+    """
+
+    dealing: Dealing
+
+    @property
+    def count(self) -> int:
+        """How many matrices."""
+        return len(self.dealing.matrices)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return sum(matrix.numel for matrix in self.dealing.matrices)
+
+    @property
+    def ranks(self) -> int:
+        """Among how many they are dealt."""
+        return self.dealing.replicate_size * self.dealing.shard_size
+
+    @property
+    def over_mean(self) -> float:
+        """What the busiest rank computes, over the mean."""
+        work = self.dealing.work
+        return max(work) * len(work) / max(1, sum(work))
+
+    @property
+    def busiest_flops(self) -> int:
+        """FLOP of the busiest rank in a step."""
+        return NEWTON_SCHULZ_STEPS * max(self.dealing.work)
+
+    @property
+    def owned_nbytes(self) -> int:
+        """Bytes of the matrices of the rank that has most of them, while it computes."""
+        return self.dealing.owned_numel * itemsize(SENT_AS)
+
+    @property
+    def working_nbytes(self) -> int:
+        """Bytes that one iteration needs besides: two more of the largest matrix, and two of its square."""
+        largest = max(self.dealing.matrices, key=lambda matrix: matrix.numel)
+        return 2 * (largest.numel + min(largest.rows, largest.columns) ** 2) * itemsize(SENT_AS)
+
+    @property
+    def sent_nbytes(self) -> float:
+        """Bytes that a rank sends to owners and back in a step, on average."""
+        return 2 * self.dealing.moved_numel * itemsize(SENT_AS) / self.ranks
+
+    @property
+    def replicated_nbytes(self) -> float:
+        """Bytes of updates that a rank sends along the replicate axis, on average."""
+        return (self.dealing.replicate_size - 1) * self.numel * itemsize(SENT_AS) / self.ranks
+
+    def links(self, ranks_per_host: int) -> tuple[float, float]:
+        """Bytes on each device's link inside its host, and on that between hosts."""
+        shard, replicas = self.dealing.shard_size, self.dealing.replicate_size
+        buffer, own = self.sent_nbytes * shard / max(1, shard - 1), self.replicated_nbytes * replicas
+        one = carried(buffer, shard, stride=1, ranks_per_host=ranks_per_host)
+        other = carried(own / max(1, replicas - 1), replicas, stride=shard, ranks_per_host=ranks_per_host)
+        return one[0] + other[0], one[1] + other[1]
+
+
+def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes) -> MatrixWork | None:
+    """Deal a model's matrices; None if it has none that are trained."""
+    matrices: list[Matrix] = []
+    number = 0
+    for shapes, unit in zip(model.units, layout.units, strict=True):
+        buckets = grouped(shapes.parameters, dtypes).values()
+        for parameters, bucket in zip(buckets, unit.buckets, strict=True):
+            for index, parameter in enumerate(parameters):
+                if is_matrix(parameter):
+                    matrices += matrices_in(number, bucket.layout, index, flatten=False)
+            number += 1
+    if not matrices:
+        return None
+    layouts = [bucket.layout for bucket in layout.buckets]
+    return MatrixWork(deal(layouts, matrices, replicate_size=layout.replicate_size, shard_size=layout.shard_size))
+
+
+def is_matrix(parameter: ParameterShape) -> bool:
+    """Whether Muon updates it: hidden matrices, the factors of adapters, expert weights; no embedding and no head."""
+    if not parameter.trainable or parameter.role in ("embedding", "head") or len(parameter.shape) < 2:
+        return False
+    return "embed" not in parameter.name and 1 not in matrix_shape(parameter.shape, flatten=False)[1:]
