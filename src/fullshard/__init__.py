@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     )
     from fullshard.api.planning import plan_model
     from fullshard.api.planning import plan_model as plan
-    from fullshard.checkpoint import from_pretrained
+    from fullshard.checkpoint import from_pretrained, stream_weights
     from fullshard.engine import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -112,6 +112,7 @@ __all__ = [
     "should_stop",
     "skip_first_batches",
     "step_in_backward",
+    "stream_weights",
     "unsharded",
     "use_chunked_loss",
 ]
@@ -124,7 +125,7 @@ _ENGINE = (
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(_ENGINE, "fullshard.engine"),
-    "from_pretrained": "fullshard.checkpoint",
+    **dict.fromkeys(("from_pretrained", "stream_weights"), "fullshard.checkpoint"),
     "plan_model": "fullshard.api.planning",
     "should_stop": "fullshard.launch.preemption",
     "use_chunked_loss": "fullshard.wrap.chunked_loss",

@@ -7,6 +7,7 @@ from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dic
 from fullshard.checkpoint.load import load_checkpoint, prove_checkpoint
 from fullshard.checkpoint.pretrained import from_pretrained, load_pretrained
 from fullshard.checkpoint.save import save_checkpoint
+from fullshard.checkpoint.stream import stream_weights
 from fullshard.checkpoint.verify import Verification, verify_checkpoint
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "local_state_dict",
     "prove_checkpoint",
     "save_checkpoint",
+    "stream_weights",
     "verify_checkpoint",
     "whole_checkpoints",
 ]

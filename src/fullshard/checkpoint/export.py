@@ -90,12 +90,12 @@ def export_hf(
 
 def is_exported_as_it_is(model: nn.Module) -> bool:
     """Whether `export_hf` writes every parameter and persistent buffer under its own name and in its own shape."""
-    convert = _StoredForm(model, [*local_parameters(model, rank=0), *local_buffers(model, rank=0)], cast=None)
+    convert = StoredForm(model, [*local_parameters(model, rank=0), *local_buffers(model, rank=0)], cast=None)
     return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class Batch:
     """Parameters and buffers that are stored together: usually one as it is, else those that a converter takes.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Member:
         entries: the tensors made of it that go into this file, in the order they are stored.
     """
 
-    batch: _Batch
+    batch: Batch
     entries: list[TensorEntry]
 
 
@@ -128,11 +128,15 @@ _Plan = list[tuple[str, list[_Member]]]
 """Files in order, each with its members in the order they are stored."""
 
 
-class _StoredForm:
+class StoredForm:
     """From whole parameters to the tensors that Transformers stores for them.
 
     Usually that is the parameter itself. But Transformers 5 keeps some models in another form in memory than on disk,
     such as all experts of a layer in one tensor, and other software reads the form on disk.
+
+    Attributes:
+        batches: what is stored, in the model's order.
+        merged: what the adapters of a PEFT model make of it; None of another model.
     """
 
     def __init__(
@@ -149,27 +153,45 @@ class _StoredForm:
         self._outline = outline_of(model, {name: stand_in(source) for source in sources for name in source.names})
         by_name = {name: source for source in sources if (name := self._name(source)) not in ignored}
         as_it_is, groups = saving_rules(model, self._outline).save(by_name)
-        batches = [_Batch([by_name[name]], [name], stored_name=stored) for name, stored in as_it_is.items()]
+        batches = [Batch([by_name[name]], [name], stored_name=stored) for name, stored in as_it_is.items()]
         for group in groups:
             names = [name for _, name in group.takes]
-            batches.append(_Batch([by_name[name] for name in names], names, group=group))
+            batches.append(Batch([by_name[name] for name in names], names, group=group))
         order = {id(source): index for index, source in enumerate(sources)}
         self.batches = sorted(batches, key=lambda batch: min(order[id(source)] for source in batch.sources))
 
-    def gather(self, batch: _Batch) -> Callable[[], list[torch.Tensor]]:
+    @classmethod
+    def of(cls, model: nn.Module, *, rank: int, cast: torch.dtype | None) -> StoredForm:
+        """That of a model, adapters merged. Brings it to rest.
+
+        Raises:
+            CheckpointError: adapters that cannot be merged, or a unit that is held unsharded.
+        """
+        rest(model)
+        if is_adapted(model):
+            merged = MergedModel(model)
+            return cls(merged.base, merged.sources, cast=cast, merged=merged)
+        if hasattr(model, "peft_config"):
+            raise CheckpointError(
+                f"{type(model).__name__} carries adapters inside, whose names no plain model has",
+                hint="add them with peft.get_peft_model, whose model is merged on the way",
+            )
+        return cls(model, [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)], cast=cast)
+
+    def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
         """Bring together what a batch is made of, which is a collective; what is returned makes it."""
         makers = [self._gather(source) for source in batch.sources]
         return lambda: [make() for make in makers]
 
     def _gather(self, source: LocalTensor) -> Callable[[], torch.Tensor]:
         if self.merged is None:
-            whole = full_tensor(source)
+            whole = full_tensor(source, self._cast)  # fewer bytes are sent, and the result is the same
             return lambda: whole
         merged = self.merged
         wholes = {id(part): full_tensor(merged.local(part)) for part in merged.parts(source)}
         return lambda: merged.merge(source, lambda tensor: wholes[id(tensor)])
 
-    def __call__(self, batch: _Batch, wholes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: Batch, wholes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The stored tensors by name. Works on the meta device too, to learn names and shapes."""
         cast = [self._casted(whole) for whole in wholes]
         if batch.group is None:
@@ -186,21 +208,9 @@ class _StoredForm:
         return whole.to(self._cast) if self._cast is not None and whole.is_floating_point() else whole
 
 
-def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, _StoredForm]:
+def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, StoredForm]:
     """Which tensor goes into which file, the same on every rank."""
-    rest(model)
-    if is_adapted(model):
-        merged = MergedModel(model)
-        sources = merged.sources
-        convert = _StoredForm(merged.base, sources, cast=cast, merged=merged)
-    elif hasattr(model, "peft_config"):
-        raise CheckpointError(
-            f"{type(model).__name__} carries adapters inside, whose names no plain model has",
-            hint="add them with peft.get_peft_model, whose model is merged on the way",
-        )
-    else:
-        sources = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
-        convert = _StoredForm(model, sources, cast=cast)
+    convert = StoredForm.of(model, rank=rank, cast=cast)
     pairs = [
         (batch, TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)))
         for batch in convert.batches
@@ -216,7 +226,7 @@ def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) 
     return list(zip(file_names(len(shards)), shards, strict=True)), convert
 
 
-def _write_weights(directory: Path, plan: _Plan, convert: _StoredForm, ranks: Ranks) -> None:
+def _write_weights(directory: Path, plan: _Plan, convert: StoredForm, ranks: Ranks) -> None:
     """Gather every tensor and let rank 0 write it.
 
     An error on rank 0 does not stop the gathering, which the other ranks take part in; it is raised after the file.

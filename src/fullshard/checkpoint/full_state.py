@@ -19,9 +19,15 @@ from fullshard.engine import ShardedTensor
 from fullshard.engine.module import clean_name
 
 
-def full_tensor(local: LocalTensor) -> torch.Tensor:
-    """The whole of a parameter or buffer; sharded ones are gathered, which is a collective."""
-    return local.tensor.span.gather(local.held) if isinstance(local.tensor, ShardedTensor) else local.held
+def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole of a parameter or buffer; sharded ones are gathered, which is a collective.
+
+    Args:
+        local: what this rank holds of it.
+        dtype: cast it to this before, if it is a floating-point tensor.
+    """
+    held = local.held.to(dtype) if dtype is not None and local.held.is_floating_point() else local.held
+    return local.tensor.span.gather(held) if isinstance(local.tensor, ShardedTensor) else held
 
 
 def gather_when_all_save(model: nn.Module) -> None:
