@@ -77,7 +77,8 @@ def test_who_leaves_lets_nobody_wait(leaves: int, how: str) -> None:
 
 def _alive_while_gathering() -> int:
     model = _made("llama")
-    gather, given, most = Span.gather, [], 0
+    gather, most = Span.gather, 0
+    given: list[Any] = []
 
     def watched(span: Any, local: torch.Tensor) -> torch.Tensor:
         nonlocal most
