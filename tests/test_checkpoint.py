@@ -524,3 +524,17 @@ def test_load_full_state_dict() -> None:
     assert full_state_dict(sharded)["scale"] == 7
     with pytest.raises(CheckpointError, match=r"'scale' has shape \(\), got \(2,\)"):
         load_full_state_dict(sharded, {"scale": torch.zeros(2)}, strict=False)
+
+
+def test_a_manifest_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """A pipe would be waited for, a device or a file of any size read for ever."""
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "manifest.json")
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "manifest.json").symlink_to("/dev/zero")
+    (tmp_path / "long").mkdir()
+    with (tmp_path / "long" / "manifest.json").open("wb") as file:
+        file.truncate(2**40)  # takes no room
+    for name in ("pipe", "device", "long"):
+        assert "expected a file of at most" in verify_checkpoint(tmp_path / name).problems[0]
+    assert latest_checkpoint(tmp_path) is None

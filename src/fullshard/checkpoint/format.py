@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -31,6 +32,8 @@ FORMAT_VERSION = 2
 older version stays readable."""
 
 MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_NBYTES = 2**30
+"""Nobody makes room for more."""
 TRAINER_STATE = "training_state"
 """Directory in a `checkpoint-N` of Trainer's that holds what resumes the training: a checkpoint of ours."""
 
@@ -340,9 +343,16 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_manifest_bytes(directory: Path) -> bytes:
-    """Contents of the manifest file. Raises `CheckpointError` if there is none."""
+    """Contents of the manifest file. Raises `CheckpointError` if there is none, or what is there cannot be one."""
+    path = directory / MANIFEST_NAME
     try:
-        return (directory / MANIFEST_NAME).read_bytes()
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_NBYTES:
+            what = (
+                f"a file of {status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "no file, but a pipe or device"
+            )
+            raise CheckpointError(f"{path} is {what}, expected a file of at most {MAX_MANIFEST_NBYTES} bytes")
+        return path.read_bytes()
     except OSError as error:
         raise CheckpointError(
             f"{directory} holds no complete checkpoint: {MANIFEST_NAME} cannot be read ({error.strerror})",
