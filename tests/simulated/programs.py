@@ -8,7 +8,18 @@ from pathlib import Path
 
 import torch
 
-from tests.simulated.training import Case, Program, change, differences, hook, on_the_cpu, stage, train
+from tests.simulated.training import (
+    Case,
+    Program,
+    change,
+    change_in_turn,
+    differences,
+    hook,
+    look,
+    on_the_cpu,
+    stage,
+    train,
+)
 
 PROGRAMS: dict[str, tuple[Program, Case]] = {
     "two ranks": (train, Case(ranks=2)),
@@ -25,6 +36,8 @@ PROGRAMS: dict[str, tuple[Program, Case]] = {
     "changed at once": (change, Case(offload="everything", precision="bf16")),
     "changed at once, frozen": (change, Case(offload="compute shards", parameters="frozen")),
     "changed at once, all frozen but some": (change, Case(offload="everything", parameters="adapters")),
+    "changed at once, in turn": (change_in_turn, Case(offload="everything")),
+    "state looked at": (look, Case(offload="optimizer state")),
     "staged": (stage, Case()),
     "hook": (hook, Case()),
     "hook, main weights": (hook, Case(offload="main weights")),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,10 +20,12 @@ from torch.nn import functional
 
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.comm import torch_private
+from fullshard.config.switches import OFFLOAD
 from fullshard.engine import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardedTensor,
     activations,
     clip_grad_norm_,
     no_sync,
@@ -308,6 +311,30 @@ def stage(case: Case, kind: str) -> list[torch.Tensor]:
         found += [value.clone() for value in memory.copy({"model": state})["model"].values()]
         memory.reuse()
     return found
+
+
+def look(case: Case, kind: str) -> list[torch.Tensor]:
+    """The optimizer's state, read on the host as soon as it has stepped."""
+    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    model: Any = made(case, place)
+    optimizer = optimizer_of(case, model)
+    found: list[torch.Tensor] = []
+    for step in range(2):
+        tokens, targets = batch(step, 0, place)
+        functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for state in optimizer.state.values():
+            found += [value.local.clone() for value in state.values() if isinstance(value, ShardedTensor)]
+    assert found and all(value.device.type == "cpu" for value in found)
+    return found
+
+
+def change_in_turn(case: Case, kind: str) -> list[torch.Tensor]:
+    """`change` where copies have no streams of their own."""
+    with pytest.MonkeyPatch.context() as within:
+        within.setenv(OFFLOAD.name, "in-turn")
+        return change(case, kind)
 
 
 Program = Callable[[Case, str], list[torch.Tensor]]

@@ -74,6 +74,7 @@ class FiniteGuard:
         self._ranks: set[int] = set()
         self._squares: list[torch.Tensor] = []
         self._message: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._alarm: bool | None = None
         self._names: dict[str, str] | None = None
 
     def choose(self, policy: str, limit: int) -> None:
@@ -138,7 +139,7 @@ class FiniteGuard:
             if work is not None:
                 work.wait()
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=outer, async_op=True)
-        self._message = flag, work
+        self._message, self._alarm = (flag, work), None
 
     def largest_outside(self, number: int) -> int:
         """The largest of what ranks have along axes that are not the mesh's. A collective if there are such."""
@@ -162,10 +163,12 @@ class FiniteGuard:
         """Whether any rank has seen any since the last step, the same on every rank."""
         if self._message is None:
             return False
-        flag, work = self._message
-        if work is not None:
-            work.wait()
-        return bool(flag.item())
+        if self._alarm is None:
+            flag, work = self._message
+            if work is not None:
+                work.wait()
+            self._alarm = bool(flag.item())  # the host waits here, once a step
+        return self._alarm
 
     def note_names(self) -> None:
         """Before gradients are clipped, which makes all of them NaN: note which are not finite on this rank."""

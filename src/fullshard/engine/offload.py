@@ -115,11 +115,12 @@ class Host:
     def __init__(self, device: torch.device, *, pins: bool, overlaps: bool) -> None:
         self._device = device
         self._place = torch.device("meta" if device.type == "meta" else "cpu")
-        has_streams = device.type not in ("cpu", "meta")
-        self._pins = pins and has_streams
+        self._has_streams = device.type not in ("cpu", "meta")
+        self._pins = pins and self._has_streams
         self._to_device, self._to_host = (
-            torch.Stream(device) if overlaps and has_streams else None for _ in ("to device", "to host")
+            torch.Stream(device) if overlaps and self._has_streams else None for _ in ("to device", "to host")
         )
+        self._reading: torch.Event | None = None
         self._leaving: deque[_Leaving] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -138,7 +139,12 @@ class Host:
 
     def arriving(self, work: Work) -> Work:
         """`work` that was launched inside `copying_to_device`; waiting for it waits for the copies, too."""
-        return work if self._to_device is None else _Arriving(work, self._to_device.record_event(), self._device)
+        if self._to_device is not None:
+            self._reading = self._to_device.record_event()
+            return _Arriving(work, self._reading, self._device)
+        if self._has_streams:  # what is page-locked is read late even so
+            self._reading = torch.accelerator.current_stream(self._device).record_event()
+        return work
 
     def send(self, work: Work) -> Work:
         """Copy the result of `work`, a tensor on the device, to the host as soon as it is there."""
@@ -192,9 +198,10 @@ class Host:
             torch.accelerator.current_stream(self._device).synchronize()
 
     def settle(self) -> None:
-        """Wait until no copy to the device reads host memory: after that, it may change at any time."""
-        if self._to_device is not None:
-            self._to_device.synchronize()
+        """Wait until no gather reads host memory: after that, it may change at any time."""
+        if self._reading is not None:
+            self._reading.synchronize()
+            self._reading = None
 
     @contextlib.contextmanager
     def _beside(self, stream: torch.Stream | None) -> Iterator[None]:

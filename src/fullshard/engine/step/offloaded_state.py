@@ -51,7 +51,8 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
             _rebind(tensors, host, way)
             moved[bucket] = moved.get(bucket, 0) + nbytes
     for host in {bucket.storage.host for bucket in moved if bucket.storage.host is not None}:
-        host.finish()
+        if way is EventKind.TO_HOST:  # where anybody may read it; nobody changes what is on its way to the device
+            host.finish()
     for bucket in sorted(moved, key=lambda bucket: bucket.tag):
         if moved[bucket]:
             bucket.emit(way, moved[bucket], "optimizer state")

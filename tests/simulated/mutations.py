@@ -1,0 +1,253 @@
+"""Each place where the engine waits for a stream, one at a time taken out: some program must give a wrong number then.
+
+    python -m tests.simulated.mutations [words of its name]
+
+says for each which program does. A change is made in a copy of the package, for a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src"
+TORCH_DIST, BASE = "comm/torch_dist.py", "comm/base.py"
+OFFLOAD, ACTIVATIONS = "engine/offload.py", "engine/activations.py"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of one file of the package.
+
+    Attributes:
+        what: it takes out.
+        file, old, new: what is where, once, and what stands there instead.
+        found_by: the program that gives a wrong number then.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    found_by: str
+
+    @property
+    def changed(self) -> str:
+        """The file with the change.
+
+        Raises:
+            ValueError: what is to be changed is not there, or more than once.
+        """
+        text = (SOURCE / "fullshard" / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file} has {text.count(self.old)} times what is to be changed: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+    @contextmanager
+    def applied(self) -> Iterator[Path]:
+        """A folder with the changed package."""
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "fullshard"
+            shutil.copytree(SOURCE / "fullshard", copy, ignore=shutil.ignore_patterns("__pycache__"))
+            (copy / self.file).write_text(self.changed)
+            yield Path(folder)
+
+
+MUTATIONS = (
+    Mutation(
+        "a gather or an all-reduce is not waited for",
+        TORCH_DIST,
+        "        for work in works:\n            work.wait()\n        return result",
+        "        return result",
+        "two ranks",
+    ),
+    Mutation(
+        "a reduction is not waited for",
+        TORCH_DIST,
+        "        work.wait()\n        average = total",
+        "        average = total",
+        "two ranks",
+    ),
+    Mutation(
+        "packed gradients are not waited for",
+        TORCH_DIST,
+        "            arriving = exchange.wait()\n",
+        "            arriving = exchange.wait.__closure__[0].cell_contents\n",
+        "packed",
+    ),
+    Mutation(
+        "packed parameters are not waited for",
+        BASE,
+        "                messages = arriving.pop().wait()\n",
+        "                messages = arriving.pop().wait.__closure__[0].cell_contents\n",
+        "packed",
+    ),
+    Mutation(
+        "copies do not wait for what computes",
+        OFFLOAD,
+        "        stream.wait_stream(torch.accelerator.current_stream(self._device))\n",
+        "",
+        "main weights",
+    ),
+    Mutation(
+        "computing does not wait for activations that arrive or leave",
+        OFFLOAD,
+        "            torch.accelerator.current_stream(self.device).wait_event(self.event)",
+        "            pass",
+        "activations",
+    ),
+    Mutation(
+        "computing does not wait for a compute shard that arrives",
+        OFFLOAD,
+        ".wait_event(self.copied)\n        return self.work.wait()",
+        "\n        return self.work.wait()",
+        "everything",
+    ),
+    Mutation(
+        "the memory of a gradient goes before it has left",
+        OFFLOAD,
+        "            torch.accelerator.current_stream(self.device).wait_event(self.copied)\n        self.tensor = None",
+        "            pass\n        self.tensor = None",
+        "everything",
+    ),
+    Mutation(
+        "the host does not wait for a gradient",
+        OFFLOAD,
+        "        if self.copied is not None:\n            self.copied.synchronize()\n",
+        "",
+        "hook, main weights",
+    ),
+    Mutation(
+        "the host does not wait for copies that still read main weights",
+        OFFLOAD,
+        "            self._reading.synchronize()\n",
+        "",
+        "changed at once",
+    ),
+    Mutation(
+        "the host does not wait for optimizer state",
+        OFFLOAD,
+        "        if self._pins:\n            torch.accelerator.current_stream(self._device).synchronize()",
+        "        pass",
+        "state looked at",
+    ),
+    Mutation(
+        "activations: memory goes before they have left",
+        ACTIVATIONS,
+        "            copied.wait()\n",
+        "",
+        "activations",
+    ),
+    Mutation(
+        "activations: backward does not wait until they arrive",
+        ACTIVATIONS,
+        "            page.arriving.wait()\n",
+        "",
+        "activations",
+    ),
+    Mutation(
+        "optimizer state is not waited for",
+        "engine/step/offloaded_state.py",
+        "            host.finish()\n",
+        "            pass\n",
+        "state looked at",
+    ),
+    Mutation(
+        "a save does not wait for its copies",
+        "checkpoint/staging.py",
+        "            torch.accelerator.synchronize()\n",
+        "            pass\n",
+        "staged",
+    ),
+    Mutation(
+        "after a forward copies may still read main weights",
+        "engine/schedule.py",
+        "            other.rest()\n        if not failed:\n            self.settle()\n",
+        "            other.rest()\n",
+        "changed at once",
+    ),
+    Mutation(
+        "after a backward copies may still read main weights",
+        "engine/schedule.py",
+        "        self._end_backward()\n        self.settle()\n",
+        "        self._end_backward()\n",
+        "changed at once",
+    ),
+    Mutation(
+        "at a step copies may still read main weights",
+        "engine/schedule.py",
+        "        self.settle()  # a peer may still be reading main weights where they are\n",
+        "",
+        "changed at once",
+    ),
+    Mutation(
+        "without streams of their own copies may still read main weights",
+        OFFLOAD,
+        "            self._reading = torch.accelerator.current_stream(self._device).record_event()\n",
+        "            pass\n",
+        "changed at once, in turn",
+    ),
+    Mutation(
+        "a hook does not wait for what it is given",
+        "engine/bucket_spec.py",
+        "            self.stream.wait_stream(current)\n",
+        "",
+        "hook",
+    ),
+    Mutation(
+        "a hook is not waited for",
+        "engine/bucket_spec.py",
+        "            current.wait_stream(self.stream)\n",
+        "",
+        "hook",
+    ),
+    Mutation(
+        "a scale is not waited for where gradients are on the host",
+        "engine/interop.py",
+        "        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()\n",
+        "        pass\n",
+        "scaled",
+    ),
+    Mutation(
+        "a fused optimizer on the host does not wait for the scale",
+        "engine/step/hooks.py",
+        "                setattr(optimizer, name, value.cpu())\n",
+        "                pass\n",
+        "scaled, fused",
+    ),
+)
+
+
+def run(source: Path, expected: Path, *names: str) -> list[str]:
+    """Which of these programs (of all) give a wrong number with the package in a folder, and in which orders.
+
+    The first time it makes what is expected.
+    """
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(source), str(SOURCE.parent)]), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "tests.simulated.programs", str(expected), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the programs did not end well:\n{done.stdout}\n{done.stderr[-3000:]}")
+    return done.stdout.split("\n")[:-1]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        expected = Path(folder) / "expected"
+        run(SOURCE, expected)
+        for mutation in MUTATIONS:
+            if all(word in mutation.what for word in sys.argv[1:]):
+                with mutation.applied() as source:
+                    found = run(source, expected, mutation.found_by) or run(source, expected)
+                    print(f"{mutation.what}:", "; ".join(found) or "NOT FOUND", flush=True)
+
+
+if __name__ == "__main__":
+    main()

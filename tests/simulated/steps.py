@@ -1,0 +1,81 @@
+"""A step in steady state, looked at: where the host waits, which collectives there are. And torch's own engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.nn import functional
+
+from fullshard.engine import clip_grad_norm_
+from tests.simulated.training import Case, Model, batch, made, optimizer_of
+
+
+def waits_of_a_step(case: Case, clips: bool = True) -> dict[str, int]:
+    """Where the host waits for the device in the third step, and how often; the loss is not read."""
+    from tests.simulated.device import host_waits
+
+    place = torch.device("simulated", dist.get_rank())
+    model: Any = made(case, place)
+    optimizer = optimizer_of(case, model)
+    found: Counter[str] = Counter()
+    for step in range(3):
+        tokens, targets = batch(step, 0, place)
+        dist.barrier()
+        with host_waits() as waits:
+            functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).backward()
+            if clips:
+                clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            found = Counter(waits)  # of all ranks
+        dist.barrier()
+    return dict(found)
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[set[str]]:
+    """Kinds of collectives on devices inside, with the number of the reduction (0 a sum, 4 a maximum)."""
+    from tests.simulated.group import SimulatedGroup
+
+    seen: set[str] = set()
+    meet = SimulatedGroup._meet
+
+    def noted(self: Any, what: str, outputs: Any, inputs: Any, options: Any = None, root: int = 0) -> Any:
+        if (outputs or inputs)[0].device.type != "cpu":
+            seen.add(what if options is None else f"{what} {int(getattr(options.reduceOp, 'op', options.reduceOp))}")
+        return meet(self, what, outputs, inputs, options, root)
+
+    SimulatedGroup._meet = noted
+    try:
+        yield seen
+    finally:
+        SimulatedGroup._meet = meet
+
+
+def train_with_torch(offloads: bool, kind: str) -> list[torch.Tensor]:
+    """Torch's `fully_shard` on the same model, as a control."""
+    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    torch.manual_seed(1)
+    model: Any = Model(Case()).to(place)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    policy = CPUOffloadPolicy() if offloads else OffloadPolicy()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    found = []
+    for step in range(3):
+        tokens, targets = batch(step, 0, place)
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [value.cpu() for value in (*found, *(parameter.to_local().detach() for parameter in model.parameters()))]

@@ -1,0 +1,113 @@
+"""On the simulated accelerator: where a step has the host wait, which collectives it needs, and torch's own engine."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.simulated.mutations import MUTATIONS, SOURCE, Mutation, run
+from tests.simulated.process import on_device
+from tests.simulated.programs import PROGRAMS
+from tests.simulated.steps import collectives, train_with_torch, waits_of_a_step
+from tests.simulated.training import Case, as_with_nccl, small_activations
+
+ALARM = "aten::_local_scalar_dense in engine/finite.py:is_alarmed"
+"""Whether gradients are finite decides whether the optimizer steps."""
+SETTLED = "event.synchronize in engine/offload.py:settle"
+"""The script may change main weights on the host after a forward, and after a backward."""
+GRADIENT = "event.synchronize in engine/offload.py:wait"
+"""A gradient goes to the host, where anybody may read it: one for each unit."""
+NORM = {
+    "copy to the device in engine/interop.py:_group_norm": 1,
+    "copy to the host in engine/interop.py:clip_grad_norm_": 1,
+}
+"""The norm of gradients on the host is summed on the device."""
+
+WAITS = {
+    Case(): {ALARM: 1},
+    Case(activations="on host"): {ALARM: 1},
+    Case(offload="optimizer state"): {ALARM: 1, "stream.synchronize in engine/offload.py:finish": 1},
+    Case(offload="main weights"): {ALARM: 1, SETTLED: 2, GRADIENT: 4, **NORM},
+    Case(offload="everything"): {ALARM: 1, SETTLED: 2, GRADIENT: 4, **NORM},
+}
+
+
+def _waits(cases: list[Case]) -> list[dict[str, int]]:
+    from tests.simulated.group import run_ranks
+
+    with small_activations():
+        return [run_ranks(waits_of_a_step, case.ranks, case)[0] for case in cases]
+
+
+def test_where_the_host_waits_in_a_step() -> None:
+    """Nowhere else: what is not here goes on beside the host. Reading the loss is the script's."""
+    assert dict(zip(map(str, WAITS), on_device(_waits, list(WAITS)), strict=True)) == {
+        str(case): waits for case, waits in WAITS.items()
+    }
+
+
+def _collectives() -> list[str]:
+    from tests.simulated.group import run_ranks
+
+    cases = [Case(ranks=2), Case(ranks=2, precision="packed"), Case(ranks=2, strategy="NO_SHARD", offload="everything")]
+    with small_activations(), as_with_nccl(), collectives() as seen:
+        for case in cases:
+            run_ranks(waits_of_a_step, case.ranks, case)
+    return sorted(seen)
+
+
+def test_a_step_needs_collectives_that_every_backend_has() -> None:
+    """What NCCL, XCCL and HCCL have in common; of reductions the sum (0) and the maximum (4)."""
+    assert on_device(_collectives) == ["all_gather", "all_reduce 0", "all_reduce 4", "all_to_all", "reduce_scatter 0"]
+
+
+def test_the_engine_speaks_to_no_device_by_name() -> None:
+    """`torch.cuda` is for those who ask what the machine is; the engine and its collectives use `torch.accelerator`."""
+    for folder in ("comm", "engine", "wrap", "checkpoint"):
+        for path in sorted((SOURCE / "fullshard" / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                found = isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+                assert not found, f"{path}:{getattr(node, 'lineno', 0)}"
+
+
+def _torchs(offloads: bool) -> dict[str, list[list[torch.Tensor]]]:
+    from tests.simulated.device import ORDERS, begin
+    from tests.simulated.group import run_ranks
+
+    found: dict[str, Any] = {}
+    for order in ORDERS:
+        begin(order, seed=1)
+        found[order.name] = run_ranks(train_with_torch, 2, offloads, "simulated")
+    return found
+
+
+@pytest.mark.parametrize("offloads", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_torchs_own_engine_is_clean(offloads: bool) -> None:
+    """What the device shows of the engine is not of the device's making."""
+    orders = list(on_device(_torchs, offloads).values())
+    for ranks in orders[1:]:
+        for values, expected in zip(ranks, orders[0], strict=True):
+            assert all(map(torch.equal, values, expected)) and all(bool(value.isfinite().all()) for value in values)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("programs") / "expected"
+    run(SOURCE, path)
+    return path
+
+
+def test_mutations_are_of_the_code_as_it_is() -> None:
+    for mutation in MUTATIONS:
+        assert mutation.changed and mutation.found_by in PROGRAMS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
+def test_a_wait_that_is_taken_out_is_found(mutation: Mutation, expected: Path) -> None:
+    with mutation.applied() as source:
+        assert run(source, expected, mutation.found_by)
