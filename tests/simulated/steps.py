@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,11 +53,9 @@ def collectives() -> Iterator[set[str]]:
             seen.add(what if options is None else f"{what} {int(getattr(options.reduceOp, 'op', options.reduceOp))}")
         return meet(self, what, outputs, inputs, options, root)
 
-    SimulatedGroup._meet = noted
-    try:
+    with pytest.MonkeyPatch.context() as within:
+        within.setattr(SimulatedGroup, "_meet", noted)
         yield seen
-    finally:
-        SimulatedGroup._meet = meet
 
 
 def train_with_torch(offloads: bool, kind: str) -> list[torch.Tensor]:
