@@ -22,7 +22,7 @@ from fullshard.cli.plan import _question
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.core.errors import ConfigError
-from fullshard.plan.evaluate import changes_that_fit, evaluate, pareto, search
+from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, split_devices, write_calibration
 from fullshard.plan.job import Job
@@ -32,6 +32,7 @@ from fullshard.plan.library import load_model
 from fullshard.plan.memory import PlanSetting, memory_of
 from fullshard.plan.report import as_dict, as_run_config
 from fullshard.plan.schedule import predict_step
+from fullshard.plan.search import pareto, search
 from fullshard.plan.time import time_of
 from fullshard.plan.traffic import traffic_of
 
@@ -250,7 +251,7 @@ def test_what_is_recommended_fits(
     proposed = [change.plan for change in changes_that_fit(plan)] if not plan.fits else []
     for recommended in [*found, *pareto(found), *proposed]:
         again = evaluate(shape, recommended.job, recommended.cluster)  # from its job alone, not as it was found
-        assert again.memory.needed <= again.cluster.device.memory
+        assert again.memory.needed <= MARGIN * again.cluster.device.memory
         assert again.memory.needed == recommended.memory.needed
     assert all(a.time.tokens_per_second >= b.time.tokens_per_second for a, b in itertools.pairwise(found))
 

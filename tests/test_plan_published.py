@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.plan.evaluate import evaluate
+from fullshard.plan.evaluate import ERROR_BAR, evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
@@ -163,6 +163,12 @@ def test_the_median_error_is_small() -> None:
           f"speed {statistics.median(speed):.1%} of {len(speed)}")  # fmt: skip
     assert statistics.median(memory) <= 0.10
     assert statistics.median([*memory, *speed]) <= 0.10
+
+
+def test_the_error_bar_is_that_of_the_rows() -> None:
+    """What `plan` prints beside a prediction: four of five rows lie inside."""
+    ratios = statistics.quantiles((row.published / predicted(row) for row in ROWS), n=10, method="inclusive")
+    assert (ratios[0], ratios[-1]) == pytest.approx(ERROR_BAR, abs=0.005)
 
 
 def test_host_memory_of_the_seed() -> None:

@@ -48,6 +48,10 @@ def plan(
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts the devices are in. Default: full ones")] = None,
     config: Config = None,
     auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits; or --strategy auto")] = False,
+    margin: Annotated[
+        float | None,
+        typer.Option(min=1, max=100, help="Percent of a device that --auto and proposals may fill. Default: 92"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this .png, .svg or .pdf", parser=path_word)] = None,
     write: Annotated[
@@ -71,8 +75,9 @@ def plan(
 
     Exit code 0 if it fits, 1 if it does not, 2 for a mistake in the question.
     """
-    from fullshard.plan.evaluate import changes_that_fit, evaluate, pareto, search
+    from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate
     from fullshard.plan.library import load_model
+    from fullshard.plan.search import pareto, search
 
     if calibrate is not None:
         _calibrate(calibrate)
@@ -80,6 +85,7 @@ def plan(
             return
     if model is None:
         raise ConfigError("no --model", hint="name one, for example --model Llama-3.1-8B, or give a config.json")
+    part = MARGIN if margin is None else margin / 100
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
     described, notes = load_model(model, shape)
     given = {name: value for name, value in settings.items() if _is_given(context, name)}
@@ -89,11 +95,11 @@ def plan(
     job, cluster, more = _question(given, devices, hosts, config, calibrate)
     notes += more
     if auto:
-        found = search(described, job, cluster, strategies=[job.strategy] if "strategy" in given else ())
+        found = search(described, job, cluster, fixed=given.keys() - {"micro_batch", "accumulation"}, margin=part)
         front, chosen = pareto(found), found[0]
     else:
         front, chosen = [], evaluate(described, job, cluster)
-    changes = [] if chosen.fits else changes_that_fit(chosen)
+    changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
     if plot is not None:
         from fullshard.plan.pictures import draw
 

@@ -122,6 +122,10 @@ class Memory:
             return self.peak
         return self.peak + fragments_nbytes(self.peak - self.persistent - framework)
 
+    def peak_of(self, phase: str) -> int:
+        """The fullest moment of one phase."""
+        return sum(self.phases[phase].values())
+
     @property
     def peak_of_step(self) -> int:
         """The fullest moment of a step, loading and saving left out."""

@@ -27,6 +27,8 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     if model.is_final:
         return model
     if job.method == "full":
+        if all(p.exact or p.dtype == job.main_dtype for p in model.parameters):
+            return model
         return model.map(lambda unit, p: [p] if p.exact else [dataclasses.replace(p, dtype=job.main_dtype)])
     names = {p.name.split(".")[-2] for unit in model.units[:-1] for p in unit.parameters if p.role == "matrix"}
     targets = job.lora_targets or "all-linear"

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
     """The whole plan."""
     parts: list[RenderableType] = [Text(_headline(plan)), _memory_table(plan), _rest_table(plan)]
-    parts.append(Text(plan.verdict, style="bold green" if plan.fits else "bold red"))
+    colors = {"fits": "green", "fits, tight": "yellow", "may not fit": "yellow", "does not fit": "red"}
+    parts.append(Text(plan.verdict, style=f"bold {colors[plan.confidence]}"))
     if changes:
         table = Table("what would make it fit", "needs, GiB", "time per token", title=None)
         for change in changes:
@@ -139,10 +140,12 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
         "devices": {"kind": plan.cluster.device.name, "count": plan.cluster.count, "hosts": plan.cluster.hosts},
         "job": plan.job.model_dump(),
         "fits": plan.fits,
+        "confidence": plan.confidence,
         "verdict": plan.verdict,
         "memory": {
             "needed": memory.needed,
             "available": plan.cluster.device.memory,
+            "expected": plan.expected,
             "peak": memory.peak,
             "persistent": memory.persistent,
             "phases": memory.phases,

@@ -1,0 +1,133 @@
+"""`--auto` against every combination there is, tried one by one.
+
+pytest tests/test_plan_search.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fullshard.core.errors import ConfigError
+from fullshard.plan.evaluate import MARGIN, Plan, evaluate
+from fullshard.plan.hardware import DEVICES, Cluster, parse_cluster
+from fullshard.plan.job import Job
+from fullshard.plan.library import load_model
+from fullshard.plan.search import search
+from fullshard.plan.shapes import ModelShape
+
+SITUATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "small, one host": ("GPT-2", "8xA100", {"seq_len": 512}),
+    "small, no room": ("GPT-2-medium", "2xA10G", {"seq_len": 1024, "micro_batch": 8}),
+    "small, two hosts": ("Qwen2.5-0.5B", "16xRTX4090", {"micro_batch": 4}),
+    "adapters": ("Qwen2.5-0.5B", "2xRTX3090", {"method": "lora", "seq_len": 4096}),
+    "7B, one host": ("Llama-2-7B", "8xA100-40", {}),
+    "7B, many hosts": ("Llama-2-7B", "64xA100", {"micro_batch": 4, "seq_len": 4096}),
+    "7B, little memory": ("Llama-2-7B", "8xRTX4090", {}),
+    "8B, long": ("Llama-3.1-8B", "8xH100", {"seq_len": 32768}),
+    "8B, compiled": ("Llama-3.1-8B", "8xH100", {"seq_len": 8192, "compile": True}),
+    "7B in four bits": ("Llama-2-7B", "2xRTX3090", {"method": "qlora", "micro_batch": 4}),
+    "mixture": ("Mixtral-8x7B", "64xH100", {"seq_len": 4096}),
+    "70B": ("Llama-3.1-70B", "64xH100", {"micro_batch": 2, "seq_len": 4096}),
+}
+QUICK = ("small, no room",)
+
+
+def everything(model: ModelShape, job: Job, cluster: Cluster) -> Iterator[Plan]:
+    """Each combination that fits below the margin."""
+    sizes = [2**power for power in range(1, 12) if 2**power < cluster.count]
+    meshes: list[tuple[str, int | None]] = [(name, None) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
+    meshes += [(name, None) for name in ("SHARD_GRAD_OPTIMIZER", "SHARD_OPTIMIZER")]
+    meshes += itertools.product(("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"), sizes)
+    hosts = ({}, {"offload_activations": True}, {"offload_optimizer_state": True}, {"offload_main_weights": True})
+    hosts += ({"offload": True},)  # type: ignore[assignment]
+    sequences = job.micro_batch * job.accumulation
+    kinds, flags, losses = ("none", "selective", "full"), (False, True), ("eager", "fused")
+    for (
+        strategy,
+        shard_size,
+    ), checkpointing, host, in_backward, embeddings, optimizer, loss, size in itertools.product(
+        meshes, kinds, hosts, flags, flags, ("adamw", "adamw-fused"), losses, (1, 2, 4, 8, 16, 32, 64)
+    ):
+        if size > sequences > 1 or (checkpointing == "selective" and job.compile):
+            continue
+        values = {"strategy": strategy, "shard_size": shard_size, "checkpointing": checkpointing, "loss": loss, **host}
+        values |= {"step_in_backward": in_backward, "wrap_embeddings": embeddings, "optimizer": optimizer}
+        values |= {"micro_batch": size, "accumulation": max(1, sequences // size)}
+        try:
+            plan = evaluate(model, Job.of({**job.model_dump(), **values}), cluster)
+        except ConfigError:
+            continue
+        if plan.is_within(MARGIN):
+            yield plan
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in SITUATIONS]
+)
+def test_no_combination_is_faster(name: str) -> None:
+    """By more than 2 %. Layers are taken away, so that there is time for thousands of plans."""
+    model_name, devices, values = SITUATIONS[name]
+    model, _ = load_model(model_name)
+    cluster, job = parse_cluster(devices), Job.of(values)
+    layers = 7
+    share = (model.numel - model.root.numel) * layers / len(model.blocks) / model.numel + model.root.numel / model.numel
+    model = dataclasses.replace(model, units=(*model.units[:layers], model.root))
+    memory = round(cluster.device.memory * min(1.0, 2 * share))
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
+    found = search(model, job, cluster)[0]
+    best = max(everything(model, job, cluster), key=lambda plan: plan.time.tokens_per_second)
+    speeds = found.time.tokens_per_second, best.time.tokens_per_second
+    print(f"{name}: found {speeds[0]:.0f}, best {speeds[1]:.0f}: {best.job.model_dump(exclude_defaults=True)}")
+    assert speeds[0] >= 0.98 * speeds[1]
+
+
+def test_bounds_are_bounds() -> None:
+    """What a few layers say of the whole model: never too much memory, never too slow."""
+    from fullshard.plan.search import _Bounds
+
+    model, _ = load_model("Llama-3.1-8B")
+    cluster = parse_cluster("16xH100")
+    bounds = _Bounds(model, cluster, 100.0)
+    switches = ({}, {"offload": True}, {"step_in_backward": True}, {"strategy": "SHARD_GRAD_OP"}, {"micro_batch": 8})
+    for checkpointing, more in itertools.product(("none", "full"), switches):
+        job = Job.of({"checkpointing": checkpointing, **more})
+        bound, plan = bounds.of(job), evaluate(model, job, cluster)
+        assert bound is not None
+        assert 0.9 * plan.memory.needed <= bound.needed <= 1.03 * plan.memory.needed
+        assert plan.time.tokens_per_second <= bound.tokens_per_second * 1.001 <= 1.1 * plan.time.tokens_per_second
+
+
+def test_what_is_fixed_stays() -> None:
+    model, _ = load_model("GPT-2")
+    job = Job.of({"strategy": "FULL_SHARD", "checkpointing": "full", "optimizer": "adamw"})
+    fixed = ("strategy", "checkpointing", "optimizer", "loss")
+    for plan in search(model, job, parse_cluster("8xH100"), fixed=fixed):
+        assert all(getattr(plan.job, name) == getattr(job, name) for name in fixed)
+
+
+def test_the_margin() -> None:
+    model, _ = load_model("GPT-2")
+    cluster = parse_cluster("2xA10G")
+    tight, loose = (search(model, Job.of({}), cluster, margin=margin)[0] for margin in (0.4, 1.0))
+    assert tight.memory.needed <= 0.4 * cluster.device.memory < loose.memory.needed
+    with pytest.raises(ConfigError, match=r"2% of that may be filled \(--margin\)"):
+        search(model, Job.of({}), cluster, margin=0.02)
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0.8, "fits"), (0.9, "fits, tight"), (0.95, "may not fit"), (1.02, "may not fit"), (1.2, "does not")],
+)
+def test_verdicts(share: float, words: str) -> None:
+    """By what part of the device a plan needs."""
+    model, _ = load_model("GPT-2")
+    plan = evaluate(model, Job.of({}), parse_cluster("8xA100"))
+    device = dataclasses.replace(DEVICES["A100-80"], memory=round(plan.memory.needed / share))
+    plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device))
+    assert plan.verdict.startswith(words)
+    assert plan.confidence.startswith(words) and plan.fits == (share <= 1)
