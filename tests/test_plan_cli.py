@@ -256,11 +256,12 @@ def test_what_is_recommended_fits(
     assert all(a.time.tokens_per_second >= b.time.tokens_per_second for a, b in itertools.pairwise(found))
 
 
+@pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("sync", [True, False])
-def test_one_micro_batch_stands_for_all(sync: bool) -> None:
+def test_one_micro_batch_stands_for_all(sync: bool, steps: bool) -> None:
     """The short cut for accumulation gives what replaying every event gives."""
     shape, _ = load_model("GPT-2")
-    job = Job.of({"accumulation": 5, "sync_each_micro_batch": sync})
+    job = Job.of({"accumulation": 5, "sync_each_micro_batch": sync, "step_in_backward": steps})
     cluster = parse_cluster("8xA100")
     plan = evaluate(shape, job, cluster)
     layout = lay_out(shape, strategy=job.row, world_size=8, dtypes=job.dtypes)

@@ -22,7 +22,7 @@ from fullshard.plan.shapes import ModelShape
 
 SITUATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "small, one host": ("GPT-2", "8xA100", {"seq_len": 512}),
-    "small, no room": ("GPT-2-medium", "2xA10G", {"seq_len": 1024, "micro_batch": 8}),
+    "small, no room": ("GPT-2-medium", "2xA10G", {"seq_len": 1024, "micro_batch": 2}),
     "small, two hosts": ("Qwen2.5-0.5B", "16xRTX4090", {"micro_batch": 4}),
     "adapters": ("Qwen2.5-0.5B", "2xRTX3090", {"method": "lora", "seq_len": 4096}),
     "7B, one host": ("Llama-2-7B", "8xA100-40", {}),
@@ -43,8 +43,8 @@ def everything(model: ModelShape, job: Job, cluster: Cluster) -> Iterator[Plan]:
     meshes: list[tuple[str, int | None]] = [(name, None) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
     meshes += [(name, None) for name in ("SHARD_GRAD_OPTIMIZER", "SHARD_OPTIMIZER")]
     meshes += itertools.product(("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"), sizes)
-    hosts = ({}, {"offload_activations": True}, {"offload_optimizer_state": True}, {"offload_main_weights": True})
-    hosts += ({"offload": True},)  # type: ignore[assignment]
+    parts = ("offload_activations", "offload_optimizer_state", "offload_main_weights", "offload")
+    hosts: list[dict[str, Any]] = [{}, *({part: True} for part in parts)]
     sequences = job.micro_batch * job.accumulation
     kinds, flags, losses = ("none", "selective", "full"), (False, True), ("eager", "fused")
     for (
@@ -93,7 +93,8 @@ def test_bounds_are_bounds() -> None:
     model, _ = load_model("Llama-3.1-8B")
     cluster = parse_cluster("16xH100")
     bounds = _Bounds(model, cluster, 100.0)
-    switches = ({}, {"offload": True}, {"step_in_backward": True}, {"strategy": "SHARD_GRAD_OP"}, {"micro_batch": 8})
+    switches: list[dict[str, Any]] = [{}, {"offload": True}, {"step_in_backward": True}, {"micro_batch": 8}]
+    switches += [{"strategy": "SHARD_GRAD_OP"}]
     for checkpointing, more in itertools.product(("none", "full"), switches):
         job = Job.of({"checkpointing": checkpointing, **more})
         bound, plan = bounds.of(job), evaluate(model, job, cluster)

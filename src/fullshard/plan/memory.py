@@ -190,11 +190,13 @@ class PlanSetting:
 
 def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: int) -> Memory:
     """Replay one step."""
-    ledger = _Ledger(setting)
+    root = setting.layout.root.name
+    micro_batches = sum(event.kind is EventKind.FORWARD_BEGIN and event.unit == root for event in events)
+    ledger = _Ledger(setting, micro_batches)
     phases = {"load": _load_peak(setting, ledger.nbytes)}
     fullest = {"forward": -1, "backward": -1, "optimizer": -1}
     timeline = []
-    phase, root = "forward", setting.layout.root.name
+    phase = "forward"
     for event in events:
         if event.kind is EventKind.FORWARD_BEGIN and event.unit == root:
             phase = "forward"
@@ -277,6 +279,7 @@ class _Gradient:
 @dataclass(slots=True)
 class _Ledger:
     setting: PlanSetting
+    micro_batches: int
     now: Counter[str] = field(default_factory=Counter)
     rest: dict[str, int] = field(default_factory=dict)
     launched: list[_Gradient] = field(default_factory=list)
@@ -476,7 +479,7 @@ class _Ledger:
     def _steps_in_backward(self) -> bool:
         """Whether the backward under way steps the optimizer: the last of a step, if any."""
         job = self.setting.job
-        is_last = not self.setting.reduces_each_micro_batch or self.micro_batch == job.accumulation - 1
+        is_last = not self.setting.reduces_each_micro_batch or self.micro_batch == self.micro_batches - 1
         return job.step_in_backward and is_last
 
     def _finish(self) -> list[dict[str, int]]:

@@ -115,7 +115,7 @@ class _Bounds:
         self._models = [(1.0, model)]
         layers = [unit for unit in model.units if unit.block is not None]
         alike = len({(unit.block, tuple(p.shape for p in unit.parameters)) for unit in layers}) == 1
-        if alike and len(layers) > 2 * _MORE:
+        if alike and len(layers) > _MORE:
             few, more = (_with_layers(model, count) for count in (_FEW, _MORE))
             beyond = (len(layers) - _MORE) / (_MORE - _FEW)
             self._models = [(-beyond, few), (1 + beyond, more)]
@@ -246,7 +246,8 @@ def _smaller(
 ) -> list[Plan]:
     """Plans that need less than the best, as far as the bounds say that nothing else is faster and smaller."""
     known = [plan.job for plan in plans]
-    needed, found = min(plan.memory.needed for plan in plans), []
+    needed = min(plan.memory.needed for plan in plans)
+    found: list[Plan] = []
     for candidate in sorted(seen, key=lambda candidate: -candidate.tokens_per_second):
         if candidate.needed < 0.95 * needed and candidate.job not in known and len(found) < _SMALLER:
             plan = evaluate(model, candidate.job, cluster)
