@@ -6,17 +6,20 @@ pytest tests/test_plan_search.py
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from fullshard.core.errors import ConfigError
 from fullshard.plan.evaluate import MARGIN, Plan, evaluate
 from fullshard.plan.hardware import DEVICES, Cluster, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
+from fullshard.plan.report import front_table
 from fullshard.plan.search import search
 from fullshard.plan.shapes import ModelShape
 
@@ -132,3 +135,20 @@ def test_verdicts(share: float, words: str) -> None:
     plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device))
     assert plan.verdict.startswith(words)
     assert plan.confidence.startswith(words) and plan.fits == (share <= 1)
+
+
+def test_the_list_of_plans_is_readable_in_80_columns() -> None:
+    """No word is cut off, and what all plans have in common has no column."""
+    model, _ = load_model("Llama-2-7B")
+    jobs: list[dict[str, Any]] = [{"wrap_embeddings": True, "step_in_backward": True}, {"checkpointing": "selective"}]
+    jobs += [{"strategy": "HYBRID_SHARD_ZERO2", "shard_size": 128, "micro_batch": 64}, {"accumulation": 8}]
+    plans = [evaluate(model, Job.of(job), parse_cluster("1024xH100")) for job in jobs]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(front_table(plans, "plans"))
+    text = console.export_text()
+    assert (
+        "\N{HORIZONTAL ELLIPSIS}" not in text
+        and "HYBRID_SHARD_ZERO2" in text
+        and "embeddings" in text
+        and "on host" not in text
+    )

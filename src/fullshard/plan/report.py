@@ -103,33 +103,34 @@ def _rest_table(plan: Plan) -> Table:
 
 
 def front_table(plans: Sequence[Plan], title: str) -> Table:
-    """Plans side by side."""
-    names = (
-        "strategy",
-        "shard size",
-        "micro-batch",
-        "accumulation",
-        "checkpointing",
-        "on the host",
-        "GiB",
-        "tokens/s",
-        "MFU",
-    )
-    table = Table(*names, title=title)
-    for plan in plans:
-        job = plan.job
-        table.add_row(
-            job.strategy,
-            "" if job.shard_size is None else str(job.shard_size),
-            str(job.micro_batch),
-            str(job.accumulation),
-            job.checkpointing,
-            str(job.on_host),
-            f"{plan.memory.needed / GIB:.1f}",
-            f"{plan.time.tokens_per_second:,.0f}",
-            f"{plan.time.mfu:.1%}",
-        )
+    """Plans side by side. A column in which all are alike is left out: it is in the plan above."""
+    rows = [_front_row(plan) for plan in plans]
+    numbers = ("GiB", "tokens/s", "MFU")
+    heads = [head for head in rows[0] if head in numbers or len({row[head] for row in rows}) > 1]
+    table = Table(title=title, padding=(0, 1, 0, 0))
+    for head in heads:
+        longest = max(len(word) for row in [{head: head}, *rows] for word in row[head].split() or [""])
+        table.add_column(head, min_width=longest, justify="right" if head in numbers else "left")
+    for row in rows:
+        table.add_row(*(row[head] for head in heads))
     return table
+
+
+def _front_row(plan: Plan) -> dict[str, str]:
+    job = plan.job
+    size = "" if job.shard_size is None else f" {job.shard_size}"
+    switches = {"embeddings": job.wrap_embeddings, "step in backward": job.step_in_backward}
+    switches[f"{plan.kept} kept"] = plan.kept > 0
+    return {
+        "strategy": job.strategy + size,
+        "batch": f"{job.micro_batch}" + (f" x {job.accumulation}" if job.accumulation > 1 else ""),
+        "recompute": job.checkpointing,
+        "on host": str(job.on_host),
+        "besides": ", ".join(name for name, is_on in switches.items() if is_on),
+        "GiB": f"{plan.memory.needed / GIB:.1f}",
+        "tokens/s": f"{plan.time.tokens_per_second:,.0f}",
+        "MFU": f"{plan.time.mfu:.1%}",
+    }
 
 
 def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
