@@ -62,7 +62,6 @@ def end_of(tmp_path: Path, how: str, comm: str) -> tuple[str, float]:
     ("how", "comm"),
     [
         ("stop", "auto"),
-        ("loop", "gloo"),
         *(
             pytest.param(how, comm, marks=pytest.mark.full)
             for how in ("stop", "loop", "sleep")

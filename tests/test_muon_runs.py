@@ -71,6 +71,7 @@ def fullshard(*words: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_train(inputs: Path, tmp_path: Path) -> None:
     """It says what Muon updates, keeps to its plan, and goes on at another number of ranks."""
     words = ["train", "--model", inputs / "config.json", "--data", inputs / "data.txt", "--output-dir", tmp_path,

@@ -49,8 +49,7 @@ for step in range(10**6):
     ("number", "to", "grace", "second", "code"),
     [
         (signal.SIGTERM, "launcher", 30, False, PREEMPTED),
-        (signal.SIGUSR1, "rank", 30, False, PREEMPTED),
-        (signal.SIGTERM, "launcher", 30, True, 143),
+        pytest.param(signal.SIGTERM, "launcher", 30, True, 143, marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, "launcher", 1, False, 143, marks=pytest.mark.full),
         *(
             pytest.param(number, to, 30, False, PREEMPTED, marks=pytest.mark.full)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
 from fullshard.core.errors import ConfigError
 from fullshard.integrations.transformers.at_load import load_sharded
+from tests.distributed import end_workers, run_ranks
 from tests.launching import launch
 
 SCRIPT = Path(__file__).parent / "scripts" / "distributed_config.py"
@@ -75,7 +76,7 @@ def run(model: Path, output: Path, ranks: int, sizes: dict[str, int], steps: int
     ("ranks", "sizes"),
     [
         pytest.param(2, {"fsdp_size": 2}, marks=pytest.mark.full),
-        (4, {"fsdp_size": 2, "tp_size": 2}),
+        pytest.param(4, {"fsdp_size": 2, "tp_size": 2}, marks=pytest.mark.full),
         pytest.param(4, {"fsdp_size": 2, "dp_replicate_size": 2}, marks=pytest.mark.full),
     ],
 )
@@ -95,6 +96,24 @@ def test_it_trains_saves_and_resumes_on_other_ranks(
     assert weights.keys() == alone["weights"].keys()
     for name, value in alone["weights"].items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
+
+
+def check_gradients(path: str) -> None:
+    """Logits and gradients of a model that is split are those of the whole one, on one batch for both ranks."""
+    tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = load_sharded(type(plain), path, {"tp_size": 2}, dtype=torch.float32)
+    for one in (plain, model):
+        one(input_ids=tokens, labels=tokens).loss.backward()
+    for name, parameter in plain.named_parameters():
+        sharded = model.get_parameter(name)
+        torch.testing.assert_close(sharded.full_tensor(), parameter.detach(), rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(sharded.grad.full_tensor(), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_split_over_two_ranks(model: Path) -> None:
+    end_workers()
+    run_ranks(check_gradients, 2, str(model))
 
 
 def test_what_is_refused(model: Path) -> None:

@@ -50,5 +50,5 @@ def _wrong_programs(names: list[str]) -> dict[str, list[str]]:
 def test_a_script_may_change_weights_save_them_and_hook_gradients_at_once() -> None:
     """With parts of the model on the host, where copies may still be under way."""
     others = [name for name, (program, _) in PROGRAMS.items() if program is not train]
-    assert len(others) == 6
+    assert len(others) == 8
     assert on_device(_wrong_programs, others) == {}
