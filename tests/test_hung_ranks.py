@@ -81,7 +81,8 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str
     assert len(last.splitlines()) < 12
 
 
-@pytest.mark.parametrize("comm", ["auto", pytest.param("gloo", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
 def test_of_a_dead_rank_the_others_say_where_they_noticed(tmp_path: Path, comm: str) -> None:
     output, seconds = end_of(tmp_path, "kill", comm)
     assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)

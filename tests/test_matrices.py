@@ -149,6 +149,7 @@ def check_two_level() -> None:
     check_exchange(GlooCollectives(dist.group.WORLD))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not are_possible(), reason="hosts are process namespaces, which this user may not make")
 def test_exchange_between_hosts() -> None:
     run_hosts(check_two_level, [2, 2])

@@ -333,6 +333,7 @@ def check_hybrid() -> None:
             torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name).detach(), msg=name)
 
 
+@pytest.mark.full
 def test_hybrid_sharding_above_it() -> None:
     run_ranks(check_hybrid, 4)
 
@@ -485,6 +486,7 @@ def test_checkpoints_of_any_mesh_into_any_other(tmp_path: Path, ranks: int, size
         assert all(torch.equal(found[name], value) for name, value in saved.items())
 
 
+@pytest.mark.full
 def test_checkpoints_are_cut_and_exported_without_ranks(tmp_path: Path) -> None:
     saved = run_ranks(check_save, 4, str(tmp_path / "one"), False)[0]
     (tmp_path / "config.json").write_text("{}")
