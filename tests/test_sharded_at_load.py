@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
 from fullshard.core.errors import ConfigError
-from fullshard.integrations.transformers.at_load import load_sharded
+from fullshard.integrations.transformers.at_load import load_sharded, replace_from_pretrained
 from tests.distributed import end_workers, run_ranks
 from tests.launching import launch
 
@@ -122,6 +123,26 @@ def test_what_is_refused(model: Path) -> None:
         ({"fsdp_size": 2, "ep_size": 2}, {}, "expert parallelism"),
         ({"fsdp_size": 2}, {}, "dp_replicate 1 x fsdp 2 x tp 1, but the job has 1 ranks"),
         ({"fsdp_size": 1}, {"device_map": "cpu"}, "device_map"),
+        ({"fsdp_size": 1}, {"force_download": True}, "force_download"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_sharded(AutoModelForCausalLM, model, sizes, **options)
+
+
+class Theirs:
+    """Stands in for Transformers' class, which would stay changed for all other tests of the process."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **options: Any) -> Any:
+        return cls, pretrained_model_name_or_path, args, options
+
+
+def test_all_other_models_are_loaded_as_before() -> None:
+    class Own(Theirs):
+        pass
+
+    replace_from_pretrained(SimpleNamespace(PreTrainedModel=Theirs))
+    assert Own.from_pretrained("path", 1, dtype="auto") == (Own, "path", (1,), {"dtype": "auto"})
+    assert Own.from_pretrained(pretrained_model_name_or_path="path") == (Own, "path", (), {})
+    with pytest.raises(ConfigError, match="1 further arguments by position"):
+        Own.from_pretrained("path", 1, distributed_config={"fsdp_size": 1})

@@ -26,12 +26,12 @@ from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 _AXES = ("dp_replicate", "fsdp", "tp")
 _OF_THE_LOADER = (
     *("_commit_hash", "_from_auto", "_from_pipeline", "adapter_kwargs", "low_cpu_mem_usage", "use_safetensors"),
-    *("weights_only", "force_download", "proxies", "trust_remote_code", "code_revision"),
+    *("weights_only", "trust_remote_code", "code_revision"),
 )
 """Options that say how Transformers reads files, or whose code it trusts; the class has been found by then."""
 _REFUSED = (
     *("device_map", "max_memory", "offload_folder", "state_dict", "gguf_file", "output_loading_info"),
-    *("tp_plan", "tp_size"),
+    *("tp_plan", "tp_size", "force_download", "proxies"),
 )
 
 
@@ -42,10 +42,17 @@ def replace_from_pretrained(modeling: Any) -> None:
 
     @classmethod  # type: ignore[misc]
     @functools.wraps(theirs)
-    def from_pretrained(cls: Any, name_or_path: Any, *args: Any, distributed_config: Any = None, **options: Any) -> Any:
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, *args: Any, distributed_config: Any = None, **options: Any
+    ) -> Any:
         if distributed_config is None:
-            return theirs(cls, name_or_path, *args, **options)
-        return load_sharded(cls, name_or_path, distributed_config, **options)
+            return theirs(cls, pretrained_model_name_or_path, *args, **options)
+        if args:
+            raise ConfigError(
+                f"from_pretrained(distributed_config=...) with {len(args)} further arguments by position",
+                hint="give options by name",
+            )
+        return load_sharded(cls, pretrained_model_name_or_path, distributed_config, **options)
 
     cls.from_pretrained = from_pretrained
 
@@ -65,10 +72,11 @@ def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config:
             weights in another way.
     """
     config = _config(distributed_config)
-    given = [name for name in _REFUSED if options.pop(name, None) is not None]
+    given = [name for name in _REFUSED if options.pop(name, None)]
     if given:
         raise ConfigError(
-            f"from_pretrained(distributed_config=...) with {', '.join(given)}", hint="weights go where they are sharded"
+            f"from_pretrained(distributed_config=...) with {', '.join(given)}",
+            hint="leave it out: each rank reads what it will own, from a directory or from what the hub has cached",
         )
     options = {name: value for name, value in options.items() if name not in _OF_THE_LOADER and value is not None}
     if "torch_dtype" in options:
