@@ -53,6 +53,7 @@ def _serve(tasks: Any, results: Any) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
             )
+            dist.barrier()  # or a rank that is soon done closes its end while the others still connect
             outcome = (rank, True, function(*args))
         except BaseException:
             outcome = (rank, False, traceback.format_exc())

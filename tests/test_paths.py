@@ -61,6 +61,13 @@ def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_name("~") == "/home/somebody"
 
 
+def test_a_home_that_this_host_does_not_know() -> None:
+    with pytest.raises(ConfigError, match=r"'~0/x': this host knows no home directory for ~0") as caught:
+        local_path("~0/x")
+    assert "./~0" in str(caught.value.hint)
+    assert LaunchConfig(log_dir="~0/x").log_dir == "~0/x"  # read by the host that starts the processes
+
+
 def _model() -> nn.Module:
     return nn.Linear(2, 2)
 

@@ -21,11 +21,25 @@ _HINTS = {
 _ELSEWHERE = "mount the storage and give the path of the mount, or copy from and to a directory"
 
 
+def refuse_url(written: str) -> None:
+    """Raise for a URL where a path is expected.
+
+    Raises:
+        ConfigError: it is a URL. A relative path that looks like one is written with `./` in front.
+    """
+    if found := _URL.match(written):
+        scheme = found[1].lower()
+        raise ConfigError(
+            f"{written!r} is a URL, expected a path on this host: storage behind {scheme}:// is not read or written",
+            hint=_HINTS.get(scheme.removesuffix("s"), _ELSEWHERE),
+        )
+
+
 def local_path(text: str | os.PathLike[str]) -> Path:
     """The path that somebody wrote, on this host.
 
     Raises:
-        ConfigError: it is a URL. A relative path that looks like one is written with `./` in front.
+        ConfigError: it is a URL, or begins with the home of a user whom this host does not know.
     """
     return Path(local_name(text))
 
@@ -34,13 +48,17 @@ def local_name(text: str | os.PathLike[str]) -> str:
     """The same where a name may stand in the place of a path, which is left as it was written.
 
     Raises:
-        ConfigError: it is a URL.
+        ConfigError: as `local_path`.
     """
     written = os.fspath(text)
-    if found := _URL.match(written):
-        scheme = found[1].lower()
+    refuse_url(written)
+    if not written.startswith("~"):
+        return written
+    try:
+        return str(Path(written).expanduser())
+    except RuntimeError:
+        home = Path(written).parts[0]
         raise ConfigError(
-            f"{written!r} is a URL, expected a path on this host: storage behind {scheme}:// is not read or written",
-            hint=_HINTS.get(scheme.removesuffix("s"), _ELSEWHERE),
-        )
-    return str(Path(written).expanduser()) if written.startswith("~") else written
+            f"{written!r}: this host knows no home directory for {home}",
+            hint=f"a path that begins with a tilde of its own is written ./{home}",
+        ) from None
