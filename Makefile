@@ -47,7 +47,7 @@ test: $(VENV)/.dev  ## run the default tests
 	$(PYTEST) -m 'not full and not gpu' $(ARGS)
 
 test-full: $(VENV)/.dev  ## run the default and the slow tests
-	$(PYTEST) -m 'not gpu' $(ARGS)
+	$(PYTEST) -m 'not gpu' --hypothesis-profile drawn $(ARGS)
 
 test-gpu: $(VENV)/.dev  ## run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(ARGS)
