@@ -199,7 +199,7 @@ def check_hook() -> None:
     run_squared(model, 1, rank_and_size()[0])
     assert streams == [stream] and torch.cpu.current_stream() is not stream
     replicated: Any = build_sharded(Stack, BLOCKS, strategy="NO_SHARD")
-    with pytest.raises(ConfigError, match=r"stream.* 2 replicas"):
+    with pytest.raises(ConfigError, match=r"(?s)stream.* 2 replicas"):
         replicated.set_all_reduce_hook(double, stream=stream)
 
 

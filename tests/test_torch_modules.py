@@ -276,7 +276,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: fusion.fuse_conv_bn_eval(m.inner.conv.eval(), m.inner.norm.eval()),
         r"plain tensor \(6,\)",
     ),
-    "AveragedModel": (swa_utils.AveragedModel, "cannot copy or pickle a sharded Around"),
+    "AveragedModel": (
+        swa_utils.AveragedModel,
+        "FSDP does not support deepcopy.* of Around",
+    ),
     "functional_call": (
         lambda m: torch.func.functional_call(m, {"first.weight": torch.zeros(WIDTH, WIDTH).double()}, (batch(0, 0),)),
         r"first\.weight was replaced.*\n.*functional_call.*unsharded\(model\)",

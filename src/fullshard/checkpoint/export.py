@@ -31,6 +31,7 @@ from fullshard.checkpoint.tensors import (
     tensor_bytes,
 )
 from fullshard.core.errors import CheckpointError
+from fullshard.core.user_class import user_class
 
 
 def export_hf(
@@ -263,7 +264,7 @@ def _write_configuration(
     if not hasattr(config, "save_pretrained"):
         return
     config = copy.deepcopy(config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [user_class(model).__name__]
     dtype = cast or next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     if merged is not None and getattr(config, "tie_word_embeddings", False):
         config.tie_word_embeddings = merged.ties_embeddings

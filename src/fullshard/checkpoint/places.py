@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import torch_private
+from fullshard.core.user_class import user_class
 from fullshard.engine.fully_shard import meta_parameters
 from fullshard.engine.module import clean_name, join
 
@@ -72,7 +73,7 @@ def new_parts(model: nn.Module, names: Set[str]) -> set[str]:
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     architecture = next(iter(getattr(config, "architectures", None) or ()), None)
     cls: Any = getattr(importlib.import_module("transformers"), architecture, None) if architecture else None
-    if architecture == type(model).__name__:
+    if architecture == user_class(model).__name__:
         return set()
     try:
         with meta_parameters():

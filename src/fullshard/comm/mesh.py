@@ -252,8 +252,8 @@ def _own_group(rank_lists: list[list[int]], rank: int, timeout: timedelta) -> di
 def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
     if device_mesh.ndim not in (1, 2):
         raise ConfigError(
-            f"a mesh of {device_mesh.ndim} axes {device_mesh.mesh_dim_names}",
-            hint="1-D (shard) or 2-D (replicate, shard)",
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh} of {device_mesh.ndim} axes",
+            hint="pass the part of it to shard over: mesh[SHARD] or mesh[REPLICATE, SHARD], by the names of its axes",
         )
     ranks = device_mesh.mesh
     if ranks.flatten().tolist() == list(range(dist.get_world_size())):  # tensors might be made on the meta device

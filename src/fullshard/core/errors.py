@@ -2,9 +2,12 @@
 
     FullshardError
     ├── ConfigError         (ValueError)    a setting, a flag or an argument is wrong
+    │   └── PlacementError  (AssertionError)
     ├── WrapError           (ValueError)    a wrap policy names something the model does not have
+    │   └── RepeatedError   (AssertionError)
     ├── LayoutError         (ValueError)    shapes or dtypes that cannot be laid out
     ├── LifecycleError      (RuntimeError)  an illegal move of a unit, or a call at the wrong moment
+    │   └── CopyError       (AssertionError)
     ├── OptimizerError      (ValueError)    an optimizer that cannot work on sharded parameters
     ├── CommunicationError  (RuntimeError)  ranks disagree, or a collective failed
     ├── NonFiniteError      (FloatingPointError)  gradients hold NaN or infinity
@@ -45,12 +48,24 @@ class WrapError(FullshardError, ValueError):
     """A wrap policy cannot be applied to this model."""
 
 
+class PlacementError(ConfigError, AssertionError):
+    """`shard_placement_fn` gives what is no dim of a parameter. torch's `fully_shard` raises an AssertionError."""
+
+
+class RepeatedError(WrapError, AssertionError):
+    """A module is to become a unit twice. torch's `fully_shard` raises an AssertionError."""
+
+
 class LayoutError(FullshardError, ValueError):
     """Shapes or dtypes that cannot be laid out over the ranks."""
 
 
 class LifecycleError(FullshardError, RuntimeError):
     """An illegal move of a unit's lifecycle, or a call at the wrong moment."""
+
+
+class CopyError(LifecycleError, AssertionError):
+    """A sharded module cannot be copied or pickled. torch's `fully_shard` raises an AssertionError."""
 
 
 class OptimizerError(FullshardError, ValueError):

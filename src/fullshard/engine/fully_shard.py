@@ -22,11 +22,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, data_parallel, init_mesh
 from fullshard.config.switches import check_switches
-from fullshard.core.errors import ConfigError, LifecycleError, WrapError
+from fullshard.core.errors import ConfigError, LifecycleError, PlacementError, RepeatedError, WrapError
 from fullshard.core.events import EventSink
 from fullshard.core.offload import Offload
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
+from fullshard.core.user_class import user_class
 from fullshard.engine.activations import check_pages
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.interop import install
@@ -93,7 +94,11 @@ def fully_shard(
     reshard, neighbours = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
     for one in modules:
         if unit_of(one) is not None:
-            raise WrapError(f"{type(one).__name__} is a unit already", hint="call fully_shard once per module")
+            raise RepeatedError(
+                f"{user_class(one).__name__} is a unit already. Each distinct composable distributed API can only be "
+                "applied to a module once.",
+                hint="call fully_shard once per module",
+            )
     for one in modules:
         _check_can_be_unsharded(one, [one])
         expose_scales(one)
@@ -117,6 +122,7 @@ def fully_shard(
         init=None,
         leaves_meta=True,
         sync_module_states=False,
+        class_prefix="FSDP",  # as torch names them
     )
     assemble(modules, schedule)
     return module
@@ -200,6 +206,7 @@ def shard_model(
             init=param_init_fn,
             leaves_meta=False,
             sync_module_states=sync_module_states,
+            class_prefix="",  # layer class names in configs, and what Transformers and PEFT look up by them, stay
             weights=weights,
         )
     assemble([model], schedule)
@@ -232,6 +239,7 @@ def _make_unit(
     init: InitFunction | None,
     leaves_meta: bool,
     sync_module_states: bool,
+    class_prefix: str,
     weights: WeightSource | None = None,
     neighbours: int | None = None,
 ) -> None:
@@ -264,7 +272,7 @@ def _make_unit(
     if neighbours is not None:
         unit.neighbours = mesh.neighbours(neighbours)
     for module in plan.modules:
-        make_fsdp_module(module, unit)
+        make_fsdp_module(module, unit, prefix=class_prefix)
 
 
 def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
@@ -272,7 +280,8 @@ def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
         if is_container and type(module).forward is nn.Module.forward:
             raise WrapError(
-                f"a {type(module).__name__} cannot be a unit: it has no forward, so nothing would unshard it",
+                "fully_shard does not support containers that do not implement forward: nothing would unshard a "
+                f"{type(module).__name__}",
                 hint="make each module in it a unit, or pass them as one: fully_shard(list(modules))",
             )
     for path, module in root.named_modules():
@@ -310,12 +319,14 @@ def _check_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter
     """Which dim a parameter is to be sharded along makes no difference to an interval; which mesh does."""
     for slot in plan.slots:
         wanted = shard_placement_fn(slot.parameter)
-        is_dim = isinstance(wanted, Shard) and -slot.parameter.ndim <= wanted.dim < slot.parameter.ndim
+        is_shard = isinstance(wanted, Shard)
+        is_dim = is_shard and -slot.parameter.ndim <= wanted.dim < slot.parameter.ndim
         if wanted is not None and not is_dim:
             places = ", ".join(f"{type(m).__name__}.{attribute}" for m, attribute in slot.owners)
-            raise ConfigError(
-                f"shard_placement_fn gives {wanted!r} for {places} {tuple(slot.parameter.shape)}: expected None or a "
-                "Shard of one of its dims",
+            dim = f"Shard dim {wanted.dim} is invalid for {slot.parameter.ndim}D tensor. " if is_shard else ""
+            raise PlacementError(
+                f"{dim}shard_placement_fn gives {wanted!r} for {places} {tuple(slot.parameter.shape)}: expected None "
+                "or a Shard of one of its dims",
                 hint="a mesh for each parameter is not supported: shard modules over different meshes instead",
             )
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
-from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.errors import ConfigError, CopyError, LifecycleError
+from fullshard.core.user_class import USER_CLASS, user_class
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
@@ -47,6 +48,10 @@ class FSDPModule:
 
     What torch's engine must be told and this one does anyway is taken and changes nothing, which is said there.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """What a unit makes of its own class, as a slice of an `nn.Sequential` is, is no unit."""
+        return cls.__dict__[USER_CLASS](*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Make this unit's parameters whole, until `reshard()` or the next time the unit has run. A collective.
@@ -163,11 +168,13 @@ class FSDPModule:
         """
         unit = _unit(self)
         if stream is not None and unit.mesh.replicate_size > 1:
-            raise ConfigError(
-                f"unit {unit.name!r}: set_all_reduce_hook(stream=...) on {unit.mesh.replicate_size} replicas, "
-                "which are reduced over already",
-                hint="leave stream out, or shard over a 1-D mesh and reduce between replicas in the hook",
+            # torch's words and no other: what code written for it compares. What belongs to them is beside them.
+            error = ConfigError("stream cannot be set when using native HSDP")
+            error.add_note(
+                f"unit {unit.name!r} has {unit.mesh.replicate_size} replicas, which are reduced over already\n"
+                "hint: leave stream out, or shard over a 1-D mesh and reduce between replicas in the hook"
             )
+            raise error
         unit.reducing.hook, unit.reducing.stream = hook, stream
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -275,8 +282,9 @@ class FSDPModule:
         raise _replicated(self, "DataParallel")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise LifecycleError(
-            f"cannot copy or pickle a sharded {type(self).__name__}: its parameters are only this rank's slices",
+        raise CopyError(
+            f"FSDP does not support deepcopy, copy or pickling of {user_class(self).__name__}, which is sharded: its "
+            "parameters are only this rank's slices",
             hint="deepcopy before sharding; save with fullshard.checkpoint; or build a second model and load the state",
         )
 
@@ -348,11 +356,11 @@ def units_of(model: nn.Module) -> list[Unit]:
     return list(found)
 
 
-def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
-    """Attach the unit, and swap in a class of the same name that has `FSDPModule`'s methods."""
+def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
+    """Attach the unit, and swap in a class that has `FSDPModule`'s methods, its name behind `prefix`."""
     cls = type(module)
     _made[:] = _made or [cls.__name__]
-    module.__class__ = _unit_class(cls)
+    module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[_UNIT] = unit
     torch_private.mark_fully_sharded(module)
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
@@ -369,8 +377,8 @@ def make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     module.register_load_state_dict_pre_hook(_before_load_state_dict)
 
 
-def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """That of units made of `cls`: one for all of them, as a compiler makes a graph for each class.
+def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
+    """That of units made of `cls`: one of a name for all of them, as a compiler makes a graph for each class.
 
     Another one if somebody has changed the methods of `cls` since.
     """
@@ -382,13 +390,13 @@ def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
     }
     methods["forward"] = cls.forward
     for made in cls.__subclasses__():
-        if made.__dict__.get(_MADE_FROM) == methods:
+        if made.__name__ == name and made.__dict__.get(_MADE_FROM) == methods:
             return made
-    # The name stays: layer class names in configs and exported architectures are read from it.
-    members: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__, _MADE_FROM: methods}
+    members: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    members |= {USER_CLASS: cls, _MADE_FROM: methods}
     members |= {name: _entered_past_forward(name, method) for name, method in methods.items()}
     members["forward"] = _entered_directly(cls.forward)
-    return type(cls.__name__, (FSDPModule, cls), members)
+    return type(name, (FSDPModule, cls), members)
 
 
 def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -151,7 +151,7 @@ class Schedule:
             self.post_optim_event = None
         self._additions.check()
         if self._is_on_meta:
-            for unit in self.units:
+            for unit in reversed(self.units):  # as they come in the model, so that the first is named
                 unit.make_real()
         self._thread = threading.get_ident()
         if self._stepped_since_forward and torch.is_grad_enabled():

@@ -236,7 +236,9 @@ class Unit:
 
     def _on_meta(self, names: Sequence[str]) -> LifecycleError:
         return LifecycleError(
-            f"rank {self.mesh.rank}, unit {self.name!r}: still on the meta device: {names}", hint=HINT
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {names} (rank {self.mesh.rank}, unit {self.name!r})",
+            hint=HINT,
         )
 
     @property

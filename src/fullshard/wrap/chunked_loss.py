@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fullshard.core.errors import WrapError
+from fullshard.core.user_class import user_class
 from fullshard.wrap.forwards import inner_forward
 
 IGNORED = -100
@@ -79,14 +80,13 @@ def use_chunked_loss(model: nn.Module, *, tokens: int) -> None:
 
 
 def _head(model: nn.Module) -> nn.Module:
-    name = type(model).__name__
+    name = user_class(model).__name__
     hint = "compute the loss from whole logits: leave chunks out"
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise WrapError(f"{name} has no output embeddings, so no loss over a vocabulary", hint=hint)
-    # The class of a module that is a unit is a subclass of the same name.
-    if not isinstance(head, nn.Linear) or type(head).__name__ != "Linear":
-        raise WrapError(f"the head of {name} is a {type(head).__name__}, not a plain linear layer", hint=hint)
+    if not isinstance(head, nn.Linear) or user_class(head) is not nn.Linear:
+        raise WrapError(f"the head of {name} is a {user_class(head).__name__}, not a plain linear layer", hint=hint)
     loss = getattr(model, "loss_function", None)
     if getattr(loss, "__name__", "") != "ForCausalLMLoss":
         raise WrapError(
