@@ -1,4 +1,4 @@
-"""What torch's `fully_shard` refuses, and this one: errors that code written for torch's catches, in words that it knows.
+"""What torch's `fully_shard` refuses, and this one: errors of classes and in words that code written for torch knows.
 
 pytest tests/test_torch_errors.py
 """

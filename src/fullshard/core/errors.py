@@ -44,12 +44,12 @@ class ConfigError(FullshardError, ValueError):
     """A setting, a flag or an argument is wrong."""
 
 
-class WrapError(FullshardError, ValueError):
-    """A wrap policy cannot be applied to this model."""
-
-
 class PlacementError(ConfigError, AssertionError):
     """`shard_placement_fn` gives what is no dim of a parameter. torch's `fully_shard` raises an AssertionError."""
+
+
+class WrapError(FullshardError, ValueError):
+    """A wrap policy cannot be applied to this model."""
 
 
 class RepeatedError(WrapError, AssertionError):
