@@ -178,9 +178,9 @@ def check_copies() -> None:
         with pytest.raises(LifecycleError, match="does not support deepcopy"):
             copy.deepcopy(copied)
     for pickled in (parameter, model, model.get_submodule("blocks.0"), model.state_dict()):
-        with pytest.raises(LifecycleError, match="pickle"):
+        with pytest.raises(LifecycleError, match="pickl"):
             pickle.dumps(pickled)
-        with pytest.raises(LifecycleError, match="pickle"):
+        with pytest.raises(LifecycleError, match="pickl"):
             torch.save(pickled, io.BytesIO())
     # While the root is unsharded too, where the model holds ordinary parameters.
     loss = model(batch(0, 0)).sum()
