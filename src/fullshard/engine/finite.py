@@ -183,8 +183,10 @@ class FiniteGuard:
                 bad[parameter.name] = "NaN" if bool(gradient.isnan().any()) else "infinite"
         return bad
 
-    def find(self, held: Collection[str]) -> NonFinite | None:
+    def find(self, held: Iterable[str]) -> NonFinite | None:
         """What is wrong with the gradients of the parameters called so; None: nothing. A collective if it is alarmed.
+
+        Names are only asked for then.
 
         Gradients may have been mended since, or dropped: it is what they are now that counts.
         """

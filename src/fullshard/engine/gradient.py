@@ -30,7 +30,7 @@ from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.parameter import ShardedParameter, are_same, local_gradients
 from fullshard.engine.precision import torch_dtype
-from fullshard.engine.tile import plain_of
+from fullshard.engine.tile import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Gradient:
                 "another part of its gradient appeared after the optimizer had stepped in backward",
                 hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
             )
-        found = self._storage_id and torch_private.storage_id(plain_of(parameter).untyped_storage())
+        found = self._storage_id and torch_private.storage_id(storage_of(parameter))
         if found != self._storage_id:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "

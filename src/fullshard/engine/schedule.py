@@ -375,7 +375,7 @@ class Schedule:
         self.settle()
         for bucket in hooked:  # at rest: they may do anything
             _call_gradient_hooks(bucket, used[bucket])
-        if has_stepped and (finding := self.guard.find({p.name for p in self._parameters()})):
+        if has_stepped and (finding := self.guard.find(p.name for p in self._parameters())):
             raise NonFiniteError(
                 f"rank {self.mesh.rank}, step {self.steps + 1} of this process: {finding}; the optimizer has "
                 "stepped in backward what came before them, and nothing with them",

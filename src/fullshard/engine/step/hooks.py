@@ -168,10 +168,11 @@ def _leave_out_if_not_finite(optimizer: torch.optim.Optimizer, buckets: list[Buc
     _left_out.discard(optimizer)
     if getattr(optimizer, "found_inf", None) is not None:
         return  # a scaler's, which has the optimizer's kernel leave the step out
-    held: dict[Schedule, list[str]] = {}
+    held: dict[Schedule, list[Bucket]] = {}
     for bucket in buckets:
-        held.setdefault(schedule_of(owner_of(bucket)), []).extend(p.name for p in bucket.sharded_parameters)
-    found = {schedule: finding for schedule, names in held.items() if (finding := schedule.guard.find(names))}
+        held.setdefault(schedule_of(owner_of(bucket)), []).append(bucket)
+    names = {schedule: (p.name for b in own for p in b.sharded_parameters) for schedule, own in held.items()}
+    found = {schedule: finding for schedule in held if (finding := schedule.guard.find(names[schedule]))}
     if not found:
         for schedule in held:
             schedule.guard.note_good_step()
