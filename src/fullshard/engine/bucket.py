@@ -94,7 +94,7 @@ class Bucket(BucketSpec):
         self._kept: tuple[torch.Tensor, Collectives] | None = None
         self._is_lost = False
         self._versions: list[int] | None = None
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), torch.inference_mode(False):  # tensors made in inference mode could never be trained
             self._allocate(weights)
         is_trainable = slots[0].parameter.requires_grad
         self.sharded_parameters = [self.parameter_type(self, i, requires_grad=is_trainable) for i in range(len(slots))]
@@ -196,6 +196,7 @@ class Bucket(BucketSpec):
     def issue_unshard(self, *, exactly: bool = False) -> None:
         """Launch the all-gather of everybody's compute shard into `full`; `exactly`: without packing it."""
         host = self.storage.host
+        # Noted before the gather: what changes `main` from now on makes what is gathered outdated.
         is_changed, self._version = self.is_outdated, self.main._version
         kept, self._kept = self._kept, None
         if kept is not None and isinstance(self.buffer, ResizedBuffer) and not (is_changed or exactly):
@@ -248,7 +249,7 @@ class Bucket(BucketSpec):
                 self._gathering, self._is_lost = None, True
                 raise
             self._gathering, self._is_lost = None, False
-            if self._versions is not None:
+            if self._versions is not None:  # the same values are back: what autograd has saved of them is valid again
                 torch_private.set_versions(self._originals, tuple(self._versions))
                 self._versions = None
 
@@ -264,6 +265,7 @@ class Bucket(BucketSpec):
             return
         self._kept = None
         if kept_by is not None and isinstance(self.buffer, ResizedBuffer):
+            # In memory of its own, as that of `full` is about to go.
             self._kept = own_interval(self.full, kept_by.rank, kept_by.size).clone(), kept_by
         if self.buffer.is_zeroed and self._versions is None:
             # Whoever reads them before they are unsharded again gets an error from autograd, not zeros.
@@ -303,7 +305,7 @@ class Bucket(BucketSpec):
         changed = [i for i, (a, b) in enumerate(zip(versions, self._known_versions, strict=True)) if a != b]
         self._known_versions = versions
         if self.shares_main and self.mesh.world_size == 1:
-            return
+            return  # nobody has another copy, and `full` is where `main` is
         names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
         raise LifecycleError(
             f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place while unsharded (clamp_, "

@@ -254,10 +254,10 @@ class Gradient:
         """Once reduced along the shard axis, go on along the replicate axis."""
         if self._reducing is None:
             return
-        shard, self._reducing = self._reducing.wait(), None
+        shard, self._reducing = self._reducing.wait(), None  # this lets go of the unsharded gradient's memory
         if self._replicating is not None:  # a bucket was reduced twice in one backward: both count
             self._earlier = self._replicating.wait()
-        if self._held is not None:
+        if self._held is not None:  # of backwards that left the replicas out
             shard.add_(self._held)
             self._held = None
         if self._spec.reducing.requires_all_reduce:
@@ -282,7 +282,7 @@ class Gradient:
         if self._earlier is not None:
             shard.add_(self._earlier)
             self._earlier = None
-        self._spec.reducing.call_hook(shard)
+        self._spec.reducing.call_hook(shard)  # sees this backward's sum alone, not what was accumulated before
         self._accumulate(shard.to(self.main_dtype), used)
         return True
 

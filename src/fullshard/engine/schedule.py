@@ -147,7 +147,7 @@ class Schedule:
         if self._in_backward:
             self.reset()  # the last backward ended in an exception
         if self.post_optim_event is not None:
-            self.post_optim_event.wait()
+            self.post_optim_event.wait()  # gathers read main weights, which another stream may still be writing
             self.post_optim_event = None
         self._additions.check()
         if self._is_on_meta:
@@ -166,6 +166,7 @@ class Schedule:
             self._is_verified = True
             for unit in self.units:
                 unit.warn_of_empty()
+        # What the user may have done between steps: frozen something, loaded weights, cleared gradients.
         for unit in self.units:
             unit.take_requires_grad()
             unit.reshard_if_outdated()
@@ -188,7 +189,7 @@ class Schedule:
         if unit.forward_prefetch is not None:
             for other in unit.forward_prefetch:
                 other.issue_unshard()
-        elif self.forward_prefetch and self._is_order_verified:
+        elif self.forward_prefetch and self._is_order_verified:  # ranks of another order would wait for other gathers
             ahead = gathered_ahead(self._order, len(self._forward), unit)
             if ahead is not None:
                 ahead.issue_unshard()
@@ -220,9 +221,9 @@ class Schedule:
             check_agreement(self.mesh, names, what="the order in which units run")
             self._is_order_verified = True
             ran = dict.fromkeys([*self._forward, *reversed(self.units)])
-            self._reduce_order = {unit: -position for position, unit in enumerate(ran)}
+            self._reduce_order = {unit: -position for position, unit in enumerate(ran)}  # the last forward comes first
         if not failed:
-            self._order = self._forward
+            self._order = self._forward  # of a forward that failed half-way it would lack the rest
         for other in self.units:
             # Prefetched and not used, or kept for a backward that will not come.
             keeps = torch.is_grad_enabled() or other.is_kept_for_backward or not other.reshard_after_backward
@@ -230,7 +231,7 @@ class Schedule:
                 other.reshard()
             other.rest()
         if not failed:
-            self.settle()
+            self.settle()  # after a forward without backward the user may change main weights at once
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -310,7 +311,7 @@ class Schedule:
         self._advance(bucket)  # an earlier reduction of it in the same backward
         gradient.launch()
         oldest = self._reductions.launch(bucket)
-        if oldest is not None:
+        if oldest is not None:  # as many are under way as may be: the memory of the oldest goes before more is made
             self._advance(oldest)
         self.step_when_final()
 
@@ -356,20 +357,21 @@ class Schedule:
             for unit in self.units:
                 unit.finish_backward()
                 unit.reshard()
-        for bucket in self._reductions.rest():
+        for bucket in self._reductions.rest():  # of which some parameter got no gradient here
             self._launch(bucket)
+        # After all launches, so that they go on beside it, and before anything is published: it may be an error.
         used = self._agree_on_used()
         for bucket in self._reductions.launched:
             self._advance(bucket)
         for bucket in list(self._reductions.waiting):
             self._finish(bucket, used[bucket])
-        for bucket in self._finished:
+        for bucket in self._finished:  # not in `finish`: until here the message may have wanted to know
             _gradient(bucket).forget_used()
         if used:
             self.guard.announce()
         for unit in self.units:
             unit.finish_backward()
-        has_stepped = bool(self._stepping)
+        has_stepped = bool(self._stepping)  # `_end_backward` forgets it
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self._finished]
         self._end_backward()
         self.settle()
@@ -459,7 +461,7 @@ class Schedule:
     def reset(self) -> None:
         """Back to rest after a step that failed half-way: nothing under way, everything sharded."""
         for unit in self.units:
-            unit.reset()
+            unit.reset()  # first: it waits for reductions under way, which write into what is forgotten next
         self._depth = 0
         self._end_backward()
 

@@ -217,6 +217,7 @@ class Unit:
         self.take_keeps_memory()
         for bucket in self.buckets:
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
+                # An optimizer that was made before holds these, and is told which they have become.
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
             bucket.bind(unsharded=False)
@@ -404,7 +405,7 @@ class Unit:
     def reset(self) -> None:
         """Back to rest after a step that failed half-way."""
         self._running = 0
-        self._calls.clear()
+        self._calls.clear()  # a graph that is still alive may come back, and is not this step's any more
         self._current.clear()
         self._ran.clear()
         self.is_kept_for_backward = False
@@ -504,7 +505,7 @@ class Unit:
         if self._is_in_method:
             return args, kwargs
         in_backward = torch_private.backward_under_way() != -1
-        if not in_backward:
+        if not in_backward:  # a recompute is no forward of the model: order and depth are those of the first
             self.schedule.begin_forward(self)
         self._running += 1
         self.unshard()
@@ -533,7 +534,7 @@ class Unit:
         if call is not None and not failed and not self._watch_outputs(call, output):
             self.is_kept_for_backward = True  # nothing will announce its backward
         try:
-            if len(self._ran) == len(self.modules):
+            if len(self._ran) == len(self.modules):  # modules that are unsharded together are resharded by the last
                 self._ran.clear()
                 keep = in_backward or self.is_kept_for_backward or not self.reshard_after_forward
                 if (failed and not in_backward) or not (keep or any(call.is_active for call in self._live_calls())):
@@ -642,7 +643,7 @@ class Unit:
         if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
             self._check_second_derivatives()
         self.schedule.begin_backward(self)
-        if call.is_active:
+        if call.is_active:  # another output was first
             return
         call.is_active, call.is_done = True, False
         if sum(map(len, self._gradient_hooks)) != self._hook_count:
@@ -676,7 +677,7 @@ class Unit:
         pending = [c for c in self._live_calls() if not c.is_done]
         if not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending):
             self._after_backward(call.previous)
-        if not pending:
+        if not pending:  # a call that is still to come back adds to the same gradients
             for bucket in self.buckets:
                 self.schedule.reduce_when_due(bucket)
         self.schedule.step_when_final()
