@@ -49,7 +49,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
         ({"mixed_precision": "fp8"}, ConfigError, "fp8 is not supported"),
         ({"gradient_accumulation_steps": 0}, ConfigError, "greater than or equal to 1"),
         ({"rng_types": ["numpy"]}, ConfigError, "unknown rng_types"),
-        ({"log_with": "wandb"}, ConfigError, "'wandb' is not installed"),
+        ({"log_with": "dvclive"}, ConfigError, r"'dvclive' is not installed\nhint: pip install 'fullshard\[dvclive\]'"),
         ({"log_with": "tensorbord"}, ConfigError, "Unsupported logging capability: tensorbord"),
         ({"log_with": "tensorboard"}, ConfigError, "requires a `logging_dir`"),
         ({"fsdp_plugin": {"strateg": 1}}, ConfigError, "unknown setting 'strateg'"),

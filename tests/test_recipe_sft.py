@@ -378,6 +378,11 @@ def test_a_warmup_ratio_is_a_share_of_the_steps() -> None:
         (["--merge_dir", "x"], "nothing to merge"),
         (["--warmup_ratio", "1.0"], "below 1"),
         (["--max_seq_length", "8", "--max_length", "9"], "keep the second"),
+        (
+            ["--report_to", "dvclive"],
+            r"'dvclive' is not installed\nhint: pip install 'fullshard\[dvclive\]'",
+        ),
+        (["--log_with", "tensorboard"], "--log_with and --report_to both say it"),
     ],
 )
 def test_refused(words: list[str], expected: str) -> None:

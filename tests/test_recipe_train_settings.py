@@ -7,6 +7,9 @@ import math
 import os
 import shutil
 import signal
+import sqlite3
+import tomllib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fullshard.checkpoint.lease import LEASE_NAME
+from fullshard.config.trackers import PACKAGES
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, DataError, NonFiniteError, WrapError
 from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
@@ -197,10 +201,75 @@ def test_extras_are_written_when_wanted(run: Run, tmp_path: Path) -> None:
     run(tensorboard=True, export=True, plot=True, sample_tokens=3, prompt="line 1")
     output = tmp_path / "out"
     assert list((output / "tensorboard").glob("events.*"))
+    run("named", log_with="tensorboard")
+    assert list((tmp_path / "named" / "tensorboard").glob("events.*"))
     assert (output / "sample.txt").read_text().startswith("line 1")
     run("bare")
     present = {path.name for path in (tmp_path / "bare").iterdir()}
-    assert present == {"arguments.json", "checkpoints", "data", "metrics.jsonl", "tokenizer"}
+    kept = {"arguments.json", "checkpoints", "data", "environment.json", "metrics.jsonl", "plan.json", "tokenizer"}
+    assert present == kept
+
+
+def test_trackers_that_cannot_be_had_are_refused_before_anything_is_done(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--log-with: no tracker 'tensorbord'\nhint: there are tensorboard, wandb"):
+        _arguments(inputs, tmp_path / "out", log_with="tensorbord")
+    with pytest.raises(ConfigError, match=r"'dvclive' is not installed\nhint: pip install 'fullshard\[dvclive\]'"):
+        train(_arguments(inputs, tmp_path / "out", log_with="dvclive"))
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_every_extra_of_a_tracker_is_one_of_the_project() -> None:
+    written = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    extras = written["project"]["optional-dependencies"]
+    assert {extra for _, extra in PACKAGES.values()} <= extras.keys()
+
+
+def test_a_run_writes_down_its_plan_and_where_it_runs(run: Run, tmp_path: Path) -> None:
+    metrics = run(save_every=2, lr=4e-3)
+    planned = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert [unit["name"] for unit in planned["units"]] == ["model.layers.0", "model.layers.1", ""]
+    elements = sum(bucket["elements"] for unit in planned["units"] for bucket in unit["buckets"])
+    assert elements == planned["model"]["parameters"]
+    assert metrics[0].planned_nbytes == planned["memory"]["needed"] + planned["process"]
+    assert metrics[0].mfu is None and metrics[0].checkpoint_seconds == metrics[1].checkpoint_seconds == 0
+    assert metrics[2].checkpoint_seconds > 0
+    environment = json.loads((tmp_path / "out" / "environment.json").read_text())
+    assert (environment["device"], environment["ranks"], environment["torch"]) == ("cpu", 1, torch.__version__)
+
+
+TRACKED = {
+    "wandb": "wandb/offline-run-*/run-*.wandb",
+    "trackio": "trackio/*.db",
+    "mlflow": "mlruns/*/*/metrics/loss",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TRACKED)
+def test_other_trackers_get_every_step(
+    name: str, run: Run, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline, through their own packages, which are no part of what the other tests need."""
+    pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+    for variable, value in {
+        "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "out" / "trackio"), "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_TRACKING_URI": f"file://{tmp_path}/out/mlruns",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(variable, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        losses = [record.loss for record in run(log_with=name)]
+    (file,) = (tmp_path / "out").glob(TRACKED[name])
+    if name == "mlflow":
+        assert [float(line.split()[1]) for line in file.read_text().splitlines()] == losses
+    elif name == "trackio":
+        with sqlite3.connect(file) as database:
+            rows = database.execute("select step, metrics from metrics order by step").fetchall()
+        assert [json.loads(values)["loss"] for _, values in rows] == losses
+        assert [step for step, _ in rows] == [1, 2, 3, 4]
+    else:
+        assert b"learning_rate" in file.read_bytes()
 
 
 def test_weights_and_tokenizer_of_a_directory_are_used(run: Run, tmp_path: Path) -> None:

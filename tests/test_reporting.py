@@ -5,14 +5,17 @@ pytest tests/test_reporting.py
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import ProfileKwargs as TheirProfileKwargs
 from torch import nn
@@ -81,6 +84,47 @@ def test_trackers_run_on_the_main_process(tmp_path: Path) -> None:
     assert names == ["tensorboard", "kept"] and found
     assert others == none == [] and not blank
     assert len(list((tmp_path / "run").rglob("events.*"))) >= 1, "project_dir is where tensorboard writes"
+
+
+class Registered(Kept):
+    """Made by its name."""
+
+    name = "registered"
+
+    def __init__(self, project: str, tag: str = "") -> None:
+        super().__init__()
+        self.told.append((project, tag))
+
+
+def test_tensorboard_holds_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Accelerate's own tests have it: a tensor of one element is a number, text is text, settings are in a file."""
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        event_accumulator = importlib.import_module(module)
+        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+        accelerator.init_trackers("run", {"lr": 0.5, "text": "t"}, {"tensorboard": {"flush_secs": 60}})
+        accelerator.log({"loss": 0.25, "tensor": torch.tensor(1), "my_text": "some_value"}, step=7)
+        accelerator.end_training()
+        events = event_accumulator.EventAccumulator(str(tmp_path / "run"))
+        events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 0.25)]
+    assert [event.value for event in events.Scalars("tensor")] == [1.0]
+    assert "my_text/text_summary" in events.Tags()["tensors"]
+    (hparams,) = (tmp_path / "run").rglob("hparams.yml")
+    assert "lr: 0.5" in hparams.read_text()
+
+
+def test_a_tracker_that_a_script_registers_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", dict(tracking.LOGGER_TYPE_TO_CLASS))
+    tracking.register_tracker_class(Registered)
+    accelerator = Accelerator(cpu=True, log_with="registered")
+    accelerator.init_trackers("mine", {"lr": 0.5}, init_kwargs={"registered": {"tag": "b"}})
+    accelerator.log({"loss": 1.0})
+    assert accelerator.get_tracker("registered", unwrap=True) == [
+        ("mine", "b"), "start", {"lr": 0.5}, ({"loss": 1.0}, None, {})
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [ProfileKwargs, TheirProfileKwargs])

@@ -11,6 +11,7 @@ import torch
 
 from fullshard.api.checkpointing import Checkpointing
 from fullshard.api.options import ProfileKwargs
+from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
 
@@ -121,15 +122,15 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
     except ValueError as error:
         raise ConfigError(f"log_with: {error}") from error
     # Theirs leaves out what is not installed, without a word.
-    present = {str(tracker) for tracker in found}
-    for name in map(str, given):
-        if name not in {"all", *present}:
-            raise ConfigError(f"log_with: {name!r} is not installed", hint=f"install {name}, or leave it out")
+    missing = {str(tracker) for tracker in given} - {"all", *map(str, found)}
+    require_trackers(sorted(missing), "log_with")
+    if missing:
+        raise ConfigError(f"log_with: {', '.join(sorted(missing))} cannot be used here, says Accelerate")
     return found
 
 
 def _accelerates() -> Any:
-    return import_extra("accelerate.tracking", extra="sft", purpose="log_with, whose trackers are Accelerate's")
+    return import_extra("accelerate.tracking", extra="track", purpose="log_with, whose trackers are Accelerate's")
 
 
 def _profiler(handler: Any) -> torch.profiler.profile:

@@ -3,7 +3,7 @@
 from fullshard.observe.files import whole_file, write_text
 from fullshard.observe.metrics import RateMeter, StepMetrics, memory_nbytes, reset_memory_peak
 from fullshard.observe.plots import plot_losses, require_plots
-from fullshard.observe.sinks import ConsoleSink, JsonlSink, MetricsSink, TensorboardSink, read_metrics
+from fullshard.observe.sinks import ConsoleSink, JsonlSink, MetricsSink, TensorboardSink, TrackerSink, read_metrics
 
 __all__ = [
     "ConsoleSink",
@@ -12,6 +12,7 @@ __all__ = [
     "RateMeter",
     "StepMetrics",
     "TensorboardSink",
+    "TrackerSink",
     "memory_nbytes",
     "plot_losses",
     "read_metrics",

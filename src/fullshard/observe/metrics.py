@@ -34,6 +34,10 @@ class StepMetrics:
         tokens_per_second: all ranks together, over the steps since the last reported line.
         data_wait_seconds: time the ranks waited for their batches, mean over ranks.
         memory_nbytes: bytes per rank: resident set on a CPU, allocator peak on an accelerator.
+        planned_nbytes: what the planner said of the fullest rank; None where the hardware is none it knows.
+        mfu: model FLOP utilisation at `tokens_per_second`, 0 to 1; None where the peak is not known.
+        checkpoint_seconds: how long training stood still for a checkpoint before this step.
+        skipped_steps: steps so far that changed nothing, because gradients were not finite.
     """
 
     step: int
@@ -46,6 +50,27 @@ class StepMetrics:
     tokens_per_second: float
     data_wait_seconds: float
     memory_nbytes: tuple[int, ...]
+    planned_nbytes: int | None = None
+    mfu: float | None = None
+    checkpoint_seconds: float = 0.0
+    skipped_steps: int = 0
+
+    def scalars(self) -> list[tuple[str, str, float]]:
+        """What there is to draw: a name that every tracker takes, the same in words with the unit, and the value."""
+        found: list[tuple[str, str, float | None]] = [
+            ("loss", "loss (nats per token)", self.loss),
+            ("learning_rate", "learning rate", self.learning_rate),
+            ("grad_norm", "gradient norm", self.grad_norm),
+            ("tokens_per_second", "tokens per second", self.tokens_per_second),
+            ("mfu", "model FLOP utilisation", self.mfu),
+            ("memory_bytes", "memory (bytes per rank)", max(self.memory_nbytes)),
+            ("planned_memory_bytes", "planned memory (bytes per rank)", self.planned_nbytes),
+            ("step_seconds", "time of a step (seconds)", self.step_seconds),
+            ("data_wait_seconds", "wait for data (seconds)", self.data_wait_seconds),
+            ("checkpoint_seconds", "wait for a checkpoint (seconds)", self.checkpoint_seconds),
+            ("skipped_steps", "skipped steps", self.skipped_steps),
+        ]
+        return [(name, words, value) for name, words, value in found if value is not None]
 
     def to_json(self) -> str:
         """One line of JSON. Floats keep all their digits; those that JSON has no number for are text ("nan", "inf")."""

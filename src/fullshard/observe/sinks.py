@@ -1,10 +1,10 @@
-"""Where the numbers of a step go: the console, a JSONL file, TensorBoard. Made on the rank that reports, rank 0."""
+"""Where the numbers of a step go: the console, a file, TensorBoard, trackers. Made on the rank that reports, rank 0."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -134,16 +134,27 @@ class TensorboardSink:
 
     def write(self, metrics: StepMetrics) -> None:
         """Add the step's scalars."""
-        for name, value in (
-            ("loss (nats per token)", metrics.loss),
-            ("learning rate", metrics.learning_rate),
-            ("gradient norm", metrics.grad_norm),
-            ("tokens per second", metrics.tokens_per_second),
-            ("memory (bytes per rank)", max(metrics.memory_nbytes)),
-        ):
-            if value is not None:
-                self._writer.add_scalar(name, value, metrics.step)
+        for _, words, value in metrics.scalars():
+            self._writer.add_scalar(words, value, metrics.step)
 
     def close(self) -> None:
         """Flush the events."""
         self._writer.close()
+
+
+class TrackerSink:
+    """Hands the scalars of each step on.
+
+    Args:
+        log: takes values by name, and the step.
+    """
+
+    def __init__(self, log: Callable[[Mapping[str, float], int], None]) -> None:
+        self._log = log
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Hand on one step."""
+        self._log({name: value for name, _, value in metrics.scalars()}, metrics.step)
+
+    def close(self) -> None:
+        """Nothing: whoever has started the trackers ends them."""

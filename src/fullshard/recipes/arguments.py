@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator
 from fullshard.config import values
 from fullshard.config.schema import Device, OnNonFinite
 from fullshard.config.sharding import CheckpointingMode
+from fullshard.config.trackers import PACKAGES
 from fullshard.config.view import View, kept_or_auto, of_run
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_name
@@ -125,7 +126,12 @@ class TrainArguments(View):
     nonfinite_gradients: OnNonFinite = of_run("training.nonfinite_gradients")
     nonfinite_limit: int = of_run("training.nonfinite_limit")
     log_every: int = Field(10, ge=1, description="Steps between two lines")
-    tensorboard: bool = Field(False, description="Write TensorBoard events too")
+    log_with: str | None = Field(
+        None,
+        description="Trackers, comma-separated: tensorboard, wandb, trackio, mlflow, comet_ml, aim, swanlab, clearml, "
+        "dvclive",
+    )
+    tensorboard: bool = Field(False, description="Write TensorBoard events too: --log-with tensorboard")
     plot: bool = Field(True, description="Draw the loss curve")
     export: bool = Field(True, description="Write the model as a Hugging Face directory")
     prompt: str = Field("def __init__(self", description="What the sample text begins with")
@@ -186,6 +192,8 @@ class TrainArguments(View):
                 f"{self.max_grad_norm:g} clips it",
                 hint="add --max-grad-norm 0",
             )
+        if unknown := [name for name in self.trackers if name not in PACKAGES]:
+            raise ConfigError(f"--log-with: no tracker {unknown[0]!r}", hint=f"there are {', '.join(PACKAGES)}")
         if self.resume not in ("auto", "never") and self.overwrite:
             raise ConfigError("--overwrite removes the checkpoints that --resume wants to continue from")
         super().check()
@@ -194,6 +202,12 @@ class TrainArguments(View):
     def warmup(self) -> int:
         """Steps of linear warm-up."""
         return self.steps // 10 if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def trackers(self) -> list[str]:
+        """Names of the trackers, each once."""
+        asked = [*values.names(self.log_with or ""), *(["tensorboard"] if self.tensorboard else [])]
+        return list(dict.fromkeys(asked))
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_name
 
@@ -68,6 +69,7 @@ RENAMED = {
     "max_seq_len": "max_length",
     "max_seq_length": "max_length",
     "evaluation_strategy": "eval_strategy",
+    "log_with": "report_to",
     "warmup_ratio": "warmup_steps",  # which below 1 is a share of all steps
 }
 _REFUSED = {"use_unsloth": "fullshard has an engine of its own", "tokenizer_name": "the model's tokenizer is used"}
@@ -221,6 +223,7 @@ def _parse(values: dict[str, Any], config: type) -> SFTArguments:
         raise ConfigError(
             "merge_dir without adapters: there is nothing to merge", hint="the whole model is saved to output_dir"
         )
+    require_trackers(training.report_to, "--report_to")
     for group, names in (
         (model, ("model_name_or_path", "merge_dir")),
         (data, ("dataset_name",)),

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +23,14 @@ from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs
 from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.checkpoint.lease import lease
+from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import NonFiniteError
-from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
+from fullshard.launch import read_rank_environment, run_on_main
 from fullshard.launch.preemption import listening, should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe import (
-    ConsoleSink,
-    JsonlSink,
-    MetricsSink,
     RateMeter,
     StepMetrics,
-    TensorboardSink,
     memory_nbytes,
     require_plots,
     reset_memory_peak,
@@ -44,9 +40,11 @@ from fullshard.optim import MatrixRule, Muon
 from fullshard.plan.job import Job
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
+from fullshard.recipes.console import Console, metrics_path, open_console
 from fullshard.recipes.data import TrainingData, prepare_data
 from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
 from fullshard.recipes.model import build_model, read_config
+from fullshard.recipes.planned import job_values, plan_run
 from fullshard.recipes.resume import find_checkpoints, load_newest, roll_back, save
 from fullshard.wrap.chunked_loss import use_chunked_loss
 
@@ -60,7 +58,7 @@ def train(arguments: TrainArguments) -> None:
         FullshardError: what is wrong with the settings, the data, a checkpoint or the run.
     """
     joined_before = dist.is_initialized()
-    with _console(read_rank_environment()) as console, contextlib.ExitStack() as held:
+    with open_console(read_rank_environment()) as console, contextlib.ExitStack() as held:
         accelerator = RunAccelerator(arguments, console)
         environment = accelerator.process.environment
         # Ranks per shard group are told here, and not taken from the host.
@@ -73,6 +71,8 @@ def train(arguments: TrainArguments) -> None:
         trainer = _make_trainer(arguments, data, accelerator, console)
         checkpoint, first_step = load_newest(checkpoints, trainer, arguments, checksum=data.checksum, say=console.say)
         console.say(_resume_line(arguments, checkpoint, first_step))
+        run_on_main(environment, lambda: console.open(accelerator, arguments))
+        held.callback(accelerator.finish_trackers)
         with listening():
             with _checked_plan(trainer, arguments, console):
                 stopped_at = _train_steps(trainer, arguments, data, first_step=first_step, console=console)
@@ -87,52 +87,6 @@ def train(arguments: TrainArguments) -> None:
 def run(arguments: TrainArguments) -> None:
     """Run the job in this process, reporting a failure to the launcher if there is one."""
     run_worker(lambda: train(arguments))
-
-
-class Console:
-    """What rank 0 says; the other ranks say nothing.
-
-    Attributes:
-        sinks: where the steps of this run go, rank 0 only.
-    """
-
-    def __init__(self, environment: RankEnvironment) -> None:
-        self._is_main = environment.is_main
-        self._lines: ConsoleSink | None = None
-        self.sinks: list[MetricsSink] = []
-
-    def start(self, arguments: TrainArguments, *, first_step: int) -> None:
-        """Open the sinks of a run that continues after `first_step` steps."""
-        if not self._is_main:
-            return
-        self.sinks.append(JsonlSink(metrics_path(arguments), last_step=first_step))
-        if arguments.tensorboard:
-            self.sinks.append(TensorboardSink(arguments.output_dir / "tensorboard", last_step=first_step))
-        self._lines = ConsoleSink(total_steps=arguments.steps, every=arguments.log_every, first_step=first_step)
-        self.sinks.append(self._lines)
-
-    def say(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
-        if self._lines is not None:
-            self._lines.print(text)
-        elif self._is_main:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-
-    def close(self) -> None:
-        """Close the sinks."""
-        for sink in self.sinks:
-            sink.close()
-        self.sinks, self._lines = [], None
-
-
-@contextlib.contextmanager
-def _console(environment: RankEnvironment) -> Iterator[Console]:
-    console = Console(environment)
-    try:
-        yield console
-    finally:
-        console.close()
 
 
 class RunAccelerator(Accelerator):
@@ -151,6 +105,8 @@ class RunAccelerator(Accelerator):
         super().__init__(
             # What micro-batches there are only the run knows: it watches the plan itself.
             fsdp_plugin=arguments.run_config(check_plan=False),
+            log_with=[name for name in arguments.trackers if name != "tensorboard"] or None,
+            project_dir=arguments.output_dir,
             # The loop takes its loss in float32, so the dtypes of the precision are enough.
             kwargs_handlers=[
                 AutocastKwargs(enabled=False),
@@ -161,16 +117,16 @@ class RunAccelerator(Accelerator):
     def _say(self, message: str) -> None:
         self._console.say(message)
 
-
-def metrics_path(arguments: TrainArguments) -> Path:
-    """The file with the numbers of every step."""
-    return arguments.output_dir / "metrics.jsonl"
+    def finish_trackers(self) -> None:
+        """End what `init_trackers` has started; the process group stays."""
+        self._finish_trackers()
 
 
 def _prepare_output(arguments: TrainArguments) -> list[Path]:
     """Make the output directory, find what to resume from, and refuse now what would fail only at the end."""
     if arguments.plot:
         require_plots()
+    require_trackers(arguments.trackers, "--log-with")
     if arguments.model is not None:
         read_config(arguments.model)
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
@@ -189,11 +145,13 @@ def _resume_line(arguments: TrainArguments, checkpoint: Path | None, first_step:
 
 def _make_trainer(arguments: TrainArguments, data: TrainingData, accelerator: Accelerator, console: Console) -> Trainer:
     """The sharded model with its optimizer."""
+    before = memory_nbytes(accelerator.device)
     model, origin = build_model(
         arguments.model, tokenizer=data.tokenizer, seq_len=arguments.seq_len, seed=arguments.seed
     )
     model.train()
     console.say(f"model: {type(model).__name__}, {origin}")
+    console.plan = plan_run(model, arguments, accelerator.process.environment, accelerator.device, before=before)
     if arguments.loss_chunk is not None:
         use_chunked_loss(model, tokens=arguments.loss_chunk)
     model = accelerator.prepare(model)
@@ -215,12 +173,7 @@ def _checked_plan(trainer: Trainer, arguments: TrainArguments, console: Console)
     if not arguments.check_plan:
         yield
         return
-    rows = math.ceil(arguments.batch_size / trainer.environment.world_size)
-    further: dict[str, Any] = {
-        "loss": "eager" if arguments.loss_chunk is None else "fused",
-        "accumulation": math.ceil(rows / min(arguments.micro_batch_size or rows, rows)),
-        "seq_len": arguments.seq_len,
-    }
+    further = job_values(arguments, trainer.environment.world_size)
     watch = PlanWatch(Job.from_run(arguments.run_config(), **further), console.say)
     watch.watch([trainer.model], [trainer.optimizer.optimizer])
     yield
@@ -264,7 +217,7 @@ def _train_steps(
     """
     console.start(arguments, first_step=first_step)
     tokens = arguments.batch_size * arguments.seq_len
-    rate = RateMeter()
+    rate, stood_still, skipped = RateMeter(), 0.0, 0
     reset_memory_peak(trainer.device)
     with AsyncSaver() as saver:
         if arguments.async_save:
@@ -284,6 +237,7 @@ def _train_steps(
                     raise
                 step = _roll_back(error, trainer, arguments, data, saver, step=step, console=console)
                 continue
+            skipped += trainer.optimizer.step_was_skipped
             loss_sum, data_wait, memory = sum_over_ranks(result, memory_nbytes(trainer.device), trainer.environment)
             metrics = StepMetrics(
                 step=step,
@@ -293,9 +247,13 @@ def _train_steps(
                 tokens=tokens,
                 tokens_seen=step * tokens,
                 step_seconds=time.perf_counter() - begin,
-                tokens_per_second=rate.add(tokens),
+                tokens_per_second=(speed := rate.add(tokens)),
                 data_wait_seconds=data_wait,
                 memory_nbytes=memory,
+                planned_nbytes=None if (plan := console.plan) is None else plan.nbytes,
+                mfu=None if plan is None else plan.mfu(speed),
+                checkpoint_seconds=stood_still,
+                skipped_steps=skipped,
             )
             for sink in console.sinks:
                 sink.write(metrics)
@@ -303,8 +261,9 @@ def _train_steps(
                 _check_finite(metrics, arguments)
             due = arguments.save_every and step % arguments.save_every == 0
             stops = should_stop() and step < arguments.steps
+            stood_still = 0.0
             if due or stops or step == arguments.steps:
-                _save(trainer, arguments, data, saver, step=step, console=console)
+                stood_still = _save(trainer, arguments, data, saver, step=step, console=console)
                 rollbacks = 0
             if due or step % arguments.log_every == 0:
                 rate.restart()  # so that a line's rate is of its own steps, and without the time of a save
@@ -340,13 +299,20 @@ def _roll_back(
 
 def _save(
     trainer: Trainer, arguments: TrainArguments, data: TrainingData, saver: AsyncSaver, *, step: int, console: Console
-) -> None:
-    """Save after `step` steps; what is written in the background is reported when it is complete."""
+) -> float:
+    """Save after `step` steps; what is written in the background is reported when it is complete.
+
+    Returns:
+        Seconds that training stood still.
+    """
+    begin = time.perf_counter()
     if (earlier := saver.wait()) is not None:
         console.say(f"checkpoint: {earlier}")
     written = save(trainer, arguments, step=step, checksum=data.checksum, saver=saver if arguments.async_save else None)
+    seconds = time.perf_counter() - begin
     if not saver.is_saving:
         console.say(f"checkpoint: {written}")
+    return seconds
 
 
 def _check_finite(metrics: StepMetrics, arguments: TrainArguments) -> None:

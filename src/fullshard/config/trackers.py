@@ -1,0 +1,37 @@
+"""Experiment trackers: which there are, and what each needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+from fullshard.core.errors import ConfigError
+
+PACKAGES = {
+    "tensorboard": ("tensorboard", "track"),
+    "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
+    "mlflow": ("mlflow", "mlflow"),
+    "comet_ml": ("comet_ml", "comet"),
+    "aim": ("aim", "aim"),
+    "swanlab": ("swanlab", "swanlab"),
+    "clearml": ("clearml", "clearml"),
+    "dvclive": ("dvclive", "dvclive"),
+}
+"""Of each tracker, by Accelerate's name for it: the package it is in, and the extra that brings it."""
+
+
+def require_trackers(names: Iterable[str], said: str) -> None:
+    """Refuse trackers whose packages are missing: to be asked before hours of training. Unknown names pass.
+
+    Args:
+        names: of trackers.
+        said: where they were asked for, such as `log_with`.
+
+    Raises:
+        ConfigError: one is not installed, with the extra that brings it.
+    """
+    for name in names:
+        package, extra = PACKAGES.get(name, (None, ""))
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{said}: {name!r} is not installed", hint=f"pip install 'fullshard[{extra}]'")

@@ -1,0 +1,129 @@
+"""What the planner says of a run before it begins: beside it stands, later, what was measured."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.api.planning import plan_model
+from fullshard.api.plugin import configured_policy
+from fullshard.core.errors import ConfigError, WrapError
+from fullshard.launch import RankEnvironment
+from fullshard.plan.evaluate import Plan
+from fullshard.plan.hardware import DEVICES
+from fullshard.plan.job import Job
+from fullshard.plan.report import as_dict
+from fullshard.recipes.arguments import TrainArguments
+
+_DECIDED = ("method", "base_dtype")
+"""Fields of a job that the model shows."""
+_SAME_MEMORY = 0.15
+"""How much of a device's memory its driver may keep to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A plan of a run that begins here and now.
+
+    Attributes:
+        plan: the planner's.
+        before: bytes this process had before there was a model, on a CPU, where what is measured is all of a process.
+    """
+
+    plan: Plan
+    before: int
+
+    @property
+    def nbytes(self) -> int:
+        """What `memory_nbytes` should come to, at most."""
+        return self.plan.memory.needed + self.before
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOP utilisation at a speed; None on a CPU, whose peak nobody has measured."""
+        time = self.plan.time
+        return None if self.plan.cluster.device.is_cpu else time.mfu * tokens_per_second / time.tokens_per_second
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values: the planner's, and the units."""
+        units = [
+            {
+                "name": unit.name,
+                "buckets": [
+                    {
+                        "dtype": bucket.dtype,
+                        "compute_dtype": bucket.compute_dtype,
+                        "trainable": bucket.trainable,
+                        "elements": bucket.layout.numel,
+                        "per_rank": bucket.layout.shard_numel,
+                        "bytes": bucket.full_nbytes,
+                    }
+                    for bucket in unit.buckets
+                ],
+            }
+            for unit in self.plan.setting.layout.units
+        ]
+        return as_dict(self.plan) | {"process": self.before, "units": units}
+
+
+def plan_run(
+    model: nn.Module, arguments: TrainArguments, environment: RankEnvironment, device: torch.device, *, before: int
+) -> RunPlan | None:
+    """The plan of a run on the hardware that it runs on; None if the planner knows not enough.
+
+    Args:
+        model: not sharded yet.
+        arguments: of the run.
+        environment: says how many ranks there are, on how many hosts.
+        device: of this rank.
+        before: bytes it uses already.
+    """
+    name = planned_device(device)
+    if name is None:
+        return None
+    world_size = environment.world_size
+    hosts = max(1, world_size // max(1, environment.local_world_size))
+    job = Job.from_run(arguments.run_config(), **job_values(arguments, world_size))
+    settings = {n: v for n, v in job.model_dump().items() if n not in _DECIDED and not n.startswith("lora_")}
+    settings["optimizer"] = arguments.optimizer
+    policy = configured_policy(arguments.run_config().sharding)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sharding will say the same
+        try:
+            plan = plan_model(model, f"{world_size}x{name}", hosts=hosts, policy=policy, **settings)
+        except (ConfigError, WrapError):  # sharding will say that, too; not planned is no reason to stop
+            return None
+    return RunPlan(plan, before if plan.cluster.device.is_cpu else 0)
+
+
+def job_values(arguments: TrainArguments, world_size: int) -> dict[str, Any]:
+    """What a plan asks for and a run's configuration does not say."""
+    rows = math.ceil(arguments.batch_size / world_size)
+    micro_batch = min(arguments.micro_batch_size or rows, rows)
+    return {
+        "loss": "eager" if arguments.loss_chunk is None else "fused",
+        "accumulation": math.ceil(rows / micro_batch),
+        "micro_batch": micro_batch,
+        "seq_len": arguments.seq_len,
+    }
+
+
+def planned_device(device: torch.device) -> str | None:
+    """The planner's name for a device; None if it has none."""
+    if device.type == "cpu":
+        return "CPU"
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    named = re.sub(r"[^a-z0-9]", "", properties.name.lower())
+    alike = [
+        row.name
+        for row in DEVICES.values()
+        if row.name.lower().partition("-")[0] in named and abs(row.memory / properties.total_memory - 1) < _SAME_MEMORY
+    ]
+    return max(alike, key=len, default=None)
