@@ -22,7 +22,7 @@ from fullshard.cli.plan import _question
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.core.errors import ConfigError
-from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate
+from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, split_devices, write_calibration
 from fullshard.plan.job import Job
@@ -139,6 +139,46 @@ def test_adapters_go_with_adapters() -> None:
 def test_how_many_of_what(text: str) -> None:
     cluster = parse_cluster(text)
     assert (cluster.count, cluster.device.name) == (8, "H100")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8xL40S", "8 x L40S in 1 host"),
+        ("16xA10G", "16 x A10G in 2 hosts"),
+        ("8xNVIDIA H100 80GB", "8 x H100 in 1 host"),
+        ("8xH100-PCIe", "8 x H100-PCIe in 1 host"),
+        ("2 x RTX 5090", "2 x RTX5090 in 1 host"),
+        ("4xA6000", "4 x RTX-A6000 in 1 host"),
+        ("8xGB200", "8 x GB200 in 2 hosts"),
+        ("8xV100-32GB", "8 x V100 in 1 host"),
+        ("64xTrillium", "64 x TPU-v6e in 1 host"),
+    ],
+)
+def test_devices_by_name(text: str, expected: str) -> None:
+    assert str(parse_cluster(text)) == expected
+
+
+def test_links_of_a_rack() -> None:
+    """72 GB200 reach one another as fast as the four of a host do; the next rack is behind the network."""
+    near, far = parse_cluster("72xGB200"), parse_cluster("144xGB200")
+    assert near.hosts == 18 and near.device.network == near.device.link
+    assert far.device.network < far.device.link / 10
+
+
+def test_every_device_has_a_source_and_makes_sense() -> None:
+    for name, device in DEVICES.items():
+        assert find_device(name) is device and device.source
+        assert device.flops >= device.flops_fp32 and device.link >= device.network
+        assert 8e9 < device.memory < 400e9
+        if device.is_run and not device.is_cpu:
+            assert 4 <= device.per_host <= 8
+
+
+@pytest.mark.parametrize(("device", "note"), [("TPU-v5p", "does not run"), ("V100", "no bfloat16")])
+def test_what_a_device_cannot_is_said(device: str, note: str) -> None:
+    shape, _ = load_model("GPT-2")
+    assert any(note in said for said in notes_of(evaluate(shape, Job.of({}), parse_cluster(f"8x{device}"))))
 
 
 def test_a_kind_that_begins_with_a_number() -> None:

@@ -9,6 +9,7 @@ queries and the keys (heads times head size). What autograd saves in a layer as 
 | an RMS norm's output before its weight | b H, Gemma's 4 H | for the weight's gradient; not if the weight is frozen |
 | what attention and the feed-forward part read | b H each | the input of their projections |
 | q, k, v after rotation, and attention's output | b (2 q + 2 kv) | attention's backward, the projection after it |
+| latents of q, k, v, and what v is a slice of | norms', b (latents + kv) | DeepSeek's: norms, projections, slices |
 | the projection that v is a slice of | b (q + kv) | a slice keeps all of it; not `eager`, which copies |
 | written out: scores, keys per head | `_scores` | softmax, its copy for the product, dropout's mask |
 | gated feed-forward | 4 b I | gate (SiLU), its activation and up (product), the product (down projection) |
@@ -111,6 +112,7 @@ def _saved_per_token(block: Block, job: Job, width: int, *, on_cpu: bool) -> int
     mask = width if on_cpu else 1
     sublayers = 3 if block.cross_attention else 2
     normed = (1 if block.parallel else block.norms) * block.hidden
+    normed += block.latents
     if block.head_norms:
         normed += (block.heads + block.kv_heads) * block.head_dim
     attention = _attention(block, job, width, on_cpu=on_cpu, has_trained_bias=block.trained_bias)
@@ -120,6 +122,8 @@ def _saved_per_token(block: Block, job: Job, width: int, *, on_cpu: bool) -> int
     saved += width * _feed_forward_tensors(block, job) * block.active_intermediate
     if block.experts:
         saved += 2 * width * block.experts_per_token * block.hidden
+    if block.latents:  # read by the projections; keys' and values' are slices of one, whose other part is kept, too
+        saved += width * (block.latents + block.kv_heads * block.head_dim)
     if block.shared_intermediate:
         saved += width * block.hidden  # its output, which is multiplied by a gate
     if block.dropout:
@@ -145,13 +149,16 @@ def _norm(block: Block, job: Job, width: int) -> int:
 def _attention(block: Block, job: Job, width: int, *, on_cpu: bool, has_trained_bias: bool) -> int:
     """Queries, keys, values, the output, and the scores where they exist."""
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
+    value_dim = block.value_dim or block.head_dim
     if job.attention == "eager":
         softmax = max(4, width) if block.float32_scores else width
-        return width * 4 * queries + _scores(block, job, softmax, width, mask=width if on_cpu else 1)
+        return width * 2 * (queries + block.heads * value_dim) + _scores(
+            block, job, softmax, width, mask=width if on_cpu else 1
+        )
     if on_cpu and (block.attention_dropout or has_trained_bias):
         # The fused kernel takes neither, and what torch falls back to computes in float32.
         return width * queries + 4 * 3 * queries + _scores(block, job, 4, 4, mask=4)
-    saved = 2 * queries + 2 * keys
+    saved = queries + keys + (block.heads + block.kv_heads) * value_dim
     if block.sliced_values:
         # On a CPU the output has the rotated queries' layout, so that the projection after it reads a copy.
         saved += queries + keys + (queries if on_cpu else 0)

@@ -226,6 +226,11 @@ def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
 def notes_of(plan: Plan) -> list[str]:
     """What the reader has to know besides the numbers."""
     notes = []
+    device = plan.cluster.device
+    if not device.is_run:
+        notes.append(f"this engine does not run on a {device.name}; it is planned for comparison")
+    if plan.job.precision == "bf16" and not device.has_bfloat16:
+        notes.append(f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)")
     if plan.job.on_host and plan.cluster.device.is_cpu:
         notes.append("offload saves nothing here: a CPU computes in host memory")
     if plan.job.reshard_after_forward == "auto":

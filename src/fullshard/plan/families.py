@@ -15,7 +15,18 @@ from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.plan.activations import KEPT_BY_ACTIVATION
+from fullshard.plan.mixtures import ESTIMATED, MIXTURES
 from fullshard.plan.shapes import Block, ModelShape, Norm, ParameterShape, UnitShape
+from fullshard.plan.weights import (
+    Fields,
+    Weights,
+    attention_window,
+    embedding_weights,
+    gated_weights,
+    head_weights,
+    linear_weights,
+    norm_weights,
+)
 
 MOST_LAYERS = 1000
 """More are taken for a mistake, such as a number of parameters with three zeros too many. A thousand take seconds."""
@@ -23,88 +34,12 @@ MOST_LAYERS = 1000
 _LLAMA_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-class Fields:
-    """The fields of a `config.json`, by whichever of several names is there."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def number(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set to a positive whole number.
-
-        Raises:
-            ConfigError: none is and there is no default, or it is not such a number.
-        """
-        for name in names:
-            value = self.values.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{self.where}: {name} is {value!r}, expected a positive whole number")
-            return value
-        if default is None:
-            raise ConfigError(
-                f"{self.where}: no field {' or '.join(names)}", hint="the file must be the model's whole config.json"
-            )
-        return default
-
-    def flag(self, name: str, default: bool) -> bool:
-        """A field that is true or false."""
-        value = self.values.get(name)
-        return default if value is None else bool(value)
-
-    def is_set(self, name: str) -> bool:
-        """Whether the field is there."""
-        return self.values.get(name) is not None
-
-    def text(self, *names: str, default: str) -> str:
-        """The first of `names` that is set to a word.
-
-        Raises:
-            ConfigError: it is something else.
-        """
-        value = next((self.values[name] for name in names if self.is_set(name)), default)
-        if not isinstance(value, str):
-            raise ConfigError(f"{self.where}: {' or '.join(names)} is {value!r}, expected a word")
-        return value
-
-    def is_dropped(self, *names: str, default: float = 0.0) -> bool:
-        """Whether something is dropped out: the first of `names` that is set is more than 0.
-
-        Raises:
-            ConfigError: it is no number.
-        """
-        value = next((self.values[name] for name in names if self.is_set(name)), default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.where}: {' or '.join(names)} is {value!r}, expected a number")
-        return value > 0
-
-
-Weights = list[ParameterShape]
-
-
-def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False, conv1d: bool = False) -> Weights:
-    shape = (inputs, outputs) if conv1d else (outputs, inputs)
-    weights = [ParameterShape(f"{name}.weight", shape, role="matrix")]
-    return [*weights, ParameterShape(f"{name}.bias", (outputs,))] if bias else weights
-
-
-def _norm(name: str, width: int, *, bias: bool = False) -> Weights:
-    weights = [ParameterShape(f"{name}.weight", (width,))]
-    return [*weights, ParameterShape(f"{name}.bias", (width,))] if bias else weights
-
-
-def _embedding(name: str, rows: int, width: int) -> Weights:
-    return [ParameterShape(f"{name}.weight", (rows, width), role="embedding")]
-
-
-def _head(name: str, width: int, vocab: int) -> Weights:
-    return [ParameterShape(f"{name}.weight", (vocab, width), role="head")]
-
-
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """How a decoder of Llama's kind differs from Llama. Names of norms come in definition order."""
+    """How a decoder of Llama's kind differs from Llama. Names of norms come in definition order.
+
+    Where a window limits attention, it does so in all layers but every `window_period`th; 1: in all, 0: in none.
+    """
 
     qkv_bias: bool = False
     bias_flag: str = ""
@@ -117,6 +52,7 @@ class _Decoder:
     norm: Norm = "rms"
     activation: str = "silu"
     caps_scores: bool = False
+    window_period: int = 0
 
 
 def _llama_like(fields: Fields, kind: _Decoder) -> ModelShape:
@@ -131,13 +67,14 @@ def _llama_like(fields: Fields, kind: _Decoder) -> ModelShape:
         prefix = f"model.layers.{index}"
         attention = _attention(f"{prefix}.self_attn", kind, hidden, heads, kv_heads, head_dim, bias=bias)
         feed_forward, block = _feed_forward(fields, kind, f"{prefix}.mlp", index)
-        norms = [p for norm in kind.norms for p in _norm(f"{prefix}.{norm}", hidden)]
+        norms = [p for norm in kind.norms for p in norm_weights(f"{prefix}.{norm}", hidden)]
         layer = dataclasses.replace(
             block,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             activation=fields.text("hidden_activation", "hidden_act", default=kind.activation),
+            window=attention_window(fields, index, period=kind.window_period),
             norms=len(kind.norms),
             norm=kind.norm,
             head_norms=kind.head_norms or kind.whole_head_norms,
@@ -147,8 +84,8 @@ def _llama_like(fields: Fields, kind: _Decoder) -> ModelShape:
             attention_dropout=fields.is_dropped("attention_dropout"),
         )
         units.append(UnitShape(prefix, (*attention, *feed_forward, *norms), layer))
-    head = [] if tied else _head("lm_head", hidden, vocab)
-    root = [*_embedding("model.embed_tokens", vocab, hidden), *_norm("model.norm", hidden), *head]
+    head = [] if tied else head_weights("lm_head", hidden, vocab)
+    root = [*embedding_weights("model.embed_tokens", vocab, hidden), *norm_weights("model.norm", hidden), *head]
     return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
 
 
@@ -158,29 +95,21 @@ def _attention(
     queries, keys = heads * head_dim, kv_heads * head_dim
     if kind.fused:
         return [
-            *_linear(f"{prefix}.o_proj", queries, hidden),
-            *_linear(f"{prefix}.qkv_proj", hidden, queries + 2 * keys),
+            *linear_weights(f"{prefix}.o_proj", queries, hidden),
+            *linear_weights(f"{prefix}.qkv_proj", hidden, queries + 2 * keys),
         ]
     projected = bias or kind.qkv_bias
     weights = [
-        *_linear(f"{prefix}.q_proj", hidden, queries, bias=projected),
-        *_linear(f"{prefix}.k_proj", hidden, keys, bias=projected),
-        *_linear(f"{prefix}.v_proj", hidden, keys, bias=projected),
-        *_linear(f"{prefix}.o_proj", queries, hidden, bias=bias),
+        *linear_weights(f"{prefix}.q_proj", hidden, queries, bias=projected),
+        *linear_weights(f"{prefix}.k_proj", hidden, keys, bias=projected),
+        *linear_weights(f"{prefix}.v_proj", hidden, keys, bias=projected),
+        *linear_weights(f"{prefix}.o_proj", queries, hidden, bias=bias),
     ]
     if kind.head_norms:
-        weights += _norm(f"{prefix}.q_norm", head_dim) + _norm(f"{prefix}.k_norm", head_dim)
+        weights += norm_weights(f"{prefix}.q_norm", head_dim) + norm_weights(f"{prefix}.k_norm", head_dim)
     if kind.whole_head_norms:
-        weights += _norm(f"{prefix}.q_norm", queries) + _norm(f"{prefix}.k_norm", keys)
+        weights += norm_weights(f"{prefix}.q_norm", queries) + norm_weights(f"{prefix}.k_norm", keys)
     return weights
-
-
-def _gated(prefix: str, hidden: int, width: int, *, bias: bool = False) -> Weights:
-    return [
-        *_linear(f"{prefix}.gate_proj", hidden, width, bias=bias),
-        *_linear(f"{prefix}.up_proj", hidden, width, bias=bias),
-        *_linear(f"{prefix}.down_proj", width, hidden, bias=bias),
-    ]
 
 
 def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tuple[Weights, Block]:
@@ -190,11 +119,11 @@ def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tu
     if not kind.experts or not _is_sparse(fields, index):
         width = fields.number("intermediate_size")
         if kind.fused:
-            weights = _linear(f"{prefix}.gate_up_proj", hidden, 2 * width) + _linear(
+            weights = linear_weights(f"{prefix}.gate_up_proj", hidden, 2 * width) + linear_weights(
                 f"{prefix}.down_proj", width, hidden
             )
         else:
-            weights = _gated(prefix, hidden, width, bias=bias)
+            weights = gated_weights(prefix, hidden, width, bias=bias)
         return weights, Block(hidden, 1, 1, 1, width, fused_gate=kind.fused)
     experts = fields.number("num_local_experts", "num_experts")
     width = fields.number("moe_intermediate_size", "intermediate_size")
@@ -207,8 +136,8 @@ def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tu
     weights = [*stacked, *router] if kind.experts == "qwen3" else [*router, *stacked]
     shared = fields.number("shared_expert_intermediate_size") if kind.experts == "qwen2" else 0
     if shared:
-        weights += _gated(f"{prefix}.shared_expert", hidden, shared)
-        weights += _linear(f"{prefix}.shared_expert_gate", hidden, 1)
+        weights += gated_weights(f"{prefix}.shared_expert", hidden, shared)
+        weights += linear_weights(f"{prefix}.shared_expert_gate", hidden, 1)
     block = Block(
         hidden,
         1,
@@ -251,20 +180,20 @@ def _gpt2(fields: Fields) -> ModelShape:
     for index in range(fields.number("n_layer")):
         prefix = f"transformer.h.{index}"
         weights = [
-            *_norm(f"{prefix}.ln_1", hidden, bias=True),
-            *_linear(f"{prefix}.attn.c_attn", hidden, 3 * hidden, bias=True, conv1d=True),
-            *_linear(f"{prefix}.attn.c_proj", hidden, hidden, bias=True, conv1d=True),
-            *_norm(f"{prefix}.ln_2", hidden, bias=True),
-            *_linear(f"{prefix}.mlp.c_fc", hidden, inner, bias=True, conv1d=True),
-            *_linear(f"{prefix}.mlp.c_proj", inner, hidden, bias=True, conv1d=True),
+            *norm_weights(f"{prefix}.ln_1", hidden, bias=True),
+            *linear_weights(f"{prefix}.attn.c_attn", hidden, 3 * hidden, bias=True, conv1d=True),
+            *linear_weights(f"{prefix}.attn.c_proj", hidden, hidden, bias=True, conv1d=True),
+            *norm_weights(f"{prefix}.ln_2", hidden, bias=True),
+            *linear_weights(f"{prefix}.mlp.c_fc", hidden, inner, bias=True, conv1d=True),
+            *linear_weights(f"{prefix}.mlp.c_proj", inner, hidden, bias=True, conv1d=True),
         ]
         units.append(UnitShape(prefix, tuple(weights), block))
     tied = fields.flag("tie_word_embeddings", True)
     root = [
-        *_embedding("transformer.wte", vocab, hidden),
-        *_embedding("transformer.wpe", positions, hidden),
-        *_norm("transformer.ln_f", hidden, bias=True),
-        *([] if tied else _head("lm_head", hidden, vocab)),
+        *embedding_weights("transformer.wte", vocab, hidden),
+        *embedding_weights("transformer.wpe", positions, hidden),
+        *norm_weights("transformer.ln_f", hidden, bias=True),
+        *([] if tied else head_weights("lm_head", hidden, vocab)),
     ]
     return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
 
@@ -287,19 +216,19 @@ def _gpt_neox(fields: Fields) -> ModelShape:
     for index in range(fields.number("num_hidden_layers")):
         prefix = f"gpt_neox.layers.{index}"
         weights = [
-            *_norm(f"{prefix}.input_layernorm", hidden, bias=True),
-            *_norm(f"{prefix}.post_attention_layernorm", hidden, bias=True),
-            *_linear(f"{prefix}.attention.query_key_value", hidden, 3 * hidden, bias=bias),
-            *_linear(f"{prefix}.attention.dense", hidden, hidden, bias=bias),
-            *_linear(f"{prefix}.mlp.dense_h_to_4h", hidden, inner, bias=True),
-            *_linear(f"{prefix}.mlp.dense_4h_to_h", inner, hidden, bias=True),
+            *norm_weights(f"{prefix}.input_layernorm", hidden, bias=True),
+            *norm_weights(f"{prefix}.post_attention_layernorm", hidden, bias=True),
+            *linear_weights(f"{prefix}.attention.query_key_value", hidden, 3 * hidden, bias=bias),
+            *linear_weights(f"{prefix}.attention.dense", hidden, hidden, bias=bias),
+            *linear_weights(f"{prefix}.mlp.dense_h_to_4h", hidden, inner, bias=True),
+            *linear_weights(f"{prefix}.mlp.dense_4h_to_h", inner, hidden, bias=True),
         ]
         units.append(UnitShape(prefix, tuple(weights), block))
     tied = fields.flag("tie_word_embeddings", False)
-    head = [] if tied else _head("lm_head", hidden, vocab)
+    head = [] if tied else head_weights("lm_head", hidden, vocab)
     root = [
-        *_embedding("gpt_neox.embed_in", vocab, hidden),
-        *_norm("gpt_neox.final_layer_norm", hidden, bias=True),
+        *embedding_weights("gpt_neox.embed_in", vocab, hidden),
+        *norm_weights("gpt_neox.final_layer_norm", hidden, bias=True),
         *head,
     ]
     return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
@@ -309,14 +238,14 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
     hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     inner, vocab = fields.number("intermediate_size"), fields.number("vocab_size")
     words, positions, types = (
-        _embedding(f"{prefix}.embeddings.{name}_embeddings", rows, hidden)
+        embedding_weights(f"{prefix}.embeddings.{name}_embeddings", rows, hidden)
         for name, rows in (
             ("word", vocab),
             ("position", fields.number("max_position_embeddings")),
             ("token_type", fields.number("type_vocab_size")),
         )
     )
-    norm = _norm(f"{prefix}.embeddings.LayerNorm", hidden, bias=True)
+    norm = norm_weights(f"{prefix}.embeddings.LayerNorm", hidden, bias=True)
     is_roberta = prefix == "roberta"
     others = [*types, *norm, *positions] if is_roberta else [*positions, *types, *norm]
     tied = fields.flag("tie_word_embeddings", True)
@@ -337,13 +266,13 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
             *(
                 p
                 for n in ("query", "key", "value")
-                for p in _linear(f"{at}.attention.self.{n}", hidden, hidden, bias=True)
+                for p in linear_weights(f"{at}.attention.self.{n}", hidden, hidden, bias=True)
             ),
-            *_linear(f"{at}.attention.output.dense", hidden, hidden, bias=True),
-            *_norm(f"{at}.attention.output.LayerNorm", hidden, bias=True),
-            *_linear(f"{at}.intermediate.dense", hidden, inner, bias=True),
-            *_linear(f"{at}.output.dense", inner, hidden, bias=True),
-            *_norm(f"{at}.output.LayerNorm", hidden, bias=True),
+            *linear_weights(f"{at}.attention.output.dense", hidden, hidden, bias=True),
+            *norm_weights(f"{at}.attention.output.LayerNorm", hidden, bias=True),
+            *linear_weights(f"{at}.intermediate.dense", hidden, inner, bias=True),
+            *linear_weights(f"{at}.output.dense", inner, hidden, bias=True),
+            *norm_weights(f"{at}.output.LayerNorm", hidden, bias=True),
         ]
         units.append(UnitShape(at, tuple(weights), block))
     head, transform = ("lm_head", "lm_head") if is_roberta else ("cls.predictions", "cls.predictions.transform")
@@ -351,9 +280,9 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
     root = [
         *(words if tied else []),  # used by the embeddings and by the head: owned by the unit around both
         ParameterShape(f"{head}.bias", (vocab,)),
-        *_linear(f"{transform}.dense", hidden, hidden, bias=True),
-        *_norm(norm_name, hidden, bias=True),
-        *([] if tied else _head(f"{head}.decoder", hidden, vocab)),
+        *linear_weights(f"{transform}.dense", hidden, hidden, bias=True),
+        *norm_weights(norm_name, hidden, bias=True),
+        *([] if tied else head_weights(f"{head}.decoder", hidden, vocab)),
     ]
     return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
 
@@ -377,16 +306,18 @@ def _t5(fields: Fields) -> ModelShape:
             for number, name in enumerate(attentions):
                 at = f"{prefix}.layer.{number}.{name}"
                 for letter in "qkv":
-                    weights += _linear(f"{at}.{letter}", hidden, heads * head_dim)
-                weights += _linear(f"{at}.o", heads * head_dim, hidden)
+                    weights += linear_weights(f"{at}.{letter}", hidden, heads * head_dim)
+                weights += linear_weights(f"{at}.o", heads * head_dim, hidden)
                 if index == 0 and number == 0:
                     buckets = fields.number("relative_attention_num_buckets", default=32)
                     weights.append(ParameterShape(f"{at}.relative_attention_bias.weight", (buckets, heads)))
-                weights += _norm(f"{prefix}.layer.{number}.layer_norm", hidden)
+                weights += norm_weights(f"{prefix}.layer.{number}.layer_norm", hidden)
             at = f"{prefix}.layer.{len(attentions)}"
             for name in ("wi_0", "wi_1") if gated else ("wi",):
-                weights += _linear(f"{at}.DenseReluDense.{name}", hidden, inner)
-            weights += _linear(f"{at}.DenseReluDense.wo", inner, hidden) + _norm(f"{at}.layer_norm", hidden)
+                weights += linear_weights(f"{at}.DenseReluDense.{name}", hidden, inner)
+            weights += linear_weights(f"{at}.DenseReluDense.wo", inner, hidden) + norm_weights(
+                f"{at}.layer_norm", hidden
+            )
             block = Block(
                 hidden,
                 heads,
@@ -407,10 +338,10 @@ def _t5(fields: Fields) -> ModelShape:
             units.append(UnitShape(prefix, tuple(weights), block))
     tied = fields.flag("tie_word_embeddings", True)
     root = [
-        *_embedding("shared", vocab, hidden),
-        *_norm("encoder.final_layer_norm", hidden),
-        *_norm("decoder.final_layer_norm", hidden),
-        *([] if tied else _head("lm_head", hidden, vocab)),
+        *embedding_weights("shared", vocab, hidden),
+        *norm_weights("encoder.final_layer_norm", hidden),
+        *norm_weights("decoder.final_layer_norm", hidden),
+        *([] if tied else head_weights("lm_head", hidden, vocab)),
     ]
     return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied, encoder_decoder=True)
 
@@ -433,22 +364,26 @@ _GEMMA: dict[str, Any] = {
     "activation": "gelu_pytorch_tanh",
 }
 
+_OLMO: dict[str, Any] = {
+    "norm": "rms-float32-weight",
+    "whole_head_norms": True,
+    "norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "bias_flag": "attention_bias",
+}
+
 FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "llama": _decoder(bias_flag="attention_bias"),
-    "mistral": _decoder(),
+    "mistral": _decoder(window_period=1),
     "qwen2": _decoder(qkv_bias=True),
     "qwen3": _decoder(head_norms=True, bias_flag="attention_bias"),
     "gemma": _decoder(**_GEMMA),
-    "gemma2": _decoder(**_GEMMA, norms=_FOUR_NORMS, caps_scores=True),
-    "gemma3_text": _decoder(**_GEMMA, norms=_FOUR_NORMS, head_norms=True),
-    "olmo2": _decoder(
-        norm="rms-float32-weight",
-        whole_head_norms=True,
-        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        bias_flag="attention_bias",
-    ),
-    "phi3": _decoder(fused=True),
-    "mixtral": _decoder(experts="mixtral"),
+    "gemma2": _decoder(**_GEMMA, norms=_FOUR_NORMS, caps_scores=True, window_period=2),
+    "gemma3_text": _decoder(**_GEMMA, norms=_FOUR_NORMS, head_norms=True, window_period=6),
+    "olmo2": _decoder(**_OLMO),
+    "olmo3": _decoder(**_OLMO, window_period=4),
+    "smollm3": _decoder(bias_flag="attention_bias", tied=True),
+    "phi3": _decoder(fused=True, window_period=1),
+    "mixtral": _decoder(experts="mixtral", window_period=1),
     "qwen2_moe": _decoder(qkv_bias=True, experts="qwen2"),
     "qwen3_moe": _decoder(head_norms=True, experts="qwen3", bias_flag="attention_bias"),
     "gpt2": _gpt2,
@@ -456,8 +391,13 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "bert": lambda fields: _bert(fields, prefix="bert"),
     "roberta": lambda fields: _bert(fields, prefix="roberta"),
     "t5": _t5,
+    **MIXTURES,
 }
 """By `model_type`, how to read its `config.json`."""
+
+
+_KNOWN_AS = {"kimi_k2": "deepseek_v3"}
+"""Models that are published under a name of their own, with the classes of a family."""
 
 
 def from_config(values: Mapping[str, Any], *, where: str, name: str | None = None) -> tuple[ModelShape, list[str]]:
@@ -471,7 +411,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     Raises:
         ConfigError: an unknown `model_type` without Llama's fields, or a field that is missing or wrong.
     """
-    kind = values.get("model_type")
+    kind = _KNOWN_AS.get(str(values.get("model_type")), values.get("model_type"))
     notes = []
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: no model_type", hint="the file must be the model's whole config.json")
@@ -497,6 +437,8 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     if layers > MOST_LAYERS:
         raise ConfigError(f"{where}: a model of {layers} layers", hint=f"at most {MOST_LAYERS} are planned")
     shape = FAMILIES[kind](fields)
+    if kind in ESTIMATED:
+        notes.append(f"{kind}: {ESTIMATED[kind]}")
     unknown = sorted({block.activation for block in shape.blocks} - KEPT_BY_ACTIVATION.keys())
     notes += [f"{where}: activation {name!r} is not known; planned as one that keeps its input" for name in unknown]
     return dataclasses.replace(shape, name=name or kind), notes

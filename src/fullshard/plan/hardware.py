@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
@@ -39,6 +40,9 @@ class Device:
         replicate_link: bytes per second in an all-reduce inside a host, where that takes another way; 0: `link`.
         op_seconds: what an operation costs however small it is, where nothing else runs meanwhile: on a CPU.
         unit_seconds: what the engine costs per unit and micro-batch, hooks and starting collectives, on a CPU.
+        rack: devices that `link` reaches though they are in several hosts; 0: none.
+        has_bfloat16: whether `flops` are there in bfloat16, or in float16 alone.
+        is_run: whether this engine runs on it; else it is planned for comparison.
     """
 
     name: str
@@ -57,6 +61,9 @@ class Device:
     replicate_link: float = 0.0
     op_seconds: float = 0.0
     unit_seconds: float = 0.0
+    rack: int = 0
+    has_bfloat16: bool = True
+    is_run: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -73,35 +80,65 @@ def _gpu(
     network: float,
     source: str,
     efficiency: float = 0.55,
+    **more: Any,
 ) -> Device:
     """Memory in GB, FLOP/s in TFLOP/s (bf16, fp32), bandwidths in GB/s."""
-    per_host = 8 if link > 64 else 4
     speeds = (flops[0] * TERA, flops[1] * TERA, bandwidth * GB, link * GB, network * GB)
-    return Device(name, round(memory * GB), *speeds, per_host, source, efficiency)
+    return Device(name, round(memory * GB), *speeds, more.pop("per_host", 8), source, efficiency, **more)
+
+
+def _tpu(name: str, memory: float, flops: float, bandwidth: float, link: float, per_slice: int, source: str) -> Device:
+    """A slice is one host here, because its chips' own links reach all of it. Float32 is half of bf16."""
+    speeds = (flops * TERA, flops * TERA / 2, bandwidth * GB, link * GB, link * GB)
+    return Device(name, round(memory * 2**30), *speeds, per_slice, source, is_run=False)
 
 
 _A100 = "NVIDIA A100 data sheet 2022; 8 x 200 Gb/s per host (DGX A100)"
+_A100_PCIE = "NVIDIA A100 data sheet 2022, PCIe 4.0 x16 (without bridges); 200 Gb/s per host and pair"
+_IN_A_RACK = "links reach 72 in a rack, 4 in a host; between racks"
+_TPU = "Google Cloud TPU pages, 2026-11"
 
 # Memory is what the driver reports where it is less than the name says (40 GB: 39.6 GiB and so on).
 _ALL = (
     _gpu("A100-40", 42.3, (312, 156), 1555, 300, 25, _A100, 0.67),
     _gpu("A100-80", 84.9, (312, 156), 2039, 300, 25, _A100, 0.67),
+    _gpu("A100-PCIe", 84.9, (312, 156), 1935, 32, 12.5, _A100_PCIE, 0.6),
+    _gpu("A800", 84.9, (312, 156), 2039, 200, 25, "NVIDIA A800 data sheet 2022: an A100 with 400 GB/s of NVLink", 0.67),
     _gpu("H100", 85.0, (989, 494), 3350, 450, 50, "NVIDIA H100 SXM data sheet; 8 x 400 Gb/s per host (DGX H100)"),
+    _gpu("H100-PCIe", 85.0, (756, 378), 2000, 64, 25, "NVIDIA H100 PCIe data sheet; PCIe 5.0 x16 (without bridges)"),
+    _gpu("H100-NVL", 100.2, (835, 417), 3938, 64, 25, "NVIDIA H100 NVL data sheet; PCIe 5.0 x16 (without bridges)"),
+    _gpu("H800", 85.0, (989, 494), 3350, 200, 50, "NVIDIA H800 SXM data sheet 2023: an H100 with 400 GB/s of NVLink"),
+    _gpu("H20", 102.6, (148, 74), 4000, 450, 50, "NVIDIA H20 data sheet 2023; 8 x 400 Gb/s per host", 0.8),
     _gpu("H200", 150.1, (989, 494), 4800, 450, 50, "NVIDIA H200 SXM data sheet; 8 x 400 Gb/s per host (DGX H200)"),
     _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host"),
+    _gpu("B300", 287.4, (2250, 1125), 8000, 900, 100, "NVIDIA DGX B300 data sheet 2025; 8 x 800 Gb/s per host"),
+    _gpu("GB200", 197.6, (2500, 1250), 8000, 900, 50, f"NVIDIA GB200 NVL72 page 2024; {_IN_A_RACK} 400 Gb/s each",
+         per_host=4, rack=72),
+    _gpu("GB300", 297.7, (2500, 1250), 8000, 900, 100, f"NVIDIA GB300 NVL72 page 2025; {_IN_A_RACK} 800 Gb/s each",
+         per_host=4, rack=72),
     _gpu("MI300X", 205.8, (1307, 653), 5300, 448, 50, "AMD Instinct MI300X data sheet; 8 x 400 Gb/s per host"),
+    _gpu("MI325X", 274.4, (1307, 653), 6000, 448, 50, "AMD Instinct MI325X data sheet 2024; 8 x 400 Gb/s per host"),
+    _gpu("MI355X", 308.8, (2516, 157), 8000, 537, 50, "AMD Instinct MI355X data sheet 2025 (no TF32); 8 x 400 Gb/s"),
     _gpu("L40S", 48.3, (362, 183), 864, 32, 12.5, "NVIDIA L40S data sheet; PCIe 4.0 x16"),
-    _gpu("RTX4090", 25.4, (165, 82.6), 1008, 32, 3.1, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gb/s"),
-    _gpu("RTX3090", 25.4, (71, 35.6), 936, 16, 3.1, "NVIDIA Ampere GA102 paper; PCIe 4.0 x8 each of two, 25 Gb/s"),
+    _gpu("L4", 24.2, (121, 60), 300, 32, 6.2, "NVIDIA L4 data sheet 2023; PCIe 4.0 x16, 400 Gb/s per host of 8"),
     _gpu("A10G", 23.7, (70, 35), 600, 16, 3.1, "NVIDIA A10 data sheet, AWS g5; PCIe 4.0 x8, 25 Gb/s"),
-    Device(
-        "TPU-v5e", 16 * GB, 197 * TERA, 98 * TERA, 819 * GB, 50 * GB, 50 * GB, 256,
-        "Google Cloud TPU v5e page: 1,600 Gb/s of links per chip, 4 directions; a slice is one host here",
-    ),
-    Device(
-        "TPU-v5p", 95 * GB, 459 * TERA, 229 * TERA, 2765 * GB, 150 * GB, 150 * GB, 8960,
-        "Google Cloud TPU v5p page: 4,800 Gb/s of links per chip, 6 directions; a pod is one host here",
-    ),
+    _gpu("RTX-A6000", 51.0, (155, 77.4), 768, 32, 3.1, "NVIDIA RTX A6000 data sheet 2021; PCIe 4.0 x16, 25 Gb/s"),
+    _gpu("RTX6000-Ada", 51.0, (364, 182), 960, 32, 3.1, "NVIDIA RTX 6000 Ada data sheet 2023; PCIe 4.0 x16, 25 Gb/s"),
+    _gpu("RTX-PRO-6000", 102.6, (504, 252), 1792, 64, 12.5, "NVIDIA RTX PRO 6000 Blackwell data sheet 2025; PCIe 5.0"),
+    _gpu("RTX5090", 34.2, (210, 105), 1792, 64, 3.1, "NVIDIA RTX Blackwell architecture paper 2025; PCIe 5.0, 25 Gb/s"),
+    _gpu("RTX4090", 25.4, (165, 82.6), 1008, 32, 3.1, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gb/s"),
+    _gpu("RTX3090", 25.4, (71, 35.6), 936, 16, 3.1, "NVIDIA Ampere GA102 paper; PCIe 4.0 x8 each of two, 25 Gb/s",
+         per_host=4),
+    _gpu("V100", 34.1, (125, 15.7), 900, 150, 12.5, "NVIDIA V100 SXM2 data sheet 2018, fp16; DGX-1: 4 x 100 Gb/s",
+         has_bfloat16=False),
+    _gpu("V100-16", 16.9, (125, 15.7), 900, 150, 12.5, "NVIDIA V100 SXM2 data sheet 2018, fp16; DGX-1: 4 x 100 Gb/s",
+         has_bfloat16=False),
+    _gpu("T4", 15.6, (65, 8.1), 320, 16, 3.1, "NVIDIA T4 data sheet 2019, fp16; PCIe 3.0 x16, 25 Gb/s", 0.4,
+         has_bfloat16=False),
+    _tpu("TPU-v5e", 16, 197, 819, 50, 256, f"{_TPU}: 1,600 Gb/s of links per chip, 4 directions"),
+    _tpu("TPU-v5p", 95, 459, 2765, 100, 8960, f"{_TPU}: 1,200 GB/s of links per chip, both ways, 6 directions"),
+    _tpu("TPU-v6e", 32, 918, 1638, 100, 256, f"{_TPU}: 800 GB/s of links per chip, both ways, 4 directions"),
+    _tpu("TPU-v7", 192, 2307, 7380, 100, 9216, f"{_TPU}: 1,200 GB/s of links per chip, both ways, 6 directions"),
     Device(
         "CPU", 16 * GB, 0.1 * TERA, 0.1 * TERA, 20 * GB, 2 * GB, 1 * GB, 2,
         "a two-core server of 2020 with AVX-512, float32; measure yours with --calibrate",
@@ -113,15 +150,38 @@ DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
 
 _ALIASES = {
     "a100": "A100-80",
+    "a100sxm": "A100-80",
     "a10080gb": "A100-80",
+    "a10080gbpcie": "A100-PCIe",
     "a10040gb": "A100-40",
     "h10080gb": "H100",
     "h10080": "H100",
+    "h100sxm": "H100",
+    "h100sxm5": "H100",
+    "h200sxm": "H200",
+    "gb200nvl72": "GB200",
+    "gb300nvl72": "GB300",
+    "v10032gb": "V100",
+    "v10032": "V100",
+    "v10016gb": "V100-16",
+    "5090": "RTX5090",
     "4090": "RTX4090",
     "3090": "RTX3090",
+    "a10": "A10G",
+    "a6000": "RTX-A6000",
+    "rtxa6000": "RTX-A6000",
+    "6000ada": "RTX6000-Ada",
+    "pro6000": "RTX-PRO-6000",
+    "rtxpro6000blackwell": "RTX-PRO-6000",
     "v5e": "TPU-v5e",
     "v5p": "TPU-v5p",
+    "v6e": "TPU-v6e",
+    "trillium": "TPU-v6e",
+    "v7": "TPU-v7",
+    "tpuv7x": "TPU-v7",
+    "ironwood": "TPU-v7",
 }
+_BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
 def find_device(name: str) -> Device:
@@ -144,12 +204,15 @@ def find_device(name: str) -> Device:
 
 
 def _names() -> dict[str, str]:
-    """Every spelling without marks, and the row it names."""
+    """Every spelling without marks and brands, and the row it names."""
     return {_key(known): known for known in DEVICES} | _ALIASES
 
 
 def _key(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    key = re.sub(r"[^a-z0-9]", "", name.lower())
+    for brand in _BRANDS:
+        key = key.removeprefix(brand)
+    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +271,8 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
         raise ConfigError(
             f"{count} devices cannot be shared equally by {hosts} hosts", hint="use a multiple of the hosts"
         )
+    if hosts > 1 and count <= device.rack:
+        device = dataclasses.replace(device, network=device.link)
     return Cluster(device, count, hosts)
 
 
@@ -232,7 +297,7 @@ def read_calibration(path: Path) -> Device:
         for name in ("memory", "flops", "flops_fp32", "memory_bandwidth", "link", "network", "per_host", "efficiency")
         if not isinstance(getattr(device, name), int | float) or getattr(device, name) <= 0
     ]
-    optional = ("fresh_bandwidth", "replicate_link", "op_seconds", "unit_seconds")
+    optional = ("fresh_bandwidth", "replicate_link", "op_seconds", "unit_seconds", "rack")
     wrong += [name for name in optional if not isinstance(getattr(device, name), int | float)]
     if wrong:
         raise ConfigError(f"{path}: {', '.join(wrong)} must be positive", hint="calibrate again")

@@ -12,59 +12,8 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 from fullshard.core.sizes import format_count, round_up
 from fullshard.plan.families import from_config
+from fullshard.plan.known_models import ALIASES, MODELS, llama
 from fullshard.plan.shapes import ModelShape
-
-
-def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int = 32000) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-    }
-
-
-def _qwen2(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, *, tied: bool
-) -> dict[str, Any]:
-    values = _llama(hidden, inner, layers, heads, kv_heads, vocab)
-    return {**values, "model_type": "qwen2", "tie_word_embeddings": tied}
-
-
-def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    values = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 1024, "vocab_size": 50257}
-    return {"model_type": "gpt2", **values}
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama-2-7B": _llama(4096, 11008, 32, 32, 32),
-    "Llama-2-13B": _llama(5120, 13824, 40, 40, 40),
-    "Llama-2-70B": _llama(8192, 28672, 80, 64, 8),
-    "Llama-3-8B": _llama(4096, 14336, 32, 32, 8, 128256),
-    "Llama-3-70B": _llama(8192, 28672, 80, 64, 8, 128256),
-    "Llama-3.1-8B": _llama(4096, 14336, 32, 32, 8, 128256),
-    "Llama-3.1-70B": _llama(8192, 28672, 80, 64, 8, 128256),
-    "Llama-3.1-405B": _llama(16384, 53248, 126, 128, 8, 128256),
-    "Yi-34B": _llama(7168, 20480, 60, 56, 8, 64000),
-    "CodeLlama-34B": _llama(8192, 22016, 48, 64, 8),
-    "Mistral-7B": {**_llama(4096, 14336, 32, 32, 8), "model_type": "mistral"},
-    "Mixtral-8x7B": {
-        **_llama(4096, 14336, 32, 32, 8),
-        "model_type": "mixtral",
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
-    "Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, 4, 152064, tied=False),
-    "GPT-2": _gpt2(768, 12, 12),
-    "GPT-2-medium": _gpt2(1024, 24, 16),
-    "GPT-2-large": _gpt2(1280, 36, 20),
-    "GPT-2-XL": _gpt2(1600, 48, 25),
-}
-"""Dimensions from each model's published `config.json`."""
 
 
 def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[ModelShape, list[str]]:
@@ -105,16 +54,47 @@ def _configuration(text: str) -> tuple[str | None, dict[str, Any]]:
         path = path / "config.json"
     if path.is_file():
         return (path.parent.name if path.name == "config.json" else path.stem) or None, _read(path)
-    by_key = {_key(name): name for name in MODELS}
-    known_name = by_key.get(_key(text.rsplit("/", 1)[-1]))
+    known_name = _known_name(text)
     if known_name is None:
-        close = difflib.get_close_matches(_key(text), by_key, n=3, cutoff=0.4)
-        known = ", ".join(by_key[key] for key in close) if close else ", ".join(MODELS)
         raise ConfigError(
             f"no model {text!r}: not a file, not a directory with a config.json, not a known name, not a number",
-            hint=f"{'did you mean ' if close else 'known names: '}{known}; or give the path of a config.json",
+            hint=f"{_suggestion(text)}; or give the path of a config.json",
         )
     return known_name, MODELS[known_name]
+
+
+_TUNING = re.compile(
+    r"meta|google|instruct|chat|base|it|pt|sft|dpo|rl|hf|unsloth|bnb|gptq|awq|gguf|mlx|fp8|bf16|fp16|[48]bit|int[48]|"
+    r"think|thinking|reasoning|preview|coder|math|deduped|uncased|cased|\d{4}"
+)
+"""Words of a name that say nothing of shapes: tunings, formats, dates."""
+_VERSION = re.compile(r"v\d+(\.\d+)?")
+
+
+def _known_name(text: str) -> str | None:
+    """The name in `MODELS` that somebody means, with or without organisation, tuning, format, date and version."""
+    by_key = {_key(name): name for name in MODELS} | {_key(name): known for name, known in ALIASES.items()}
+    name = text.rsplit("/", 1)[-1]
+    words = [word for word in re.split(r"[-_: ]+", name.lower()) if not _TUNING.fullmatch(word)]
+    plain = [word for word in words if not _VERSION.fullmatch(word)]
+    spellings = (name, "".join(words), "".join(plain))
+    return next((by_key[_key(spelling)] for spelling in spellings if _key(spelling) in by_key), None)
+
+
+def _suggestion(text: str) -> str:
+    """Names of the same family, the most similar first; for a name of no family, one of each."""
+    name = text.rsplit("/", 1)[-1]
+    known = {_key(other): other for other in MODELS}
+    relatives = [key for key, other in known.items() if _family(other) == _family(name)]
+    cutoff = 0.0 if relatives else 0.6
+    if close := difflib.get_close_matches(_key(name), relatives or known, n=3, cutoff=cutoff):
+        return "did you mean " + ", ".join(known[key] for key in close)
+    one_of_each = {_family(other): other for other in MODELS}
+    return f"known names: {', '.join(one_of_each.values())} and others of these families"
+
+
+def _family(name: str) -> str:
+    return name.lower().rstrip("0123456789.").partition("-")[0].rstrip("0123456789.")
 
 
 def _key(name: str) -> str:
@@ -155,7 +135,7 @@ def _from_count(text: str, count: float, flags: dict[str, int]) -> tuple[ModelSh
         hidden = round_up(round((count / (12 * layers)) ** 0.5), 64 if count < 1e8 else 128)
     heads = flags.get("heads", hidden // (64 if hidden % 128 else 128))
     vocab = flags.get("vocab", 32000)
-    values = _llama(hidden, 1, layers, heads, flags.get("kv_heads", heads), vocab)
+    values = llama(hidden, 1, layers, heads, flags.get("kv_heads", heads), vocab)
     rest = count - from_config(values, where=text)[0].numel
     inner = 1 + round(rest / (3 * hidden * layers))
     if inner < 1 or hidden % heads:

@@ -67,6 +67,9 @@ class Block:
     Attributes:
         hidden: width of the residual stream.
         heads, kv_heads, head_dim: of attention.
+        value_dim: size of a head's values, where it is another.
+        latents: widths of what queries, keys and values pass through, normalised, added up; 0: nothing.
+        window: how many keys a query sees; 0: all before it.
         intermediate: width of the feed-forward part; of one expert in a mixture.
         gated: whether the feed-forward part multiplies two projections (SwiGLU and friends).
         fused_gate: whether those two are one matrix product, so that one tensor holds both.
@@ -112,6 +115,9 @@ class Block:
     inner_dropout: bool = False
     attention_dropout: bool = False
     adapter_inputs: int = 0
+    value_dim: int = 0
+    latents: int = 0
+    window: int = 0
 
     @property
     def active_intermediate(self) -> int:

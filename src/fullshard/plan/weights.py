@@ -1,0 +1,119 @@
+"""What families of models are read from and made of: fields of a `config.json`, and the weights of common modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fullshard.core.errors import ConfigError
+from fullshard.plan.shapes import ParameterShape
+
+
+class Fields:
+    """The fields of a `config.json`, by whichever of several names is there."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """The first of `names` that is set to a positive whole number.
+
+        Raises:
+            ConfigError: none is and there is no default, or it is not such a number.
+        """
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{self.where}: {name} is {value!r}, expected a positive whole number")
+            return value
+        if default is None:
+            raise ConfigError(
+                f"{self.where}: no field {' or '.join(names)}", hint="the file must be the model's whole config.json"
+            )
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A field that is true or false."""
+        value = self.values.get(name)
+        return default if value is None else bool(value)
+
+    def is_set(self, name: str) -> bool:
+        """Whether the field is there."""
+        return self.values.get(name) is not None
+
+    def text(self, *names: str, default: str) -> str:
+        """The first of `names` that is set to a word.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        value = next((self.values[name] for name in names if self.is_set(name)), default)
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where}: {' or '.join(names)} is {value!r}, expected a word")
+        return value
+
+    def is_dropped(self, *names: str, default: float = 0.0) -> bool:
+        """Whether something is dropped out: the first of `names` that is set is more than 0.
+
+        Raises:
+            ConfigError: it is no number.
+        """
+        value = next((self.values[name] for name in names if self.is_set(name)), default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{self.where}: {' or '.join(names)} is {value!r}, expected a number")
+        return value > 0
+
+
+def attention_window(fields: Fields, index: int, *, period: int) -> int:
+    """How many keys a query of layer `index` sees; 0: all before it.
+
+    Args:
+        fields: `layer_types` says it layer by layer; older files have a pattern, or nothing.
+        index: of the layer.
+        period: of the family: every so many layers one without a window; 1: none is, 0: all are.
+    """
+    width, kinds = fields.values.get("sliding_window"), fields.values.get("layer_types")
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        return 0
+    if isinstance(kinds, list | tuple) and index < len(kinds):
+        return width if kinds[index] == "sliding_attention" else 0
+    period = fields.number("sliding_window_pattern", default=period) if period else 0
+    return width if period == 1 or (period and (index + 1) % period) else 0
+
+
+Weights = list[ParameterShape]
+"""Of one module, in definition order."""
+
+
+def linear_weights(name: str, inputs: int, outputs: int, *, bias: bool = False, conv1d: bool = False) -> Weights:
+    """Of a linear layer, or of GPT-2's `Conv1D`, whose weight is transposed."""
+    shape = (inputs, outputs) if conv1d else (outputs, inputs)
+    weights = [ParameterShape(f"{name}.weight", shape, role="matrix")]
+    return [*weights, ParameterShape(f"{name}.bias", (outputs,))] if bias else weights
+
+
+def norm_weights(name: str, width: int, *, bias: bool = False) -> Weights:
+    """Of a normalisation."""
+    weights = [ParameterShape(f"{name}.weight", (width,))]
+    return [*weights, ParameterShape(f"{name}.bias", (width,))] if bias else weights
+
+
+def embedding_weights(name: str, rows: int, width: int) -> Weights:
+    """Of a table of words or positions."""
+    return [ParameterShape(f"{name}.weight", (rows, width), role="embedding")]
+
+
+def head_weights(name: str, width: int, vocab: int) -> Weights:
+    """Of the head, which makes logits."""
+    return [ParameterShape(f"{name}.weight", (vocab, width), role="head")]
+
+
+def gated_weights(prefix: str, hidden: int, width: int, *, bias: bool = False) -> Weights:
+    """Of a feed-forward part that multiplies two projections."""
+    return [
+        *linear_weights(f"{prefix}.gate_proj", hidden, width, bias=bias),
+        *linear_weights(f"{prefix}.up_proj", hidden, width, bias=bias),
+        *linear_weights(f"{prefix}.down_proj", width, hidden, bias=bias),
+    ]
