@@ -11,9 +11,9 @@ and take turns, step by step, so a slow minute is one of all of them:
                        published for Moonlight
     fullshard          `fullshard.optim.Muon`
 
-Seconds are the CPU time of the slowest rank, one thread each, which other programs on the machine change little, and beside it
-the time on the wall. Ratios are to `alone` within a turn, and medians over the turns. The first step of each warms up. Losses
-are those of all ranks; what travels is what the engine says that it sends.
+Seconds are the CPU time of the slowest rank, one thread each, which other programs on the machine change little, and
+beside it the time on the wall. Ratios are to `alone` within a turn, and medians over the turns. The first step of each
+warms up. Losses are those of all ranks; what travels is what the engine says that it sends.
 """
 
 from __future__ import annotations

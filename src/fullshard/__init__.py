@@ -68,11 +68,13 @@ if TYPE_CHECKING:
         unsharded,
     )
     from fullshard.launch.preemption import should_stop
+    from fullshard.optim import EMA
     from fullshard.wrap.chunked_loss import use_chunked_loss
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "Accelerator",
     "AutocastKwargs",
     "CPUOffloadPolicy",
@@ -124,6 +126,7 @@ _ENGINE = (
     "step_in_backward", "unsharded",
 )  # fmt: skip
 _HOMES = {
+    "EMA": "fullshard.optim",
     **dict.fromkeys(_ENGINE, "fullshard.engine"),
     **dict.fromkeys(("from_pretrained", "stream_weights"), "fullshard.checkpoint"),
     "plan_model": "fullshard.api.planning",

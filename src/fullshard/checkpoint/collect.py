@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from torch import nn
 
 import fullshard
+from fullshard.checkpoint.averages import AVERAGES, average_entries, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.format import (
     FORMAT_VERSION,
@@ -46,6 +47,7 @@ from fullshard.checkpoint.values import encode_value
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedParameter
+from fullshard.optim import EMA
 
 
 class SaveArguments(TypedDict, total=False):
@@ -103,6 +105,7 @@ class RankWriter:
         self.parameters = local_parameters(model, rank=rank)
         self.buffers = local_buffers(model, rank=rank)
         state = [] if optimizer is None else list(state_entries(optimizer, self.parameters))
+        averages = list(average_entries(arguments.get("objects", ()), optimizer, self.parameters))
         stored: dict[str, torch.Tensor] = {}
         # Every rank asks for the states, because a state_dict() may be a collective; only rank 0 keeps them.
         values = _states(model, arguments)
@@ -122,7 +125,7 @@ class RankWriter:
             for local in mine
         }
         self._state: dict[str, dict[str, StateReport]] = {}
-        for entry in state:
+        for entry in (*state, *averages):
             self._state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, rank)
         self._contents: dict[str, dict[str, torch.Tensor]] = {
             "model": {local.name: local.held.reshape(-1) for local in mine},
@@ -132,6 +135,7 @@ class RankWriter:
                 if entry.layout is not None and entry.is_stored_here
                 for name, tensor in _stored(entry).items()
             },
+            AVERAGES: {name: tensor for entry in averages for name, tensor in _stored(entry).items()},
             "state": (stored if rank == 0 else {}) | rng_tensors(device_of(model)),
         }
 
@@ -154,7 +158,9 @@ class RankWriter:
         if self._late_state is not None:
             self._contents["optimizer"] = dict(self._late_state.finish())
         files = {}
-        for kind, named in self._contents.items():
+        contents = dict(self._contents)
+        contents["optimizer"] = {**contents["optimizer"], **contents.pop(AVERAGES)}
+        for kind, named in contents.items():
             if named:
                 name = rank_file_name(kind, self.rank)
                 files[name] = self._write_file(self.directory / name, named)
@@ -243,6 +249,8 @@ def _states(model: nn.Module, arguments: SaveArguments) -> dict[str, Any]:
         "objects": list(arguments.get("objects", ())) or None,
     }
     values = {name: _state_dict(source) for name, source in sources.items() if source is not None}
+    if averages := averages_in(arguments.get("objects", ())):
+        values[AVERAGES] = [average.key for average in averages]
     if modules := modules_with_extra_state(model):
         values["module_extra"] = {path: module.get_extra_state() for path, module in modules.items()}
     if (extra := arguments.get("extra")) is not None:
@@ -251,7 +259,9 @@ def _states(model: nn.Module, arguments: SaveArguments) -> dict[str, Any]:
 
 
 def _state_dict(source: Any) -> Any:
-    return [one.state_dict() for one in source] if isinstance(source, list) else source.state_dict()
+    if isinstance(source, EMA):
+        return {"updates": source.updates}
+    return list(map(_state_dict, source)) if isinstance(source, list) else source.state_dict()
 
 
 def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:

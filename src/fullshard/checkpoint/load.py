@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fullshard.checkpoint.averages import AVERAGES, average_records, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, decode, fresh_state, rows_of
 from fullshard.checkpoint.format import (
     DTYPES,
@@ -57,6 +58,7 @@ from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.step.state_dict import as_local, as_sharded
+from fullshard.optim import EMA
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +132,7 @@ def load_checkpoint(
     def prepare() -> _Load:
         manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
         asked = {name for name, value in wanted.items() if value is not None}
-        return _Load(directory, manifest, ranks.rank, model, optimizer, asked, weights)
+        return _Load(directory, manifest, ranks.rank, model, optimizer, asked, weights, averages_in(objects))
 
     load = ranks.together(f"matching {directory} with the model", prepare)
     kinds = ["state", *dict.fromkeys(target.kind for target in load.targets)]
@@ -190,6 +192,7 @@ class _Load:
         optimizer: torch.optim.Optimizer | None,
         wanted: set[str],
         weights: Weights,
+        averages: Sequence[EMA] = (),
     ) -> None:
         rest(model)
         self.directory, self.manifest, self.rank, self.model, self.optimizer = (
@@ -223,6 +226,9 @@ class _Load:
             problems.append(f"the modules with extra state are {modules}, saved was that of {saved}")
         if optimizer is not None:
             problems += self._match_groups(optimizer)
+        for average in averages:
+            found = average_records(average, self.parameters, manifest, self._primary, problems)
+            self.targets += [_Target("optimizer", n, r, p.interval, held, p.tiling) for n, p, r, held in found]
         if problems:
             raise _mismatch(problems)
         if optimizer is not None:
@@ -300,6 +306,8 @@ class _Load:
         """Make empty state as the manifest describes it, and note how it is to be filled."""
         assert self.manifest.optimizer is not None  # noqa: S101 -- _match_groups refused it
         groups = group_parameters(optimizer, self.parameters)
+        averaged = self.manifest.states.get(AVERAGES) or ()
+        assert isinstance(averaged, list | tuple)  # noqa: S101 -- as it was written
         for number, members in enumerate(groups):
             group = optimizer.param_groups[number]
             on_device = bool(group.get("capturable") or group.get("fused"))
@@ -316,6 +324,8 @@ class _Load:
                 state = {key: value for key, value in there.items() if key in kept}
                 places: dict[str, Any] = {**coded, **rows}
                 for key, record in records.items():
+                    if key in averaged:
+                        continue
                     if key in places and isinstance(record, StateTensorRecord):
                         where, place = f"{name}/{key}", places[key]
                         self.targets.append(_Target("optimizer", where, record, local.interval, place, local.tiling))
@@ -581,4 +591,7 @@ def _load_state_dict(source: Any, state: Any) -> None:
     if len(source) != len(state):
         raise CheckpointError(f"{len(source)} objects are to be loaded, {len(state)} were saved")
     for one, part in zip(source, state, strict=True):
-        one.load_state_dict(part)
+        if isinstance(one, EMA) and "updates" in part:
+            one.updates = int(part["updates"])  # its tensors are filled
+        else:
+            one.load_state_dict(part)

@@ -285,7 +285,8 @@ class FSDPModule:
         raise CopyError(
             f"FSDP does not support deepcopy, copy or pickling of {user_class(self).__name__}, which is sharded: its "
             "parameters are only this rank's slices",
-            hint="deepcopy before sharding; save with fullshard.checkpoint; or build a second model and load the state",
+            hint="deepcopy before sharding; save with fullshard.checkpoint; or build a second model and load the "
+            "state; for an average of the weights (AveragedModel, ModelEma) write fullshard.EMA(model, decay=...)",
         )
 
 

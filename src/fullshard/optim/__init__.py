@@ -1,6 +1,7 @@
 """Optimizers that need whole matrices, and averages of weights: sharded as the model is."""
 
+from fullshard.optim.average import EMA
 from fullshard.optim.muon import Muon
 from fullshard.optim.rule import MatrixRule
 
-__all__ = ["MatrixRule", "Muon"]
+__all__ = ["EMA", "MatrixRule", "Muon"]

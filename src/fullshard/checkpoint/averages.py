@@ -1,0 +1,80 @@
+"""Moving averages of weights in a checkpoint: one more value per element, stored as the optimizer's state is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from fullshard.checkpoint.format import Manifest, StateTensorRecord
+from fullshard.checkpoint.optimizer_state import StateEntry
+from fullshard.checkpoint.tensors import LocalTensor, dtype_name
+from fullshard.core.errors import CheckpointError
+from fullshard.optim import EMA
+
+AVERAGES = "averages"
+"""Among the states of a manifest: the keys of those that it has."""
+
+
+def averages_in(objects: Iterable[object]) -> list[EMA]:
+    """Those among the objects that are saved."""
+    return [each for each in objects if isinstance(each, EMA)]
+
+
+def average_entries(
+    objects: Iterable[object], optimizer: torch.optim.Optimizer | None, parameters: Sequence[LocalTensor]
+) -> Iterator[StateEntry]:
+    """What this rank stores of them.
+
+    Raises:
+        CheckpointError: there is no optimizer to store them with, or their keys are not apart.
+    """
+    averages = averages_in(objects)
+    if averages and optimizer is None:
+        raise CheckpointError(
+            "a moving average of the weights is stored with the optimizer's state, and there is no optimizer",
+            hint="save it with optimizer=, or under `with ema.swapped()` as the weights",
+        )
+    keys = [average.key for average in averages]
+    taken = {key for state in (optimizer.state.values() if optimizer is not None else ()) for key in state}
+    if len(set(keys)) < len(keys) or taken.intersection(keys):
+        raise CheckpointError(
+            f"two averages, or an average and the optimizer's state, are both called {sorted(keys)[0]!r}",
+            hint="give each a name: EMA(model, decay, key=...)",
+        )
+    for average in averages:
+        for local, held in average_tensors(average, parameters):
+            if local.is_writer and local.interval.numel:
+                yield StateEntry(local, average.key, held, "interval")
+
+
+def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, torch.Tensor]]:
+    """Each parameter that has an average, and what this rank holds of it.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    held = average.by_parameter
+    pairs = [(local, held[id(local.tensor)]) for local in parameters if id(local.tensor) in held]
+    if len(pairs) != len(held):
+        raise CheckpointError(
+            f"an average of {len(held)} parameters, of which the model has {len(pairs)}",
+            hint="save each average with its own model",
+        )
+    yield from pairs
+
+
+def average_records(
+    average: EMA, parameters: Sequence[LocalTensor], manifest: Manifest, primary: Mapping[str, str], problems: list[str]
+) -> Iterator[tuple[str, LocalTensor, StateTensorRecord, torch.Tensor]]:
+    """(name in the file, parameter, where it is stored, this rank's part) of each; what is not there is a problem."""
+    saved = manifest.optimizer.state if manifest.optimizer is not None else {}
+    for local, held in average_tensors(average, parameters):
+        name = primary.get(local.name, local.name)
+        record = saved.get(name, {}).get(average.key)
+        if not isinstance(record, StateTensorRecord):
+            problems.append(f"no {average.key!r} of {name!r} was saved")
+        elif record.dtype != dtype_name(held, where=name):
+            problems.append(f"{average.key!r} of {name!r} is {held.dtype}, saved as torch.{record.dtype}")
+        else:
+            yield f"{name}/{average.key}", local, record, held

@@ -1,0 +1,225 @@
+"""A moving average of the weights, sharded as they are.
+
+every rank     average and weights of its own intervals, element by element: nothing is sent
+swapped()      the weights are the averages, for an evaluation or an export, and then themselves again
+a checkpoint   has the averages beside the optimizer's state, so any number of ranks can load them
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
+from fullshard.engine.module import clean_name, units_of
+from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameter_of
+from fullshard.engine.schedule import schedule_of
+from fullshard.engine.sharded_tensor import ShardedTensor
+
+_HALF = (torch.bfloat16, torch.float16)
+_ANEW = "make fullshard.EMA(model, ...) once the model is sharded and what trains is unfrozen"
+
+
+class EMA:
+    """An exponential moving average of the parameters that train; the optimizer may be any.
+
+        ema = fullshard.EMA(model, decay=0.999)         # a sharded model
+        ...
+        optimizer.step()
+        ema.update()
+        ...
+        with ema.swapped():                             # on every rank
+            evaluate(model)
+
+    `save_checkpoint(..., objects=[ema])`, `load_checkpoint` and `Accelerator.register_for_checkpointing(ema)` take it,
+    at any number of ranks. The numbers are those of `torch.optim.swa_utils.AveragedModel` with
+    `get_ema_multi_avg_fn(decay)`.
+
+    Args:
+        model: sharded, about to be, or of one process. Its frozen parameters and its buffers have no average.
+        decay: what the average keeps of itself in an update, 0 to 1; the first update takes the weights as they are.
+            Or a function of the number of updates before: `lambda t: t / (t + 1)` makes the plain mean,
+            `lambda t: min(0.9999, (1 + t) / (10 + t))` warms up.
+        device: where the averages are, for example `cpu`; default: with the weights.
+        key: their name in a checkpoint, for several of one model.
+
+    Attributes:
+        updates: how many there were.
+
+    Raises:
+        ConfigError: a decay below 0 or above 1.
+        LifecycleError: the model is on the meta device, or nothing of it trains.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float | Callable[[int], float] = 0.999,
+        *,
+        device: torch.device | str | None = None,
+        key: str = "average",
+    ) -> None:
+        self.updates, self.key = 0, key
+        self._model, self._decay, self._is_swapped = model, decay, False
+        if not callable(decay):
+            _check_decay(decay)
+        self._names, self._parameters = _trained(model)
+        if not self._parameters:
+            raise LifecycleError(f"EMA: no parameter of {type(model).__name__} trains", hint=_ANEW)
+        on_meta = next((name for name, p in zip(self._names, self._parameters, strict=True) if p.is_meta), None)
+        if on_meta is not None:
+            raise LifecycleError(f"EMA: {on_meta} is on the meta device, so there is nothing to average", hint=_ANEW)
+        self._averages = [_copy(_local(p), device) for p in self._parameters]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights into the average; after each step of the optimizer. No collective.
+
+        Raises:
+            LifecycleError: other parameters train than when this was made, or the weights are the averages just now.
+            ConfigError: `decay` gave no number from 0 to 1.
+        """
+        if self._is_swapped:
+            raise LifecycleError("EMA.update() inside `with ema.swapped()`, where the weights are the averages")
+        self._check_model()
+        decay = self._decay(self.updates) if callable(self._decay) else self._decay if self.updates else 0.0
+        _check_decay(decay)
+        for average, parameter in zip(self._averages, self._parameters, strict=True):
+            weights = _local(parameter).to(average.device, average.dtype)
+            if decay:
+                average.lerp_(weights, 1 - decay)
+            else:
+                average.copy_(weights)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the weights are the averages, rounded to their dtype. Every rank enters and leaves it.
+
+        It takes the memory of one more copy of this rank's intervals.
+
+        Raises:
+            LifecycleError: entered twice, inside `unsharded(model)`, or the weights have changed inside, which is lost.
+        """
+        if self._is_swapped:
+            raise LifecycleError("ema.swapped() inside ema.swapped()")
+        self._check_model()
+        weights = [_local(parameter) for parameter in self._parameters]
+        self._rest()
+        held = [weight.clone() for weight in weights]
+        _copy_all(weights, self._averages)
+        versions, self._is_swapped = [weight._version for weight in weights], True
+        try:
+            yield
+        finally:
+            self._is_swapped = False
+            changed = [n for n, w, v in zip(self._names, weights, versions, strict=True) if w._version != v]
+            self._rest()
+            _copy_all(weights, held)
+        if changed:
+            raise LifecycleError(
+                f"{changed[0]} ({len(changed)} in all) was changed inside `with ema.swapped()`, and is as before again",
+                hint="train, load and step outside of it",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of updates, and the averages by the names of their parameters; torch's checkpoints take them."""
+        self._check_model()
+        averages = {
+            name: ShardedTensor(average, parameter.span) if isinstance(parameter, ShardedParameter) else average
+            for name, parameter, average in zip(self._names, self._parameters, self._averages, strict=True)
+        }
+        return {"updates": self.updates, "averages": averages}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave, of this model, sharded in any way or whole.
+
+        Raises:
+            OptimizerError: it has other names or shapes; nothing has changed then.
+        """
+        self._check_model()
+        averages = state_dict["averages"]
+        problems = [f"{name} is missing" for name in self._names if name not in averages]
+        problems += [f"{name} does not train here" for name in averages if name not in self._names]
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if name in averages and averages[name].shape != parameter.shape:
+                problems.append(f"{name} has shape {tuple(averages[name].shape)}, expected {tuple(parameter.shape)}")
+        if problems:
+            raise OptimizerError("EMA: the state dict does not fit the model:\n" + "\n".join(problems))
+        for name, parameter, average in zip(self._names, self._parameters, self._averages, strict=True):
+            average.copy_(_own(averages[name], parameter))
+        self.updates = int(state_dict["updates"])
+
+    @property
+    def by_parameter(self) -> dict[int, torch.Tensor]:
+        """This rank's part of the average of each parameter, by its id: plain tensors, shape (n,) of sharded ones."""
+        self._check_model()
+        return {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
+
+    def _check_model(self) -> None:
+        pinned = next((unit for unit in units_of(self._model) if unit.is_pinned), None)
+        if pinned is not None:
+            raise LifecycleError(
+                f"EMA: unit {pinned.name!r} is kept unsharded", hint="leave `with unsharded(model)` before"
+            )
+        names, parameters = _trained(self._model)
+        if are_same(parameters, self._parameters):
+            return
+        if are_same(parameters, [sharded_parameter_of(p) for p in self._parameters]):  # made before it was sharded
+            self._averages = [_own(a, p).clone() for a, p in zip(self._averages, parameters, strict=True)]
+            self._parameters = parameters
+        else:
+            others = sorted(set(names) ^ set(self._names)) or names
+            raise LifecycleError(
+                f"EMA: the parameters that train are not those it was made of: {', '.join(others[:3])} "
+                f"({len(others)} in all)",
+                hint=_ANEW,
+            )
+
+    def _rest(self) -> None:
+        """See to it that nothing is left of gathered weights, which are about to change."""
+        units = units_of(self._model)
+        for unit in units:
+            unit.reshard()
+        for schedule in dict.fromkeys(map(schedule_of, units)):
+            schedule.settle()
+
+
+def _trained(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    named = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, _ in named], [p for _, p in named]
+
+
+def _check_decay(decay: float) -> None:
+    if not 0 <= decay <= 1:
+        raise ConfigError(f"EMA: decay is {decay}, expected 0 to 1", hint="0.999 keeps about the last thousand steps")
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.local if isinstance(parameter, ShardedTensor) else parameter.detach()
+
+
+def _copy(weights: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+    # A thousandth of a difference is lost in the eight bits of a bfloat16.
+    return weights.detach().to(device or weights.device, torch.float32 if weights.dtype in _HALF else None, copy=True)
+
+
+@torch.no_grad()
+def _copy_all(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
+
+
+def _own(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor of the parameter's shape."""
+    if not isinstance(parameter, ShardedParameter):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        return parameter.interval_of(value, "average")
+    return parameter.span.cut(value)
