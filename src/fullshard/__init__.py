@@ -73,8 +73,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "EMA",
+__all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "Accelerator",
     "AutocastKwargs",
     "CPUOffloadPolicy",
@@ -82,6 +81,7 @@ __all__ = [
     "DataParallelMeshDims",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "EMA",
     "FSDPModule",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
