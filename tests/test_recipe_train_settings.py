@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fullshard.checkpoint.lease import LEASE_NAME
 from fullshard.config.trackers import PACKAGES
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, DataError, NonFiniteError, WrapError
+from fullshard.core.journal import read_journal
 from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
@@ -426,6 +427,9 @@ def test_a_rollback_goes_past_the_data(run: Run, tmp_path: Path, capsys: pytest.
     losses = _losses(run(**settings))
     assert len(losses) == STEPS + 1 and all(map(math.isfinite, losses))
     assert "rollback: to the checkpoint after step 2; 1 batches are passed over" in capsys.readouterr().out
+    events = [(event["kind"], event["step"]) for event in read_journal(tmp_path / "out")]
+    expected = [("start", None), ("save", 2), ("load", 3), ("rollback", 3), ("save", 4), ("save", 5), ("end", 5)]
+    assert events == expected
     manifest = json.loads((tmp_path / "out" / "checkpoints" / "step-000004" / "manifest.json").read_text())
     assert '"skipped_batches": 1' in json.dumps(manifest)
     shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-000005")

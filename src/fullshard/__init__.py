@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         step_in_backward,
         unsharded,
     )
+    from fullshard.launch.journal import record_events
     from fullshard.launch.preemption import should_stop
     from fullshard.optim import EMA
     from fullshard.wrap.chunked_loss import use_chunked_loss
@@ -107,6 +108,7 @@ __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "optim",
     "plan",
     "plan_model",
+    "record_events",
     "register_fsdp_forward_method",
     "repoint",
     "shard_model",
@@ -130,6 +132,7 @@ _HOMES = {
     **dict.fromkeys(_ENGINE, "fullshard.engine"),
     **dict.fromkeys(("from_pretrained", "stream_weights"), "fullshard.checkpoint"),
     "plan_model": "fullshard.api.planning",
+    "record_events": "fullshard.launch.journal",
     "should_stop": "fullshard.launch.preemption",
     "use_chunked_loss": "fullshard.wrap.chunked_loss",
 }

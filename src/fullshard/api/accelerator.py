@@ -61,6 +61,7 @@ from fullshard.engine import (
     with_sync,
 )
 from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS
+from fullshard.launch.journal import record_events
 
 if TYPE_CHECKING:
     from fullshard.api.plan_check import PlanWatch
@@ -196,6 +197,8 @@ class Accelerator(Loaders, Reporting):
             self.project_configuration.project_dir = local_name(project_dir)
             if self.project_configuration.logging_dir is None:
                 self.project_configuration.logging_dir = local_name(project_dir)
+        if self.project_configuration.project_dir is not None:
+            record_events(self.project_configuration.project_dir)
         self.log_with = wanted_trackers(log_with, self.logging_dir)
         self.trackers = []
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer

@@ -54,6 +54,7 @@ from fullshard.checkpoint.tiles import read_across
 from fullshard.checkpoint.values import decode_value
 from fullshard.checkpoint.verify import file_problems, pieces_of, quick_problems
 from fullshard.core.errors import CheckpointError, DamagedError
+from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.core.tiling import UNTILED, Tiling
@@ -151,7 +152,18 @@ def load_checkpoint(
             load.restore_rng(stored, ranks.world_size)
         return extra or {}
 
-    return ranks.together(f"restoring {directory}", restore)
+    extra = ranks.together(f"restoring {directory}", restore)
+    if ranks.rank == 0:
+        _note(directory, load.manifest, ranks, is_whole=optimizer is not None)
+    return extra
+
+
+def _note(directory: Path, manifest: Manifest, ranks: Ranks, *, is_whole: bool) -> None:
+    before, now = manifest.world_size, ranks.world_size
+    JOURNAL.note(Happening.LOAD, path=str(directory), optimizer=is_whole, saved_by=before)
+    if before != now and is_whole:
+        kind = Happening.SHRINK if now < before else Happening.GROWTH
+        JOURNAL.note(kind, f"from {before} ranks to {now}", before=before, now=now)
 
 
 def prove_files(directory: Path, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:

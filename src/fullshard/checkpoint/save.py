@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from fullshard.checkpoint.storage import (
     write_file,
 )
 from fullshard.core.errors import ConfigError
+from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.paths import local_path
 
 logger = logging.getLogger(__name__)
@@ -143,11 +145,13 @@ class Pending(ABC):
         total_limit: see `save_checkpoint`.
         then: what is to be made of the complete checkpoint, in words and as a function that rank 0 calls with its
             directory. The checkpoint is there even if that fails.
+        step: of the run, whose state it is.
     """
 
     destination: Destination
     total_limit: int | None
     then: tuple[str, Callable[[Path], None]] | None = field(default=None, kw_only=True)
+    step: int | None = field(default_factory=lambda: JOURNAL.step, kw_only=True)
 
     def complete(self, ranks: Ranks) -> Path:
         """Write it and make it count. A collective over `ranks`, which another thread must have for itself.
@@ -155,6 +159,14 @@ class Pending(ABC):
         Raises:
             CheckpointError: as for `save_checkpoint`.
         """
+        begin = time.monotonic()
+        final = self._complete(ranks)
+        if ranks.rank == 0:
+            seconds = round(time.monotonic() - begin, 3)
+            JOURNAL.note(Happening.SAVE, path=str(final), step=self.step, seconds=seconds)
+        return final
+
+    def _complete(self, ranks: Ranks) -> Path:
         final = self.destination.final
         with self.destination.discarded_on_failure():
             commit = self._write(ranks)
@@ -262,7 +274,7 @@ class PendingParts(Pending):
 
     def _write(self, ranks: Ranks) -> Callable[[], None]:
         for part in self.parts:
-            part.complete(ranks)
+            part._complete(ranks)
 
         def commit() -> None:
             (self.destination.temp / LATEST_NAME).unlink(

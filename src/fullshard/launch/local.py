@@ -28,8 +28,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError
+from fullshard.core.journal import JOURNAL, Happening
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause, what_others_said
+from fullshard.launch.journal import told_by_processes
 from fullshard.launch.logs import RankLogs
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
 from fullshard.launch.preemption import PREEMPTED
@@ -234,12 +236,24 @@ class Agent(LocalElasticAgent):
             return PREEMPTED
         _show_cursor()
         if cause is not None and not cause.here:
+            # Noted there; where hosts share no disk, it is not in this one's file.
             say(f"the {self._job.nproc} processes on this host were ended, because of another host:")
             sys.stderr.write(cause.text + (self._missing() if is_of_a_hang(cause.text) else ""))
             return 1
         rank, failure = root_cause(result.failures, self._scene.ended)
         sys.stderr.write(self._report(rank, failure, result.failures))
+        self._note_failure(rank, failure)
         return exit_code(failure.exitcode)
+
+    def _note(self, kind: Happening, message: str = "", **details: Any) -> None:
+        """Note what happened in the file that the processes write to, if they do."""
+        JOURNAL.path = told_by_processes(self._preemption) or JOURNAL.path
+        JOURNAL.note(kind, message, **details)
+
+    def _note_failure(self, rank: int, failure: ProcessFailure) -> None:
+        message, _ = left_report(failure)
+        how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        self._note(Happening.FAILURE, message or "", rank=rank, pid=failure.pid, how=how)
 
     def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
         text = failure_report(rank, failure, world_size=self._job.nproc * self._job.hosts.count)
@@ -304,6 +318,9 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
         if is_listened_to:
             self._asked.append((number, time.monotonic() + self._job.grace_period))
+            self._note(
+                Happening.PREEMPTION, f"{number.name}: asked to save and end", grace_period=self._job.grace_period
+            )
             say(
                 f"{number.name}: the {self._job.nproc} processes on this host save and end, within "
                 f"{self._job.grace_period:g} s; a second signal ends them at once"
@@ -313,6 +330,7 @@ class Agent(LocalElasticAgent):
         for number, end in self._asked:
             if time.monotonic() < end:
                 break
+            self._note(Happening.PREEMPTION, "the grace period is over before a save was")
             say(f"the grace period of {self._job.grace_period:g} s is over; the last checkpoint is from before")
             raise SignalException(f"signal {number}", sigval=number)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -337,6 +355,8 @@ class Agent(LocalElasticAgent):
         elif self._failures:
             rank, failure = root_cause(self._failures, self._scene.ended)
             sys.stderr.write(self._report(rank, failure, self._failures))
+            self._note_failure(rank, failure)
+        self._note(Happening.RESTART, number=number, of=self._job.max_restarts)
         say(f"starting all processes again ({number} of {self._job.max_restarts} restarts)")
         # The last references: a store on a fixed port must be gone before the next one can listen there.
         worker_group.store = None

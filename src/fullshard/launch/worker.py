@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fullshard.core.errors import ConfigError, DataError, MissingExtraError, WrapError
 from fullshard.launch.bootstrap import die_with_launcher, leave_process_group, leave_stacks
+from fullshard.launch.journal import note_own_failure
 from fullshard.launch.preemption import exit_code
 
 USER_ERROR = 2
@@ -35,6 +36,7 @@ def run_worker(main: Callable[[], None]) -> None:
         leave_process_group()
         code = exit_code()
     except Exception as error:
+        note_own_failure(error)
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         handler.record_exception(error)

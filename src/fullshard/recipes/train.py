@@ -25,7 +25,9 @@ from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.checkpoint.lease import lease
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import NonFiniteError
-from fullshard.launch import read_rank_environment, run_on_main
+from fullshard.core.journal import JOURNAL, Happening
+from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
+from fullshard.launch.journal import record_events
 from fullshard.launch.preemption import listening, should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe import (
@@ -66,6 +68,8 @@ def train(arguments: TrainArguments) -> None:
         sharding.resolved_strategy().mesh_shape(environment.world_size, sharding.shard_size)
         run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
         checkpoints = run_on_main(environment, lambda: _prepare_output(arguments))
+        record_events(arguments.output_dir)
+        held.callback(JOURNAL.close)
         data = prepare_data(arguments, environment)
         console.say(f"data: {data.description}")
         trainer = _make_trainer(arguments, data, accelerator, console)
@@ -78,7 +82,9 @@ def train(arguments: TrainArguments) -> None:
                 stopped_at = _train_steps(trainer, arguments, data, first_step=first_step, console=console)
             if stopped_at is None:
                 _finish(trainer, arguments, data, console=console)
+                _note_on_main(environment, Happening.END)
             else:
+                _note_on_main(environment, Happening.PREEMPTION, "saved and stopped because of a signal")
                 console.say(f"stopped by a signal after step {stopped_at}; the same command goes on from there")
     if dist.is_initialized() and not joined_before:
         dist.destroy_process_group()
@@ -225,6 +231,7 @@ def _train_steps(
         step, rollbacks = first_step, 0
         while step < arguments.steps:
             step += 1
+            JOURNAL.tell(step)
             if (written := saver.check()) is not None:
                 console.say(f"checkpoint: {written}")
             begin = time.perf_counter()
@@ -290,11 +297,19 @@ def _roll_back(
     if back is None:
         error.add_note("fullshard: there is no checkpoint to go back to")
         raise error
+    _note_on_main(
+        trainer.environment, Happening.ROLLBACK, str(error).partition("\n")[0], to_step=back, passed_over=step - back
+    )
     console.close()
     console.start(arguments, first_step=back)
     console.say(f"step {step}: {str(error).partition(chr(10))[0]}")
     console.say(f"rollback: to the checkpoint after step {back}; {step - back} batches are passed over")
     return back
+
+
+def _note_on_main(environment: RankEnvironment, kind: Happening, message: str = "", **details: int) -> None:
+    if environment.is_main:
+        JOURNAL.note(kind, message, **details)
 
 
 def _save(

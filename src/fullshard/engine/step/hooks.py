@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.core.errors import LifecycleError, NonFiniteError, OptimizerError
 from fullshard.core.events import EventKind
+from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.module import units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
@@ -124,6 +125,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     buckets = _checked_buckets(optimizer)
     if not buckets:
         return None
+    if not JOURNAL.is_told:
+        JOURNAL.step = schedule_of(owner_of(buckets[0])).steps + 1
     own, args = args[:1], args[1:]  # the first one is the optimizer itself
     if any(map(callable, (*args, *kwargs.values()))):
         args, kwargs = _look_after_closure(optimizer, buckets, args, kwargs)
@@ -186,6 +189,7 @@ def _leave_out_if_not_finite(optimizer: torch.optim.Optimizer, buckets: list[Buc
             )
         schedule.guard.note_left_out(finding)
         if schedule.mesh.rank == 0:
+            JOURNAL.note(Happening.SKIP, str(finding), skipped=schedule.guard.skipped)
             warnings.warn(f"{where}; the step is left out ({schedule.guard.skipped} so far)", stacklevel=4)
     if found:
         _left_out.add(optimizer)

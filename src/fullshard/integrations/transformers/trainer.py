@@ -36,6 +36,7 @@ from fullshard.core.paths import local_name, local_path
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
+from fullshard.integrations.transformers.events import note_steps
 from fullshard.integrations.transformers.preemption import stop_on_signals
 from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
 from fullshard.launch.environment import run_on_main
@@ -105,6 +106,7 @@ class ShardedTraining:
                 hint="set checkpoint.format to native, or train all weights with SHARDED_STATE_DICT",
             )
         stop_on_signals(self)
+        note_steps(self)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _validate_args(self: Any) -> None:

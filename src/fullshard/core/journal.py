@@ -1,0 +1,116 @@
+"""What happened to a job, beside its steps: a line of JSON per event in the run's directory.
+
+    {"time": "2026-11-23T17:04:05.678Z", "kind": "save", "rank": 0, "host": "node3", "pid": 4711, "step": 1200, ...}
+
+Every process of a job appends to the same file, the launcher too, which learns from its processes where that is. A line
+is written at once and in one piece, so neither a kill nor another process tears it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+JOURNAL_NAME = "events.jsonl"
+_LONGEST_TEXT = 2000
+"""Characters of a message: more than one page of a disk could be torn."""
+
+
+class Happening(StrEnum):
+    """Kinds of events; what each has beside the fields that all have is in `docs/reliability.md`."""
+
+    START = "start"
+    SAVE = "save"
+    LOAD = "load"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+    PREEMPTION = "preemption"
+    FAILURE = "failure"
+    RESTART = "restart"
+    SHRINK = "shrink"
+    GROWTH = "growth"
+    END = "end"
+
+
+@dataclass(slots=True)
+class Journal:
+    """Of this process.
+
+    Attributes:
+        path: the file; None: nothing is written.
+        rank: of this process; None for a launcher.
+        step: of the run, counted from 1, which is under way or was the last.
+        is_told: a loop that counts steps over restarts says so; else they are those of this process.
+    """
+
+    path: Path | None = None
+    rank: int | None = None
+    step: int | None = None
+    is_told: bool = False
+
+    def tell(self, step: int) -> None:
+        """The loop is at this step of the run."""
+        self.step, self.is_told = step, True
+
+    def close(self) -> None:
+        """The run is over, although the process may go on."""
+        self.path, self.step, self.is_told = None, None, False
+
+    def note(self, kind: Happening, message: str = "", *, rank: int | None = None, **details: Any) -> None:
+        """Append an event. A file that cannot be written is a warning, the first time, and never ends a run.
+
+        Args:
+            kind: what happened.
+            message: in words, if that says more.
+            rank: that it happened to; this one.
+            details: further fields, which JSON has values for. They may replace `host`, `pid` and `step`.
+        """
+        if self.path is None:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        event: dict[str, Any] = {"time": now, "kind": str(kind), "rank": self.rank if rank is None else rank}
+        event |= {"host": socket.gethostname(), "pid": os.getpid(), "step": self.step} | details
+        if message:
+            event["message"] = message[:_LONGEST_TEXT]
+        line = json.dumps(event, default=str) + "\n"
+        try:
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(file, line.encode("utf-8", "backslashreplace"))
+            finally:
+                os.close(file)
+        except FileNotFoundError:  # somebody has removed the run's directory
+            self.path = None
+        except OSError as error:
+            warnings.warn(f"fullshard: events are not written to {self.path}: {error}", stacklevel=2)
+            self.path = None
+
+
+JOURNAL = Journal()
+"""That of this process."""
+
+
+def read_journal(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file, or of the one in a directory, in the order in which they were written.
+
+    What is no event (a line that a full disk has cut off) is left out; nothing if there is no file.
+    """
+    path = path / JOURNAL_NAME if path.is_dir() else path
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "kind" in event and "time" in event:
+                yield event

@@ -1,0 +1,57 @@
+"""Where the events of a job are written: chosen by its processes, and told to their launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from fullshard.core.journal import JOURNAL, JOURNAL_NAME, Happening
+from fullshard.core.paths import local_path
+from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
+from fullshard.launch.environment import read_rank_environment
+
+_TOLD = "journal"
+
+
+def record_events(directory: str | os.PathLike[str]) -> Path:
+    """Have every failure, restart, skipped step, rollback, save, load and pre-emption noted in a run's directory.
+
+    `fullshard train`, `sft`, Trainer and `Accelerator(project_dir=...)` do so by themselves. Nothing the second time.
+
+    Args:
+        directory: is made if it is not there; the same on every rank.
+
+    Returns:
+        The file, `events.jsonl`: a line of JSON per event (`docs/reliability.md`).
+    """
+    path = local_path(directory).absolute() / JOURNAL_NAME
+    if JOURNAL.path == path:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    environment = read_rank_environment()
+    JOURNAL.path, JOURNAL.rank = path, environment.rank
+    told = os.environ.get(PREEMPTION_DIR)
+    if told and environment.local_rank == 0:
+        part = Path(told) / f"{_TOLD}-{os.getpid()}"
+        with contextlib.suppress(OSError):  # of a job that is over
+            part.write_text(str(path), encoding="utf-8")
+            part.replace(Path(told) / _TOLD)
+    if environment.is_main:
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        JOURNAL.note(Happening.START, world_size=environment.world_size, attempt=attempt)
+    return path
+
+
+def told_by_processes(directory: Path) -> Path | None:
+    """Where the processes of a launcher write events; None if they write none."""
+    try:
+        return Path((directory / _TOLD).read_text(encoding="utf-8"))
+    except OSError:
+        return None
+
+
+def note_own_failure(error: BaseException) -> None:
+    """Note what ends this process, if no launcher does."""
+    if LAUNCHER_PID not in os.environ:
+        JOURNAL.note(Happening.FAILURE, f"{type(error).__name__}: {error}")
