@@ -248,7 +248,7 @@ def test_plain_keys_are_used_without_a_word() -> None:
         ("distributed_type: 'NO'", {"launch": {"num_processes": 1}}),
         ("distributed_type: MULTI_GPU", {"sharding": {"strategy": "NO_SHARD"}}),
         ("distributed_type: MULTI_CPU", {"sharding": {"strategy": "NO_SHARD"}, "launch": {"device": "cpu"}}),
-        ("distributed_type: XLA\ntpu_use_cluster: false\ntpu_env: []\ndowncast_bf16: 'no'", {}),
+        ("distributed_type: FSDP\ntpu_use_cluster: false\ntpu_env: []\ndowncast_bf16: 'no'", {}),
         ("distributed_type: FSDP\nuse_cpu: true\ndebug: true", {"launch": {"device": "cpu", "debug": True}}),
         ("distributed_type: FSDP\nnum_processes: -1", {}),
         ("distributed_type: FSDP\ngpu_ids: 0,2", {"launch": {"gpu_ids": ["0", "2"]}}),
@@ -282,16 +282,16 @@ def test_plain_keys_are_used_without_a_word() -> None:
         ),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {}", {"sharding": {"strategy": "SHARD_GRAD_OPTIMIZER"}}),
         (
-            "distributed_type: FSDP\nxla: true\nxla_fsdp_grad_ckpt: true",
+            "distributed_type: FSDP\nxla: false\nxla_fsdp_grad_ckpt: true",
             {"sharding": {"activation_checkpointing": True}},
         ),
         (
-            "distributed_type: FSDP\nfsdp_config:\n  xla: true\n  xla_fsdp_settings:\n    compute_dtype: bfloat16\n"
+            "distributed_type: FSDP\nfsdp_config:\n  xla: false\n  xla_fsdp_settings:\n    compute_dtype: bfloat16\n"
             "    fp32_reduce_scatter: true",
             {"precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
         ),
         (
-            "xla: True\nxla_fsdp_settings:\nxla_fsdp_grad_ckpt: True",
+            "xla_fsdp_settings:\nxla_fsdp_grad_ckpt: True",
             {"sharding": {"activation_checkpointing": True}},
         ),
     ],

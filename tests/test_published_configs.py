@@ -1,5 +1,7 @@
 """Configurations as documents print them launch unchanged, but for the number of processes.
 
+Those that ask for PyTorch/XLA are refused where it is not installed, and launch without that line.
+
 The test cuts every YAML block out of the documents itself, marked as such or not. They are those in
 `fixtures/documents`, or all files of the directory that $PUBLISHED_DOCUMENTS names.
 
@@ -31,7 +33,6 @@ SAID = {
     "fsdp_backward_prefetch_policy": "is translated to sharding.backward_prefetch = BACKWARD_PRE",
     "fsdp_use_orig_params": "has no effect here: the original parameters are always kept",
     "same_network": "has no effect here: hosts meet at main_process_ip",
-    "xla": "has no effect here: there is one engine for every device",
     "xla_fsdp_grad_ckpt": "is translated to sharding.activation_checkpointing = true",
 }
 """What is printed about a key, if the block has it."""
@@ -88,10 +89,18 @@ def test_it_launches_and_trains_sharded(block: str, tmp_path: Path) -> None:
         "--config_file",
         str(path),
     ]
-    run = subprocess.run(
-        [*command, str(ROOT / "tests" / "scripts" / "three_steps.py"), str(tmp_path)],
-        capture_output=True, text=True, env=environment, timeout=240, check=False,
-    )  # fmt: skip
+    command += [str(ROOT / "tests" / "scripts" / "three_steps.py"), str(tmp_path)]
+
+    def launch() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+
+    if re.search(r"^xla: ", block, flags=re.MULTILINE):
+        refused = launch()
+        assert refused.returncode != 0
+        assert re.search(r"run\.yaml:1:1: xla: true asks for PyTorch/XLA, and .* is not installed", refused.stderr)
+        assert "or leave it out" in refused.stderr
+        path.write_text(re.sub(r"^xla: .*\n", "", text, flags=re.MULTILINE), encoding="utf-8")
+    run = launch()
     assert run.returncode == 0, run.stdout + run.stderr
 
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text("utf-8")) for rank in (0, 1)]

@@ -131,7 +131,12 @@ def test_a_wrong_assignment_is_an_error_at_once(fields: dict[str, Any], message:
         ({"dist__tp__size": 2}, "dist.tp.size = 2 is not supported: tensor parallelism", "leave dist.tp.size out"),
         ({"dist__pp__size": 2}, "dist.pp.size = 2 is not supported: pipeline", "leave dist.pp.size out"),
         ({"dist__sp__size": 2}, "dist.sp.size = 2 is not supported: sequence", "leave dist.sp.size out"),
-        ({"dist__fsdp__shard_output_callable": print}, "outputs belong to each rank alone", "leave"),
+        ({"dist__fsdp__shard_output_callable": print}, "asks for PyTorch/XLA", "outputs belong to each rank alone"),
+        (
+            {"dist__fsdp__use_spmd": True},
+            "dist.fsdp.use_spmd: true asks for PyTorch/XLA",
+            "pip install 'fullshard[xla]'",
+        ),
         ({"memory__gc_cls": {"Block"}}, "memory.gc_cls = [Block] means nothing without memory.gc", "gc = True"),
         ({"memory__gc_cnt": 2}, "memory.gc_cnt = 2 means nothing without memory.gc", "gc = True"),
         ({"dataloader__num_buckets": 2}, "means nothing without dataloader.max_length", "set max_length"),
@@ -160,7 +165,6 @@ OTHER_VALUES: dict[str, Any] = {
     "dist.pp.broadcast_loss": False,
     "dist.fsdp.flatten_parameters": False,
     "dist.fsdp.sync_module_states": True,
-    "dist.fsdp.use_spmd": True,
 }
 
 
@@ -215,7 +219,7 @@ def test_files_and_dicts(tmp_path: Path) -> None:
     path = tmp_path / "acc.yaml"
     path.write_text(
         "compute: {bf16: true}\n"
-        "dist:\n  fsdp:\n    size: 2\n    wrap_layer_cls: [GPT2Block]\n    use_spmd: true\n"
+        "dist:\n  fsdp:\n    size: 2\n    wrap_layer_cls: [GPT2Block]\n    flatten_parameters: false\n"
         "dataloader:\n  buckets: [8, 16]\n  pad_value_dict: {input_ids: 0}\n"
         "memory: {gc: true, gc_cls: [GPT2Block]}\n"
     )
@@ -225,7 +229,7 @@ def test_files_and_dicts(tmp_path: Path) -> None:
     assert config.memory.gc_cls == {"GPT2Block"}
     assert config.dataloader.pad_value_dict == {"input_ids": 0}
     [note] = config.reading().notes
-    assert str(note).startswith(f"{path}:6:5: dist.fsdp.use_spmd has no effect here")
+    assert str(note).startswith(f"{path}:6:5: dist.fsdp.flatten_parameters has no effect here")
     fields = {"compute": {"bf16": True}, "dist": {"fsdp": {"size": 2, "wrap_layer_cls": ["GPT2Block"]}}}
     assert Config.of(fields).dist.fsdp.size == 2
     assert Config.of(None) == Config()
@@ -376,12 +380,12 @@ def test_wrong_arguments() -> None:
 
 
 def test_a_field_without_effect_is_said_once() -> None:
-    config = configured(dist__fsdp__use_spmd=True)
+    config = configured(dist__fsdp__flatten_parameters=False)
     config.dist.pp.broadcast_loss = False
     with pytest.warns(UserWarning, match="has no effect here") as caught:
         torchacc.accelerate(blocks(), config=config)
     said = [str(warning.message).split(":")[1].strip().split()[0] for warning in caught]
-    assert sorted(said) == ["dist.fsdp.use_spmd", "dist.pp.broadcast_loss"]
+    assert sorted(said) == ["dist.fsdp.flatten_parameters", "dist.pp.broadcast_loss"]
     torchacc.accelerate(blocks(), config=config)  # a second warning would be an error here
 
 

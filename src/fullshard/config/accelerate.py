@@ -21,7 +21,7 @@ from fullshard.config.dialect import (
     switch,
 )
 from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp
-from fullshard.config.xla import XLA_KEYS
+from fullshard.config.xla import XLA_KEYS, require_xla
 from fullshard.core.errors import ConfigError
 
 _PLAIN = tuple(f"MULTI_{kind}" for kind in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
@@ -41,7 +41,7 @@ def _distributed_type(value: Any) -> Settings | str:
     if name in _OTHER_PARALLELISM:
         raise ConfigError(f"{name}: models are divided by sharding alone", hint="use FSDP")
     if name == "XLA":
-        return "the devices that are found are used, and TPUs are not among them yet"
+        require_xla("XLA", "use FSDP: fullshard's engine trains on the devices that it finds")
     if name == "NO":
         return {"launch.num_processes": 1}
     if name == "MULTI_CPU":
@@ -123,7 +123,7 @@ PARALLELISM_KEYS = (
     ),
 )
 
-_TPU = "TPUs are not supported yet"
+ON_EACH_HOST = "Accelerate runs commands on a TPU's hosts with it; start the launcher on each host instead"
 
 CLUSTER_KEYS = (
     Key("compute_environment", because="LOCAL_MACHINE, whatever the cluster", read=_environment),
@@ -160,11 +160,12 @@ CLUSTER_KEYS = (
     *refused("models are divided by sharding alone", "megatron_lm_config"),
     *refused("processes are started by the launcher or by Slurm", "mpirun_config"),
     *refused("Intel's extension is not used", "ipex_config", "use_xpu"),
+    *refused("it stores float32 as bfloat16, weights too; mixed_precision: bf16 keeps them", "downcast_bf16"),
     *refused(
-        _TPU,
-        *("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
-        *("command_file", "commands"),
+        ON_EACH_HOST,
+        *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "command_file", "commands"),
     ),
+    *refused("set the variables where the launcher is started: processes have them, too", "tpu_env"),
 )
 
 

@@ -11,13 +11,25 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from fullshard.config import values
-from fullshard.config.accelerate import FLAT
+from fullshard.config.accelerate import FLAT, ON_EACH_HOST
 from fullshard.config.deepspeed import DEEPSPEED_SHORT
-from fullshard.config.dialect import Dialect, Key, Problem, Reading, Settings, Status, refuse, refused, switch
+from fullshard.config.dialect import (
+    Dialect,
+    Key,
+    Problem,
+    Reading,
+    Settings,
+    Status,
+    no_effect,
+    refuse,
+    refused,
+    switch,
+)
 from fullshard.config.load import load_file, load_fsdp_config, load_fsdp_words
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.schema import SETTINGS
 from fullshard.config.settings import closest
+from fullshard.config.xla import asks_for_xla
 from fullshard.core.errors import ConfigError
 
 Kind = Literal["script", "module", "program"]
@@ -76,7 +88,10 @@ _LAUNCHER_KEYS = (
     Key("start_method", Status.NO_EFFECT, read=_start_method),
     Key("shutdown_timeout", Status.NO_EFFECT, because="processes have 3 seconds to end after a signal"),
     *refused("models are divided by sharding alone", "use_megatron_lm"),
-    *refused("TPUs are not supported yet", "tpu", "tpu_cluster", "no_tpu_cluster", "vm", "env"),
+    Key("tpu", Status.TRANSLATED, because="PyTorch/XLA on a TPU; needs the extra `fullshard[xla]`", read=asks_for_xla),
+    *refused(ON_EACH_HOST, "tpu_cluster", "vm"),
+    *no_effect("the launcher starts processes on its own host alone", "no_tpu_cluster"),
+    *refused("set the variables where the launcher is started: processes have them, too", "env"),
     *refused("processes are started by the launcher or by Slurm", "mpirun_hostfile", "mpirun_ccl"),
     *refused(_ONLY_TORCHRUNS, "run_path", "virtual_local_rank", "logs_specs", "local_ranks_filter", "numa_binding"),
     *refused(_ONLY_TORCHRUNS, "signals_to_handle", "event_log_handler"),

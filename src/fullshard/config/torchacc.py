@@ -18,6 +18,7 @@ from fullshard.config.dialect import Dialect, Key, Problem, Read, Reading, Setti
 from fullshard.config.document import read_document
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.settings import closest, plain_message
+from fullshard.config.xla import XLA_TRAINS, asks_for_xla, require_xla
 from fullshard.core.errors import ConfigError
 
 AXES = ("dp", "fsdp", "pp", "tp")
@@ -54,6 +55,11 @@ _NO_PIPELINE = _no_effect("pipeline parallelism is not supported, so there is no
 def _shard_size(size: Any) -> Settings:
     # One row for every size: the mesh is (world size / size) x size, so 1 replicates and the world size only shards.
     return {"sharding.strategy": "HYBRID_SHARD", "sharding.shard_size": size}
+
+
+def _annotates(_value: Any) -> Settings:
+    require_xla("a callable that annotates outputs", "leave it out: here outputs belong to each rank alone")
+    return {}
 
 
 # -- fields -----------------------------------------------------------------------------------------------------------
@@ -209,10 +215,10 @@ class FSDPConfig(_ConfigGroup, path="config.dist.fsdp"):
     sync_module_states: Annotated[
         bool, _no_effect("every rank takes rank 0's weights in any case, so all start equal")
     ] = False
-    use_spmd: Annotated[bool, _no_effect("there is one engine, with one process per device")] = False
+    use_spmd: Annotated[bool, Key("", because=XLA_TRAINS, read=asks_for_xla)] = False
     shard_output_callable: Annotated[
         Callable[..., Any] | None,
-        _refused("outputs belong to each rank alone, so there is no global tensor to annotate"),
+        Key("", because="with `use_spmd`: it annotates the outputs of the model and its units", read=_annotates),
     ] = None
 
 

@@ -1,7 +1,8 @@
 """The `xla*` keys: FSDP of PyTorch/XLA as Transformers' `fsdp_config` has it.
 
-They describe the same training as the other keys, for another engine. What they ask of the training is translated; what
-they say about XLA's compiler and collectives has no effect here.
+`xla` and `xla_fsdp_v2` ask for another engine than fullshard's, and are refused where that is not installed. The others
+describe the same training as the keys of every engine: what they ask of the training is translated, what they say about
+XLA's compiler and collectives has no effect here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import Dialect, Key, Settings, Status, checked, no_effect, refused
+from fullshard.config.dialect import Dialect, Key, Settings, Status, no_effect, refused
+from fullshard.core.errors import ConfigError
+from fullshard.core.requirements import XLA_TORCH, why_no_xla
 
 
 def _fp32_reduce(value: Any) -> Settings | str:
@@ -52,10 +55,36 @@ XLA_SETTINGS = Dialect(
     ),
 )
 
-_ENGINE = "there is one engine for every device, and it uses those that it finds; TPUs are not among them yet"
+XLA_TRAINS = "PyTorch/XLA trains instead of fullshard's engine; needs the extra `fullshard[xla]`"
+"""What becomes of a key that asks for PyTorch/XLA."""
+
+
+def require_xla(what: str, otherwise: str) -> None:
+    """Refuse what asks for PyTorch/XLA where it cannot be had.
+
+    Args:
+        what: the key with its value, or whatever asks.
+        otherwise: how to do without, after "or".
+
+    Raises:
+        ConfigError: it is not installed, or not for this torch.
+    """
+    if (why := why_no_xla()) is not None:
+        torch = ".".join(map(str, XLA_TORCH))
+        hint = f"pip install 'fullshard[xla]' into an environment of its own (torch {torch}), or {otherwise}"
+        raise ConfigError(f"{what} asks for PyTorch/XLA, and {why}", hint=hint)
+
+
+def asks_for_xla(value: Any) -> Settings:
+    """Reader of a truth value that asks for PyTorch/XLA. It sets nothing: the adapter reads it itself."""
+    if values.boolean(value):
+        require_xla("true", "leave it out: fullshard's engine trains on the devices that it finds")
+    return {}
+
 
 XLA_KEYS = (
-    *no_effect(_ENGINE, "xla", "xla_fsdp_v2", read=checked(values.boolean)),
+    Key("xla", because=XLA_TRAINS, read=asks_for_xla),
+    Key("xla_fsdp_v2", because=XLA_TRAINS, read=asks_for_xla),
     Key("xla_fsdp_settings", section=XLA_SETTINGS),
     Key("xla_fsdp_grad_ckpt", Status.TRANSLATED, "sharding.activation_checkpointing"),
 )

@@ -10,9 +10,13 @@ OLDEST_TORCH = (2, 13)
 """The oldest that the tests pass with; `pyproject.toml` says the same. 2.12 and 2.11 fail in the middle of a run."""
 
 
+XLA_TORCH = (2, 9)
+"""The torch that the last torch_xla was built for; no other loads it."""
+
+
 def is_too_old(version: str) -> bool:
     """Whether a torch of this version, such as `2.13.0+cpu`, is older than the oldest."""
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()) < OLDEST_TORCH
+    return _release(version) < OLDEST_TORCH
 
 
 def require_torch() -> None:
@@ -30,3 +34,24 @@ def require_torch() -> None:
         raise VersionError(
             f"fullshard needs torch {oldest} or later, got {version}", hint=f"pip install 'torch>={oldest}'"
         )
+
+
+def why_no_xla() -> str | None:
+    """What keeps this environment from training through PyTorch/XLA, as the end of a sentence; None if nothing does.
+
+    Looks at what is installed and imports neither.
+    """
+    found = {}
+    for name in ("torch_xla", "torch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{name} is not installed"
+    if _release(found["torch_xla"]) != _release(found["torch"]):
+        return f"torch_xla {found['torch_xla']} does not go with torch {found['torch']}"
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
