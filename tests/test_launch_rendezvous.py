@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -39,6 +40,7 @@ class Host:
     def __init__(self, where: tuple[str, int], host: str, machine_rank: int | None = None, **same: str) -> None:
         self.connection = opened(Connection(socket.create_connection(where, timeout=20)))
         self._unread: list[dict[str, Any]] = []
+        self.connection.prove("")
         self.connection.send("hello", host=host, machine_rank=machine_rank, same=same)
 
     def send(self, kind: str, **content: Any) -> None:
@@ -273,7 +275,10 @@ def test_messages_arrive_whole_however_they_are_cut(where: tuple[str, int]) -> N
     with socket.create_connection(where) as plain:
         hello = json.dumps({"kind": "hello", "host": "a", "machine_rank": None, "same": {}}).encode()
         join = json.dumps({"kind": "join", "port": 5}).encode()
-        plain.sendall(hello[:10])
+        proof = rendezvous_server._proof("")
+        plain.sendall(proof[:10])
+        time.sleep(0.2)
+        plain.sendall(proof[10:] + hello[:10])
         time.sleep(0.2)
         plain.sendall(hello[10:] + b"\n" + join + b"\n")
         second = Host(where, "b")
@@ -298,6 +303,56 @@ def test_what_is_no_message_loses_its_host(where: tuple[str, int], sent: bytes, 
     second.connection.socket.sendall(sent)
     assert first.hear("root_cause")["text"].startswith(f"host 1, b (127.0.0.1), {how}")
     assert second.is_closed()
+
+
+HELLO = b'{"kind": "hello", "host": "x", "machine_rank": null, "same": {}}\n'
+ATTACKS = {
+    "no proof": b"\n" * 64 + HELLO + b'{"kind": "failed", "order": [0], "text": "the end"}\n',
+    "garbage": bytes(range(256)) * 4096,
+    "half a proof": b"0" * 10,
+    "nothing": b"",
+    "brackets": rendezvous_server._proof("") + b"[" * 100_000 + b"\n",
+    "failed without hello": rendezvous_server._proof("") + b'{"kind": "failed", "order": [-9], "text": "the end"}\n',
+    "failed after hello": rendezvous_server._proof("")
+    + HELLO
+    + b'{"kind": "failed", "order": [-9], "text": "the end"}\n',
+    "left": rendezvous_server._proof("") + HELLO + b'{"kind": "leave", "failed": true}\n',
+    "left without a word": rendezvous_server._proof("") + HELLO + b'{"kind": "leave"}\n',
+    "hello of other types": rendezvous_server._proof("")
+    + b'{"kind": "hello", "host": 1, "machine_rank": "0", "same": []}\n',
+    "a long line": rendezvous_server._proof("") + HELLO + b"x" * (1 << 21),
+    "kinds of other types": rendezvous_server._proof("") + HELLO + b'{"kind": [1]}\n{"kind": null}\n',
+}
+
+
+def test_strangers_do_not_end_the_job(where: tuple[str, int]) -> None:
+    """Whatever they send, and however many they are; the job learns of its own failures afterwards."""
+    first, second = started(where)
+    sockets = [socket.create_connection(where, timeout=20) for _ in range(300)]
+    for number, sent in enumerate(ATTACKS.values()):
+        with contextlib.suppress(OSError):  # closed before all was sent
+            sockets[-1 - number].sendall(sent)
+    for stranger in sockets[:250]:
+        stranger.close()
+    second.send("failed", order=[1, 2.0], text="a real one\n")
+    assert first.hear("root_cause")["text"] == "a real one\n"
+    for stranger in sockets:
+        stranger.close()
+
+
+def test_who_does_not_know_the_token_is_told(pool: ThreadPoolExecutor) -> None:
+    listening = socket.create_server((LOOPBACK, 0))
+    server = opened(RendezvousServer(listening, 2, "secret"))
+    server.start()
+    where = (LOOPBACK, listening.getsockname()[1])
+    hello: dict[str, Any] = {"host": "a", "machine_rank": None, "same": {}}
+    for token in ("", "Secret"):
+        stranger = opened(RendezvousClient(where, hello, 30, print, token))
+        with pytest.raises(ConfigError, match="token of the job"):
+            stranger.join(7)
+    known = [opened(RendezvousClient(where, hello, 30, print, "secret")) for _ in range(2)]
+    answers = [pool.submit(each.join, port) for each, port in zip(known, (7, 0), strict=True)]
+    assert [answer.result(30).rank for answer in answers] == [0, 1]
 
 
 # -- the client -----------------------------------------------------------------------------------------------------
@@ -403,8 +458,10 @@ def test_a_client_that_closes_tells_why(where: tuple[str, int], pool: ThreadPool
 
 
 def accept(listening: socket.socket) -> Connection:
-    connection, _ = listening.accept()
-    return opened(Connection(connection))
+    connection = opened(Connection(listening.accept()[0]))
+    while not connection.is_proved:
+        assert connection.take_proof("")
+    return connection
 
 
 def test_a_server_that_is_gone_is_the_root_cause(pool: ThreadPoolExecutor) -> None:

@@ -76,6 +76,7 @@ OPTIMIZER = Switch(
     "what torch's element-wise optimizers update",
     {"segments": "neighbouring slices as one tensor", "slices": "each parameter's slice by itself"},
 )
+TOKEN = Switch("FULLSHARD_TOKEN", "what the launchers of a job on several hosts must all know")
 CONFIG = Switch("FULLSHARD_CONFIG", "file with the resolved configuration")
 HANDED_OVER = (
     Switch("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan"),
@@ -85,7 +86,7 @@ HANDED_OVER = (
     Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
 )
-SWITCHES = {switch.name: switch for switch in (COMM, GRADIENTS, HEAP, OFFLOAD, OPTIMIZER, *HANDED_OVER)}
+SWITCHES = {switch.name: switch for switch in (COMM, GRADIENTS, HEAP, OFFLOAD, OPTIMIZER, TOKEN, *HANDED_OVER)}
 """All of them, by name; those that the launcher sets come last."""
 
 

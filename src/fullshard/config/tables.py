@@ -16,7 +16,7 @@ from fullshard.config.accelerate import ACCELERATE, DYNAMO_KEYS, PARALLELISM_KEY
 from fullshard.config.deepspeed import DEEPSPEED, DEEPSPEED_SHORT
 from fullshard.config.dialect import Dialect, Key, Status
 from fullshard.config.fsdp import FSDP
-from fullshard.config.switches import SWITCHES
+from fullshard.config.switches import HANDED_OVER, SWITCHES
 from fullshard.config.xla import XLA_KEYS, XLA_SETTINGS
 
 TABLES = {
@@ -36,7 +36,8 @@ def switches_table() -> str:
     """One row per variable of fullshard's own: what it is about, and its values, the first being the default."""
     rows = ["| variable | of what | values |", "|---|---|---|"]
     for switch in SWITCHES.values():
-        values = "; ".join(f"`{value}`: {does}" for value, does in switch.values.items()) or "set by the launcher"
+        values = "; ".join(f"`{value}`: {does}" for value, does in switch.values.items())
+        values = values or ("set by the launcher" if switch in HANDED_OVER else "any text")
         rows.append(f"| `{switch.name}` | {switch.about} | {values} |")
     return "\n".join(rows)
 

@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.comm import torch_private
+from fullshard.config.switches import TOKEN
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
@@ -202,7 +203,7 @@ class Agent(LocalElasticAgent):
             return OneHostRendezvous(job.run_id, hosts.port)
         address, port = resolve(hosts.address, hosts.join_timeout), hosts.port or DEFAULT_PORT
         listening = None if hosts.rank else listen(address, port, must=hosts.rank == 0)
-        server = None if listening is None else RendezvousServer(listening, hosts.count)
+        server = None if listening is None else RendezvousServer(listening, hosts.count, TOKEN.read())
         if server is not None:
             server.start()
         same = {
@@ -212,7 +213,7 @@ class Agent(LocalElasticAgent):
             **hosts.same,
         }
         hello = {"host": socket.gethostname(), "machine_rank": hosts.rank, "same": same}
-        self._client = RendezvousClient((address, port), hello, hosts.join_timeout, say)
+        self._client = RendezvousClient((address, port), hello, hosts.join_timeout, say, TOKEN.read())
         return MultiHostRendezvous(job.run_id, self._client, server)
 
     def run(self, role: str = "default") -> RunResult:

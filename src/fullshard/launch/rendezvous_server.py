@@ -17,11 +17,16 @@ A connection that closes, or is silent for too long, is a host that is gone. Mes
 
 The first failure that is heard of is not always the first that happened: when a rank ends, all ranks connected to it
 fail too. So the server listens a moment longer, and then names one.
+
+A launcher begins with a proof that it knows the token of the job, which is compared before anything else is read. Who
+does not know it is turned away, and nothing that a stranger sends ends the job.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import selectors
 import socket
@@ -44,6 +49,10 @@ ROOT_CAUSE_SECONDS = 1.0
 
 WAITING_SECONDS = 15.0
 """How long a host that is one too many may wait for one of the others to turn out to be gone. More than silence."""
+
+_PROOF_NBYTES = 64
+_MOST_STRANGERS = 128
+"""Connections that have proved nothing yet; further ones are closed at once."""
 
 _LONGEST_NBYTES = 1 << 20
 """A message that is longer is not one of ours."""
@@ -87,11 +96,16 @@ class RootCause:
     here: bool = False
 
 
+def _proof(token: str) -> bytes:
+    return hashlib.sha256(b"fullshard" + token.encode()).hexdigest().encode()
+
+
 class Connection:
-    """A socket between a launcher and the server: whole messages in and out."""
+    """A socket between a launcher and the server: a proof, then whole messages in and out."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
+        self.is_proved = False
         self._received = bytearray()
         self._lock = threading.Lock()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,6 +116,24 @@ class Connection:
         with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
+    def prove(self, token: str) -> None:
+        """Say that this side knows the token."""
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.sendall(_proof(token))
+
+    def take_proof(self, token: str) -> bool:
+        """Read what has arrived of the other side's proof, and no byte more; False if it is none."""
+        try:
+            chunk = self.socket.recv(_PROOF_NBYTES - len(self._received))
+        except OSError:
+            return False
+        self._received += chunk
+        if len(self._received) < _PROOF_NBYTES:
+            return bool(chunk)
+        self.is_proved = hmac.compare_digest(bytes(self._received), _proof(token))
+        self._received.clear()
+        return self.is_proved
+
     def receive(self) -> list[dict[str, Any]] | None:
         """The messages that have arrived; None if the other side is gone, or does not speak this language."""
         try:
@@ -110,9 +142,9 @@ class Connection:
             *lines, rest = bytes(self._received).split(b"\n")
             self._received[:] = rest
             messages = [json.loads(line) for line in lines]
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
-        valid = all(isinstance(message, dict) and "kind" in message for message in messages)
+        valid = all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages)
         return messages if chunk and valid and len(rest) < _LONGEST_NBYTES else None
 
     def close(self) -> None:
@@ -149,11 +181,12 @@ class RendezvousServer(threading.Thread):
     Args:
         listening: a socket bound to the address that the hosts know.
         hosts: how many there are.
+        token: that launchers must know.
     """
 
-    def __init__(self, listening: socket.socket, hosts: int) -> None:
+    def __init__(self, listening: socket.socket, hosts: int, token: str = "") -> None:
         super().__init__(name="fullshard-rendezvous", daemon=True)
-        self._listening, self._hosts = listening, hosts
+        self._listening, self._hosts, self._token = listening, hosts, token
         self._peers: list[_Peer] = []
         self._failures: list[tuple[tuple[float, ...], _Peer, str]] = []
         self._announce_at: float | None = None
@@ -173,18 +206,29 @@ class RendezvousServer(threading.Thread):
         while not (self._closing.is_set() and not self._peers):
             for key, _ in self._selector.select(timeout=0.1):
                 if key.fileobj is self._listening:
-                    connection, address = self._listening.accept()
-                    peer = _Peer(Connection(connection), address[0], time.monotonic())
-                    self._peers.append(peer)
-                    self._selector.register(connection, selectors.EVENT_READ, peer)
+                    self._accept()
                 elif key.data in self._peers:
                     self._receive(key.data)
             now = time.monotonic()
             if now - said > KEEP_ALIVE_SECONDS:
                 said = now
-                self._broadcast(self._peers, "keep_alive")
+                # Not to who may not even read it, for which this thread would wait.
+                self._broadcast([peer for peer in self._peers if peer.hello], "keep_alive")
             self._check_deadlines(now)
         self._listening.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listening.accept()
+        except OSError:  # it has gone, or this process has no descriptor left for it
+            time.sleep(0.01)
+            return
+        if sum(not peer.hello for peer in self._peers) >= _MOST_STRANGERS:
+            connection.close()
+            return
+        peer = _Peer(Connection(connection), address[0], time.monotonic())
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _check_deadlines(self, now: float) -> None:
         for peer in [peer for peer in self._peers if now - peer.heard > TIMEOUT_SECONDS]:
@@ -207,6 +251,13 @@ class RendezvousServer(threading.Thread):
         self._broadcast(peers, "refused", text=text, error=error)
 
     def _receive(self, peer: _Peer) -> None:
+        if not peer.connection.is_proved:
+            if not peer.connection.take_proof(self._token):
+                self._refuse(
+                    [peer], f"the token of the job ($FULLSHARD_TOKEN) is not that of {peer.address}", "settings"
+                )
+                self._forget(peer)
+            return
         messages = peer.connection.receive()
         if messages is None:
             self._drop(peer, "is gone: its launcher was killed, or the network between the hosts failed")
@@ -216,11 +267,15 @@ class RendezvousServer(threading.Thread):
             for message in messages:
                 self._handle(peer, message.pop("kind"), message)
         except (KeyError, TypeError, ValueError):
+            if peer not in self._peers:
+                return
             self._drop(peer, "sent something that is not understood; are the versions of fullshard the same?")
 
     def _handle(self, peer: _Peer, kind: str, message: dict[str, Any]) -> None:
         if kind == "hello":
-            peer.hello = message
+            peer.hello = _checked_hello(message)
+        elif not peer.hello:
+            raise ValueError(f"{kind} before hello")
         elif kind == "join":
             peer.joined, peer.since, peer.done = int(message["port"]), time.monotonic(), False
             if self._over is not None:
@@ -228,15 +283,18 @@ class RendezvousServer(threading.Thread):
             elif self._fits(peer):
                 self._start_if_ready()
         elif kind == "failed":
-            self._fail(peer, tuple(message["order"]), str(message["text"]))
+            if peer.running:
+                self._fail(peer, tuple(map(float, message["order"])), str(message["text"]))
         elif kind == "done":
             peer.done = True
             running = [other for other in self._peers if other.running]
             if all(other.done for other in running):
                 self._broadcast(running, "done")
         elif kind == "leave":
+            has_failed = bool(message["failed"])
             self._forget(peer)
-            if message["failed"]:
+            is_known = peer.rank is not None or not any(other.running for other in self._peers)
+            if has_failed and is_known:
                 self._over = f"{peer.name} has ended, without restarts left"
                 self._refuse([other for other in self._peers if other.joined is not None], self._over, "job")
             elif peer.running and not peer.done:
@@ -304,6 +362,18 @@ class RendezvousServer(threading.Thread):
         self._start_if_ready()
 
 
+def _checked_hello(message: dict[str, Any]) -> dict[str, Any]:
+    """What a launcher says of itself, if it is that.
+
+    Raises:
+        TypeError, KeyError: it is something else.
+    """
+    host, rank, same = message["host"], message["machine_rank"], message["same"]
+    if not (isinstance(host, str) and isinstance(same, dict) and (rank is None or type(rank) is int)):
+        raise TypeError("hello")
+    return {"host": host, "machine_rank": rank, "same": {str(key): str(value) for key, value in same.items()}}
+
+
 class RendezvousClient:
     """This host's connection to the server.
 
@@ -312,11 +382,18 @@ class RendezvousClient:
         hello: `host` (its name), `machine_rank`, and under `same` what must be equal on all hosts.
         timeout_seconds: how long to wait for the other hosts.
         say: prints one line for the user.
+        token: of the job.
     """
 
     def __init__(
-        self, where: tuple[str, int], hello: dict[str, Any], timeout_seconds: float, say: Callable[[str], None]
+        self,
+        where: tuple[str, int],
+        hello: dict[str, Any],
+        timeout_seconds: float,
+        say: Callable[[str], None],
+        token: str = "",
     ) -> None:
+        self._token = token
         self._where, self._hello, self._timeout, self._say = where, hello, timeout_seconds, say
         self._connection: Connection | None = None
         self._reader: threading.Thread | None = None
@@ -423,6 +500,7 @@ class RendezvousClient:
                 continue
             self.address = opened.getsockname()[0]
             connection = Connection(opened)
+            connection.prove(self._token)
             connection.send("hello", **self._hello)
             with self._changed:
                 self._connection = connection
