@@ -1,8 +1,8 @@
 """From a Hugging Face `config.json` to shapes: one function per way of building a model, one row per `model_type`.
 
 Counts are exact: names, shapes and order are those of Transformers' own modules, and the tests compare them on the meta
-device. A `model_type` that is not in the table is planned as a plain Llama if the file has all of Llama's fields, with
-a note that says so; otherwise it is refused.
+device. A `model_type` that is not in the table is built by Transformers, if it knows it (`plan/counted`). One that it
+does not is planned as a plain Llama if the file has all of Llama's fields, with a note that says so, or refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.plan.activations import KEPT_BY_ACTIVATION
+from fullshard.plan.counted import counted, is_known_to_transformers
 from fullshard.plan.mixtures import ESTIMATED, MIXTURES
 from fullshard.plan.shapes import Block, ModelShape, Norm, ParameterShape, UnitShape
 from fullshard.plan.weights import (
@@ -419,6 +420,9 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     if kind not in FAMILIES and isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
         notes.append(f"{where}: only the text part ({nested['model_type']}) of {kind} is planned")
         values, kind = nested, nested["model_type"]
+    if kind not in FAMILIES and is_known_to_transformers(kind):
+        notes.append(f"{where}: {kind} as Transformers builds it: parameters are exact, activations an estimate")
+        return dataclasses.replace(counted(values, where=where), name=name or kind), notes
     fields = Fields(values, where)
     if kind not in FAMILIES:
         missing = [field for field in _LLAMA_FIELDS if values.get(field) is None]

@@ -1,0 +1,105 @@
+"""The program that `plan` asks for shapes it does not know: a configuration on stdin, shapes on stdout, as JSON.
+
+python -m fullshard.api.counting < config.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.api.planning import model_shape
+from fullshard.plan.counted import written
+from fullshard.plan.shapes import Block, ModelShape, UnitShape
+
+_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMaskedLM",
+    "AutoModel",
+)
+"""What of a family is planned: the first that it has."""
+
+
+def count(values: Mapping[str, Any]) -> ModelShape:
+    """The shapes of Transformers' model of a configuration. Nothing has memory.
+
+    Raises:
+        ValueError: no class of Transformers is for it.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**values)
+    for name in _CLASSES:
+        factory = getattr(transformers, name, None)
+        if factory is not None and type(config) in factory._model_mapping:
+            break
+    else:
+        raise ValueError(f"no class of Transformers is for {config.model_type!r}")
+    with torch.device("meta"):
+        model = factory.from_config(config)
+    shape = model_shape(model)
+    text = config.get_text_config()
+    hidden, vocab = getattr(text, "hidden_size", 0) or 0, getattr(text, "vocab_size", 0) or 0
+    has_head = (
+        isinstance(model.get_output_embeddings(), nn.Module) if hasattr(model, "get_output_embeddings") else False
+    )
+    heads = {p.name for p in shape.parameters if p.role == "head"}
+    return dataclasses.replace(
+        shape,
+        name=values["model_type"],
+        units=tuple(dataclasses.replace(u, block=u.block or _block(u, text, hidden)) for u in shape.units),
+        vocab=vocab if has_head else 0,
+        hidden=hidden,
+        tied=has_head and not heads,
+        encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
+    )
+
+
+def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
+    """What a unit computes, by the fields that most configurations share; None if it is no layer of the text part."""
+
+    def number(*names: str, default: int) -> int:
+        values = (getattr(config, name, None) for name in names)
+        return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), default)
+
+    names = [parameter.name for parameter in unit.parameters]
+    if not unit.name or not hidden or not any(hidden in p.shape for p in unit.parameters if len(p.shape) > 1):
+        return None
+    heads = number("num_attention_heads", "n_head", "num_heads", default=1)
+    norms = [p for p in unit.parameters if "norm" in p.name.rpartition(".")[0] or ".ln" in p.name]
+    is_mixture = any(".experts." in name for name in names)
+    inner = number("intermediate_size", "ffn_dim", "n_inner", "d_ff", default=4 * hidden)
+    return Block(
+        hidden,
+        heads,
+        number("num_key_value_heads", default=heads),
+        number("head_dim", default=max(1, hidden // heads)),
+        number("moe_intermediate_size", default=inner) if is_mixture else inner,
+        gated=any("gate" in name.rpartition(".")[0].rpartition(".")[2] for name in names),
+        fused_gate=any("gate_up" in name for name in names),
+        norms=sum(p.shape == (hidden,) and p.name.endswith("weight") for p in norms),
+        norm="layer" if any(p.name.endswith("bias") for p in norms) else "rms",
+        experts=number("num_local_experts", "num_experts", "n_routed_experts", default=1) if is_mixture else 0,
+        experts_per_token=number("num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if is_mixture else 0,
+        window=_window(unit, config),
+    )
+
+
+def _window(unit: UnitShape, config: Any) -> int:
+    kinds, index = getattr(config, "layer_types", None) or (), unit.name.rpartition(".")[2]
+    is_limited = index.isdecimal() and int(index) < len(kinds) and kinds[int(index)] == "sliding_attention"
+    return (getattr(config, "sliding_window", None) or 0) if is_limited else 0
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    sys.stdout.write(written(count(json.load(sys.stdin))))

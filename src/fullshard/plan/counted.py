@@ -1,0 +1,113 @@
+"""Shapes of any model that Transformers knows: built on the meta device by a program of its own, and kept.
+
+This layer is free of torch, and stays so: `fullshard.api.counting` runs as another process, once for each configuration
+and version of Transformers. What it found lies in `$XDG_CACHE_HOME/fullshard/shapes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fullshard.core.errors import ConfigError
+from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
+
+_PROGRAM = "fullshard.api.counting"
+_FORMAT = 1
+"""Of what is kept: shapes of another are counted again."""
+_SECONDS = 300
+
+
+def is_known_to_transformers(kind: str) -> bool:
+    """Whether Transformers is installed and has a family of that `model_type`. Imports nothing of it."""
+    return bool(kind) and f'"{kind}"' in _families_of_transformers()
+
+
+def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
+    """The shapes of Transformers' own model of this configuration.
+
+    Parameters and units are exact. Its layers are described by the fields that most configurations share.
+
+    Args:
+        values: a whole `config.json` of a family that `is_known_to_transformers`.
+        where: what to call it in errors.
+
+    Raises:
+        ConfigError: Transformers cannot build it.
+    """
+    question = json.dumps(values, sort_keys=True, default=str)
+    key = hashlib.sha256(f"{_FORMAT} {version('transformers')} {question}".encode()).hexdigest()
+    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fullshard" / "shapes" / f"{key}.json"
+    try:
+        return _read(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, KeyError):
+        answer = _count(question, where)
+    _keep(path, answer)
+    return _read(answer)
+
+
+def written(model: ModelShape) -> str:
+    """The shapes as text, for `counted`."""
+    return json.dumps(dataclasses.asdict(model), separators=(",", ":"))
+
+
+def _read(text: str) -> ModelShape:
+    values = json.loads(text)
+    units = [
+        UnitShape(
+            unit["name"],
+            tuple(ParameterShape(**{**p, "shape": tuple(p["shape"])}) for p in unit["parameters"]),
+            None if unit["block"] is None else Block(**unit["block"]),
+        )
+        for unit in values["units"]
+    ]
+    return ModelShape(**{**values, "units": tuple(units), "calls": tuple(values["calls"])})
+
+
+def _count(question: str, where: str) -> str:
+    command = [sys.executable, "-m", _PROGRAM]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(
+            command, input=question, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{where}: Transformers did not build it within {_SECONDS} s") from None
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(
+            f"{where}: Transformers {version('transformers')} cannot build it: {reason}",
+            hint="the file must be the model's whole config.json",
+        )
+    return done.stdout
+
+
+def _keep(path: Path, answer: str) -> None:
+    """Where it cannot be kept it is counted again next time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(answer, encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        return
+
+
+def _families_of_transformers() -> str:
+    """The text of its tables of families, which are read and not run: importing them takes seconds."""
+    spec = importlib.util.find_spec("transformers")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    tables = (Path(folder) / "models" / "auto" / name for folder in folders for name in _TABLES)
+    return "".join(table.read_text(encoding="utf-8") for table in tables if table.is_file())
+
+
+_TABLES = ("auto_mappings.py", "configuration_auto.py")
