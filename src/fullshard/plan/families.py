@@ -257,6 +257,7 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
         inner,
         activation=fields.text("hidden_act", default="gelu"),
         float32_scores=False,
+        causal=False,
         dropout=fields.is_dropped("hidden_dropout_prob", default=0.1),
         attention_dropout=fields.is_dropped("attention_probs_dropout_prob", default=0.1),
     )
@@ -330,6 +331,7 @@ def _t5(fields: Fields) -> ModelShape:
                 norms=len(attentions) + 1,
                 norm="rms-mixed",
                 cross_attention=side == "decoder",
+                causal=side == "decoder",
                 float32_scores=False,
                 trained_bias=True,
                 dropout=is_dropped,

@@ -42,6 +42,9 @@ class Device:
         unit_seconds: what the engine costs per unit and micro-batch, hooks and starting collectives, on a CPU.
         rack: devices that `link` reaches though they are in several hosts; 0: none.
         has_bfloat16: whether `flops` are there in bfloat16, or in float16 alone.
+        flash: part of `flops` that flash attention's second version reaches (`plan/attention`): as on the A100, whose
+            kernel it is, or as on the H100, where faster products leave it behind.
+        has_flash3: whether there is a third.
         is_run: whether this engine runs on it; else it is planned for comparison.
     """
 
@@ -63,6 +66,8 @@ class Device:
     unit_seconds: float = 0.0
     rack: int = 0
     has_bfloat16: bool = True
+    flash: float = 0.59
+    has_flash3: bool = False
     is_run: bool = True
 
     @property
@@ -98,27 +103,40 @@ _A100_PCIE = "NVIDIA A100 data sheet 2022, PCIe 4.0 x16 (without bridges); 200 G
 _IN_A_RACK = "links reach 72 in a rack, 4 in a host; between racks"
 _TPU = "Google Cloud TPU pages, 2026-11"
 
+_HOPPER: dict[str, Any] = {"flash": 0.305, "has_flash3": True}
+_FASTER: dict[str, Any] = {"flash": 0.305}  # an assumption: version 2 was not written for them either
+
 # Memory is what the driver reports where it is less than the name says (40 GB: 39.6 GiB and so on).
 _ALL = (
     _gpu("A100-40", 42.3, (312, 156), 1555, 300, 25, _A100, 0.67),
     _gpu("A100-80", 84.9, (312, 156), 2039, 300, 25, _A100, 0.67),
     _gpu("A100-PCIe", 84.9, (312, 156), 1935, 32, 12.5, _A100_PCIE, 0.6),
     _gpu("A800", 84.9, (312, 156), 2039, 200, 25, "NVIDIA A800 data sheet 2022: an A100 with 400 GB/s of NVLink", 0.67),
-    _gpu("H100", 85.0, (989, 494), 3350, 450, 50, "NVIDIA H100 SXM data sheet; 8 x 400 Gb/s per host (DGX H100)"),
-    _gpu("H100-PCIe", 85.0, (756, 378), 2000, 64, 25, "NVIDIA H100 PCIe data sheet; PCIe 5.0 x16 (without bridges)"),
-    _gpu("H100-NVL", 100.2, (835, 417), 3938, 64, 25, "NVIDIA H100 NVL data sheet; PCIe 5.0 x16 (without bridges)"),
-    _gpu("H800", 85.0, (989, 494), 3350, 200, 50, "NVIDIA H800 SXM data sheet 2023: an H100 with 400 GB/s of NVLink"),
+    _gpu("H100", 85.0, (989, 494), 3350, 450, 50, "NVIDIA H100 SXM data sheet; 8 x 400 Gb/s per host (DGX H100)",
+         **_HOPPER),
+    _gpu("H100-PCIe", 85.0, (756, 378), 2000, 64, 25, "NVIDIA H100 PCIe data sheet; PCIe 5.0 x16 (without bridges)",
+         **_HOPPER),
+    _gpu("H100-NVL", 100.2, (835, 417), 3938, 64, 25, "NVIDIA H100 NVL data sheet; PCIe 5.0 x16 (without bridges)",
+         **_HOPPER),
+    _gpu("H800", 85.0, (989, 494), 3350, 200, 50, "NVIDIA H800 SXM data sheet 2023: an H100 with 400 GB/s of NVLink",
+         **_HOPPER),
     _gpu("H20", 102.6, (148, 74), 4000, 450, 50, "NVIDIA H20 data sheet 2023; 8 x 400 Gb/s per host", 0.8),
-    _gpu("H200", 150.1, (989, 494), 4800, 450, 50, "NVIDIA H200 SXM data sheet; 8 x 400 Gb/s per host (DGX H200)"),
-    _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host"),
-    _gpu("B300", 287.4, (2250, 1125), 8000, 900, 100, "NVIDIA DGX B300 data sheet 2025; 8 x 800 Gb/s per host"),
+    _gpu("H200", 150.1, (989, 494), 4800, 450, 50, "NVIDIA H200 SXM data sheet; 8 x 400 Gb/s per host (DGX H200)",
+         **_HOPPER),
+    _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host",
+         **_FASTER),
+    _gpu("B300", 287.4, (2250, 1125), 8000, 900, 100, "NVIDIA DGX B300 data sheet 2025; 8 x 800 Gb/s per host",
+         **_FASTER),
     _gpu("GB200", 197.6, (2500, 1250), 8000, 900, 50, f"NVIDIA GB200 NVL72 page 2024; {_IN_A_RACK} 400 Gb/s each",
-         per_host=4, rack=72),
+         per_host=4, rack=72, **_FASTER),
     _gpu("GB300", 297.7, (2500, 1250), 8000, 900, 100, f"NVIDIA GB300 NVL72 page 2025; {_IN_A_RACK} 800 Gb/s each",
-         per_host=4, rack=72),
-    _gpu("MI300X", 205.8, (1307, 653), 5300, 448, 50, "AMD Instinct MI300X data sheet; 8 x 400 Gb/s per host"),
-    _gpu("MI325X", 274.4, (1307, 653), 6000, 448, 50, "AMD Instinct MI325X data sheet 2024; 8 x 400 Gb/s per host"),
-    _gpu("MI355X", 308.8, (2516, 157), 8000, 537, 50, "AMD Instinct MI355X data sheet 2025 (no TF32); 8 x 400 Gb/s"),
+         per_host=4, rack=72, **_FASTER),
+    _gpu("MI300X", 205.8, (1307, 653), 5300, 448, 50, "AMD Instinct MI300X data sheet; 8 x 400 Gb/s per host",
+         **_FASTER),
+    _gpu("MI325X", 274.4, (1307, 653), 6000, 448, 50, "AMD Instinct MI325X data sheet 2024; 8 x 400 Gb/s per host",
+         **_FASTER),
+    _gpu("MI355X", 308.8, (2516, 157), 8000, 537, 50, "AMD Instinct MI355X data sheet 2025 (no TF32); 8 x 400 Gb/s",
+         **_FASTER),
     _gpu("L40S", 48.3, (362, 183), 864, 32, 12.5, "NVIDIA L40S data sheet; PCIe 4.0 x16"),
     _gpu("L4", 24.2, (121, 60), 300, 32, 6.2, "NVIDIA L4 data sheet 2023; PCIe 4.0 x16, 400 Gb/s per host of 8"),
     _gpu("A10G", 23.7, (70, 35), 600, 16, 3.1, "NVIDIA A10 data sheet, AWS g5; PCIe 4.0 x8, 25 Gb/s"),

@@ -14,13 +14,13 @@ from fullshard.core.dtypes import COMPUTE, Dtypes, main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy, parse_strategy
+from fullshard.plan.attention import Kernel
 from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 from fullshard.plan.schedule import ScheduleOptions
 
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "sgd", "sgd-momentum", "none"]
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
-Attention = Literal["flash", "sdpa", "eager"]
 Loss = Literal["eager", "fused"]
 
 
@@ -82,7 +82,9 @@ class Job(View):
     accumulation: int = of_run("training.gradient_accumulation_steps")
     sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch (else: no_sync)")
     step_in_backward: bool = of_run("training.step_in_backward")
-    attention: Attention = Field("flash", description="flash or sdpa, which keep no scores, or eager, which does")
+    attention: Kernel = Field(
+        "flash", description="flash (version 2), flash1, flash3 or sdpa, which keep no scores, or eager, which does"
+    )
     loss: Loss = Field("eager", description="eager keeps whole logits; fused computes the loss in chunks")
     forward_prefetch: bool = of_run("sharding.forward_prefetch")
     backward_prefetch: BackwardPrefetch = of_run("sharding.backward_prefetch")

@@ -70,6 +70,7 @@ class Block:
         value_dim: size of a head's values, where it is another.
         latents: widths of what queries, keys and values pass through, normalised, added up; 0: nothing.
         window: how many keys a query sees; 0: all before it.
+        causal: whether it sees only those before it.
         intermediate: width of the feed-forward part; of one expert in a mixture.
         gated: whether the feed-forward part multiplies two projections (SwiGLU and friends).
         fused_gate: whether those two are one matrix product, so that one tensor holds both.
@@ -118,6 +119,7 @@ class Block:
     value_dim: int = 0
     latents: int = 0
     window: int = 0
+    causal: bool = True
 
     @property
     def active_intermediate(self) -> int:

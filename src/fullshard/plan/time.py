@@ -3,7 +3,7 @@
 Computing advances the first clock. A collective starts when it is issued or when the wire is free, whichever is later,
 and its unit's `unshard ready` (or the next reduction) waits for it; only that wait is *exposed*.
 
-    forward of a unit     2 FLOP per parameter and token, and 4 q per query-key pair for attention (half with a mask)
+    forward of a unit     2 FLOP per parameter and token, and attention's own (`plan/attention`)
     backward              twice the forward; three times with full recomputation, in part with selective
     everything else       bytes / memory bandwidth: what a layer saves is written and read once in forward; backward
                           reads it, and writes and reads its gradient
@@ -11,7 +11,8 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
     what is on the host   bytes / 25 GB/s, either way beside computing; the optimizer reads the host's memory
-    latency of a ring     (S - 1) steps of 3 microseconds
+    latency of a ring     14 microseconds, and (S - 1) steps of 3
+    host                  5 microseconds per operation, 0.4 ms per unit; the device waits where that is longer
     loss                  the float32 logits, read or written six times
     optimizer             bytes read and written / memory bandwidth
 
@@ -35,6 +36,8 @@ from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import layer_activations
+from fullshard.plan.attention import BACKWARD, is_computed_whole, part_of_peak
+from fullshard.plan.attention import forward_flops as attention_flops
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
@@ -43,6 +46,9 @@ from fullshard.plan.memory import PlanSetting, of_parameters
 from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
+
+BASE_LATENCY = 14e-6
+"""Seconds of the smallest collective: NCCL's own figure for a ring (`baseLat` in its `tuning.cc`)."""
 
 STEP_LATENCY = 3e-6
 """Seconds per step of a ring, assumed: a few microseconds on NVLink and InfiniBand alike. It matters for small units on
@@ -54,6 +60,17 @@ processors (PyTorch issue 179937 reports 30 to 40 % in single products; over a s
 
 PCIE = 25e9
 """Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
+
+HOST_OP = 5e-6
+"""Seconds in which the host issues an operation to an accelerator: some microseconds for a kernel, less for a view. A
+calibrated CPU of 2020 takes 9."""
+
+HOST_UNIT = 4e-4
+"""Seconds of the engine's own per unit and micro-batch, hooks and starting collectives, measured on 64 ranks
+(`docs/performance.md`)."""
+
+COMPILED_OPS = 0.15
+"""Of `LAYER_OPS`, what a compiled layer launches: its products, attention, and a fused kernel between each two."""
 
 LAYER_OPS = (73, 138)
 """ATen operations of a layer's forward and of its backward, counted in a Llama layer (`tests/test_plan_time.py`)."""
@@ -128,7 +145,7 @@ def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, 
 
 
 def forward_flops(unit: UnitShape, job: Job) -> float:
-    """FLOP of one unit's forward for one micro-batch."""
+    """FLOP of one unit's forward for one micro-batch, attention apart."""
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
@@ -139,13 +156,20 @@ def forward_flops(unit: UnitShape, job: Job) -> float:
             share = block.experts_per_token / block.experts
         elements = parameter.numel * (2 if parameter.exact else 1)  # two 4-bit elements in a byte
         flops += 2 * elements * share * job.tokens
-    return flops + (_attention_flops(block, job) if block is not None else 0.0)
+    return flops
 
 
-def _attention_flops(block: Block, job: Job) -> float:
-    """Scores and their product with the values: 4 per query, key and width; half of the keys are masked."""
-    width = block.heads * block.head_dim
-    return 4 * width * job.tokens * job.seq_len / 2 * (2 if block.cross_attention else 1)
+def _attention_seconds(block: Block, job: Job, cluster: Cluster) -> tuple[float, float]:
+    """Of a layer's forward and backward for one micro-batch, without what is recomputed."""
+    device = cluster.device
+    whole = is_computed_whole(block, job.attention, job.seq_len)
+    flops = attention_flops(block, job.tokens, job.seq_len, whole=whole and not device.is_cpu)
+    if device.is_cpu or job.attention == "eager" or itemsize(job.compute_dtype) == 4:
+        seconds = flops / (_peak(cluster, job) * device.efficiency)
+        return seconds, 2 * seconds
+    part = part_of_peak(block, job.attention, job.seq_len, flash=device.flash, has_flash3=device.has_flash3)
+    seconds = flops / (device.flops * part)
+    return seconds, BACKWARD * seconds
 
 
 def _head_flops(model: ModelShape, job: Job) -> float:
@@ -158,12 +182,15 @@ def _step_flops(model: ModelShape, job: Job) -> float:
     total = _head_flops(model, job) * 3
     for unit in model.units:
         total += forward_flops(unit, job) * (1 + _backward_factor(unit))
+    total += sum(3 * attention_flops(block, job.tokens, job.seq_len) for block in model.blocks)
     return total * job.accumulation
 
 
 def _masked_flops(model: ModelShape, job: Job) -> float:
-    """What `_step_flops` leaves out of attention: as much as it counts of self-attention under a causal mask."""
-    return 3 * sum(4 * b.heads * b.head_dim * job.tokens * job.seq_len / 2 for b in model.blocks) * job.accumulation
+    """What `_step_flops` leaves out of attention, because nobody looks there."""
+    size = job.tokens, job.seq_len
+    masked = sum(attention_flops(b, *size, whole=True) - attention_flops(b, *size) for b in model.blocks)
+    return 3 * masked * job.accumulation
 
 
 def _backward_factor(unit: UnitShape) -> float:
@@ -219,7 +246,7 @@ def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:
     if setting.on_host.main_weights:
         bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
     parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
-    calls = parameters * optimizer.ops * device.op_seconds
+    calls = parameters * (optimizer.ops * device.op_seconds if device.is_cpu else 2 * HOST_OP)
     seconds = of_parameters(setting, OptimizerRow.step_nbytes) / bandwidth + calls
     return seconds + (_matrices(setting.matrices, cluster) if setting.matrices is not None else 0.0)
 
@@ -242,6 +269,7 @@ class _Clock:
     communication: float = 0.0
     wires: dict[str, float] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
+    host: float = 0.0
     page_left: float = 0.0
     pages: dict[str, float] = field(default_factory=dict)
     gathered: dict[str, float] = field(default_factory=dict)
@@ -249,6 +277,7 @@ class _Clock:
     layouts: dict[str, UnitLayout] = field(init=False)
     shapes: dict[str, UnitShape] = field(init=False)
     forwards: dict[str, float] = field(init=False)
+    attention: dict[str, tuple[float, float]] = field(init=False)
     passes: dict[str, float] = field(init=False)
     ops: dict[str, float] = field(init=False)
     weights: dict[str, float] = field(init=False)
@@ -261,6 +290,8 @@ class _Clock:
         speed = _peak(self.cluster, job) * self.cluster.device.efficiency
         self.forwards = {unit.name: forward_flops(unit, job) / speed for unit in model.units}
         self.forwards[model.root.name] += _head_flops(model, job) / speed
+        each = {block: _attention_seconds(block, job, self.cluster) for block in set(model.blocks)}
+        self.attention = {unit.name: each[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
         device = self.cluster.device
         bandwidth = device.memory_bandwidth * device.link_efficiency
         known = {block: layer_activations(block, job, on_cpu=device.is_cpu) for block in set(model.blocks)}
@@ -288,7 +319,7 @@ class _Clock:
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
             case EventKind.FORWARD_END:
-                self._run(self._forward(unit.name) + self.cluster.device.unit_seconds)
+                self._run(self._forward(unit.name) + self.cluster.device.unit_seconds, self._issued(unit.name, 0))
                 if unit is self.setting.layout.root:
                     self._run(self.loss)
                     self._wait(self.page_left)
@@ -303,9 +334,11 @@ class _Clock:
                 factor = _backward_factor(self.shapes[unit.name])
                 self._run(
                     factor * (self.forwards[unit.name] + self.weights[unit.name])
+                    + self.attention[unit.name][1]
                     + 3 * self.passes[unit.name]
                     + LAYER_OPS[1] * self.ops[unit.name]
-                    + again * self._forward(unit.name)
+                    + again * (self._forward(unit.name) - (self.attention[unit.name][0] if again < 1 else 0.0)),
+                    self._issued(unit.name, 1) + again * self._issued(unit.name, 0),
                 )
             case EventKind.REDUCE_ISSUED:
                 if self.reduced:  # one reduction is under way at a time
@@ -323,13 +356,22 @@ class _Clock:
                 self._wait(self.copied.get("to host", 0.0))
 
     def _forward(self, name: str) -> float:
-        products = self.forwards[name] + self.weights[name]
+        products = self.forwards[name] + self.attention[name][0] + self.weights[name]
         return products + 2 * self.passes[name] + LAYER_OPS[0] * self.ops[name]
 
-    def _run(self, seconds: float) -> None:
-        """Compute; slower by the part of it in which a wire is busy."""
+    def _issued(self, name: str, way: int) -> float:
+        """Seconds in which the host issues a unit's forward or backward to an accelerator."""
+        if self.cluster.device.is_cpu:
+            return 0.0
+        fused = COMPILED_OPS if self.setting.job.compile else 1.0
+        layer = HOST_OP * LAYER_OPS[way] * fused if self.shapes[name].block is not None else 0.0
+        return layer + HOST_UNIT / 2
+
+    def _run(self, seconds: float, issued: float = 0.0) -> None:
+        """Compute; slower by the part of it in which a wire is busy. It ends no sooner than the host has issued it."""
+        self.host += issued
         busy = min(max([*self.wires.values(), self.now]) - self.now, seconds)
-        slowed = seconds + busy * CONTENTION
+        slowed = max(seconds + busy * CONTENTION, self.host - self.now)
         self.now += slowed
         self.compute += slowed
 
@@ -362,7 +404,7 @@ class _Clock:
         inside, across = carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
         inside /= device.link * device.link_efficiency
         across /= device.network * device.link_efficiency
-        latency = times * (ranks - 1) * STEP_LATENCY
+        latency = times * (BASE_LATENCY + (ranks - 1) * STEP_LATENCY)
         if device.is_cpu and not across:
             if times == 2 and device.replicate_link:
                 inside *= device.link * device.link_efficiency / device.replicate_link

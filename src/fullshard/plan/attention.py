@@ -1,0 +1,73 @@
+"""How long attention takes: its FLOP by what a query sees, and the part of the peak that its kernels reach.
+
+Scores and their product with the values are 2 FLOP per query, seen key, and width of a key or a value. Under a causal
+mask a query sees half of the keys on average; with a window w of S keys, w - w²/2S. Backward multiplies five times
+where forward does twice, because flash attention computes scores again (FlashAttention-2, arXiv 2307.08691, section
+3.1.2). What is written out (`eager`) is computed whole, masked or not, and only twice as much in backward.
+
+The parts of the peak are the papers' own, of long sequences and heads of 128, both ways together:
+
+    A100, version 2    0.73 of 312 TFLOP/s forward and 0.63 backward (2307.08691, abstract); a mask takes a tenth: 0.59
+    H100, version 2    335 of 989 forward with a mask and 370 without, 322 backward without (FlashAttention-3, arXiv
+                       2407.08608, figures 5 and 6, 16k tokens); with a tenth less for the mask: 0.305
+    H100, version 3    616 forward with a mask, 561 backward without (the same figures): 1.76 of version 2
+    version 1          half of version 2 (2307.08691, abstract: "around 2x speedup")
+
+Heads of 64 and of 256 reach 0.89 of that (figure 5). A row of S keys is worth S / (S + 350): 512 tokens reach 0.57 to
+0.66 of what 16k do, in either direction, for heads of 64 as of 128 (figures 5 and 6).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fullshard.plan.shapes import Block
+
+Kernel = Literal["flash", "flash1", "flash3", "sdpa", "eager"]
+
+BACKWARD = 2.5
+"""FLOP of backward, of those of forward, where scores are computed again."""
+
+_HALF = 350
+"""Keys with which a kernel is at half of its speed."""
+
+_VERSION = {"flash": 1.0, "sdpa": 1.0, "flash1": 0.5, "flash3": 1.76}
+"""Speed, of version 2's. PyTorch's `sdpa` is version 2, if there is no mask to be read; version 3 is for Hopper, and
+elsewhere what `flash` is."""
+
+_OF_HEAD_SIZE = {64: 0.89, 256: 0.89}
+
+
+def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
+    """Keys that a query sees on average; `whole`: as if nothing were masked or outside of a window."""
+    if whole or not block.causal:
+        return seq_len
+    if not block.window or block.window >= seq_len:
+        return seq_len / 2
+    return block.window - block.window**2 / (2 * seq_len)
+
+
+def forward_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = False) -> float:
+    """Of one layer's attention for so many tokens."""
+    widths = block.heads * (block.head_dim + (block.value_dim or block.head_dim))
+    return 2 * widths * tokens * seen_keys(block, seq_len, whole=whole) * (2 if block.cross_attention else 1)
+
+
+def part_of_peak(block: Block, kernel: Kernel, seq_len: int, *, flash: float, has_flash3: bool) -> float:
+    """What a fused kernel reaches.
+
+    Args:
+        block: for the size of its heads and its window.
+        kernel: a fused one.
+        seq_len: tokens of a sequence.
+        flash: what version 2 reaches on long sequences, with heads of 128.
+        has_flash3: whether version 3 runs there.
+    """
+    version = _VERSION[kernel] if kernel != "flash3" or has_flash3 else 1.0
+    keys = min(seq_len, block.window or seq_len)
+    return flash * version * _OF_HEAD_SIZE.get(block.head_dim, 1.0) * keys / (keys + _HALF)
+
+
+def is_computed_whole(block: Block, kernel: Kernel, seq_len: int) -> bool:
+    """Whether scores are computed where nobody looks: written out, or behind a mask that `sdpa` has to read."""
+    return kernel == "eager" or (kernel == "sdpa" and 0 < block.window < seq_len)

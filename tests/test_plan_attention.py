@@ -1,0 +1,94 @@
+"""Attention's own time, against the figures of the papers, and what a step costs however small it is.
+
+pytest tests/test_plan_attention.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fullshard.plan.attention import BACKWARD, Kernel, forward_flops, part_of_peak, seen_keys
+from fullshard.plan.evaluate import Plan, evaluate
+from fullshard.plan.hardware import DEVICES, parse_cluster
+from fullshard.plan.job import Job
+from fullshard.plan.library import load_model
+from fullshard.plan.shapes import Block
+from fullshard.plan.time import HOST_OP, LAYER_OPS
+
+BLOCK = Block(2048, 16, 16, 128, 8192)
+H100 = {
+    ("flash", 128, 512): (191, 214),
+    ("flash", 128, 2048): (298, 291),
+    ("flash", 128, 16384): (335, 322),
+    ("flash", 64, 512): (180, 198),
+    ("flash", 64, 2048): (262, 264),
+    ("flash3", 128, 2048): (521, 501),
+    ("flash3", 128, 16384): (616, 561),
+}
+"""TFLOP/s of FlashAttention-3's figures 5 and 6 (arXiv 2407.08608): forward with a mask, backward without."""
+
+
+def plan(model: str, devices: str, **job: Any) -> Plan:
+    return evaluate(load_model(model)[0], Job.of(job), parse_cluster(devices))
+
+
+@pytest.mark.parametrize(("kernel", "head_dim", "keys"), list(H100))
+def test_kernels_reach_what_was_published(kernel: Kernel, head_dim: int, keys: int) -> None:
+    """Both ways together within 15 %; a mask takes a tenth from backward."""
+    forward, backward = H100[kernel, head_dim, keys]
+    both = (1 + BACKWARD) / (1 / forward + BACKWARD / (0.9 * backward)) / 989
+    block, device = dataclasses.replace(BLOCK, head_dim=head_dim), DEVICES["H100"]
+    part = part_of_peak(block, kernel, keys, flash=device.flash, has_flash3=device.has_flash3)
+    assert part == pytest.approx(both, rel=0.15)
+
+
+def test_what_a_query_sees() -> None:
+    assert seen_keys(BLOCK, 4096) == 2048 and seen_keys(BLOCK, 4096, whole=True) == 4096
+    assert seen_keys(dataclasses.replace(BLOCK, causal=False), 4096) == 4096
+    window = dataclasses.replace(BLOCK, window=1024)
+    seen = sum(min(position + 1, 1024) for position in range(4096)) / 4096
+    assert seen_keys(window, 4096) == pytest.approx(seen, rel=1e-3)
+    assert seen_keys(window, 512) == 256
+
+
+def test_flops_of_unequal_heads() -> None:
+    """DeepSeek-V3's: 192 wide queries, 128 wide values."""
+    block = dataclasses.replace(BLOCK, head_dim=192, value_dim=128)
+    assert forward_flops(block, 10, 1000) == 2 * 16 * (192 + 128) * 10 * 500
+
+
+def test_kernels_differ_as_they_should() -> None:
+    """On 32k tokens: the third version before the second before the first before scores that are written out."""
+    job = {"seq_len": 32768, "checkpointing": "full"}
+    seconds = [
+        plan("Llama-3.1-8B", "8xH100", **job, attention=k).time.total for k in ("flash3", "flash", "flash1", "eager")
+    ]
+    assert seconds == sorted(seconds) and seconds[0] < 0.8 * seconds[1] < 0.6 * seconds[2]
+    same = [plan("Llama-3.1-8B", "8xA100", **job, attention=k).time.total for k in ("flash3", "flash")]
+    assert same[0] == same[1]  # there is none for it
+
+
+def test_a_window_saves_time_and_flops() -> None:
+    """OLMo-3's three of four layers see 4,096 tokens, OLMo-2's all; `sdpa` reads a mask and computes everything."""
+    job = {"seq_len": 65536, "checkpointing": "full"}
+    with_window, without = plan("OLMo-3-7B", "8xH100", **job), plan("OLMo-2-7B", "8xH100", **job)
+    assert with_window.time.total < 0.6 * without.time.total
+    assert with_window.time.model_flops < 0.6 * without.time.model_flops
+    masked = plan("OLMo-3-7B", "8xH100", **job, attention="sdpa")
+    assert masked.time.total > without.time.total and masked.time.model_flops == with_window.time.model_flops
+
+
+@pytest.mark.parametrize(("devices", "least"), [("1xH100", 0.012), ("8xH100", 0.012), ("8xB200", 0.012)])
+def test_a_small_step_takes_what_the_host_takes(devices: str, least: float) -> None:
+    """12 layers of 211 operations each, some microseconds per operation, whatever the device."""
+    time = plan("GPT-2", devices, seq_len=512).time
+    assert time.total > least > 0.9 * 12 * sum(LAYER_OPS) * HOST_OP
+    assert plan("GPT-2", devices, seq_len=512, compile=True).time.total < 0.7 * time.total
+
+
+def test_a_large_step_does_not_wait_for_the_host() -> None:
+    small, large = (plan("Llama-3.1-8B", "8xH100", micro_batch=size, checkpointing="full") for size in (2, 4))
+    assert large.time.compute == pytest.approx(2 * small.time.compute, rel=0.03)
