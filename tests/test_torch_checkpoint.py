@@ -5,6 +5,7 @@ pytest tests/test_torch_checkpoint.py
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _patch_model_state_dict,
+    _patch_optimizer_state_dict,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -28,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm import torch_private
 from fullshard.core.boxes import boxes
 from fullshard.core.layout import Interval
 from fullshard.engine import ShardedTensor, fully_shard
@@ -204,6 +208,37 @@ def check_options() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Getting submodules:FutureWarning")
+def check_methods_of_torch_itself() -> None:
+    """torch hangs its functions onto the objects, and then calls the classes' own by name: `state_dict(self=...)`."""
+    found = []
+    for shard in (fully_shard, torchs_fully_shard):
+        model, optimizer = trained(shard)
+        _patch_model_state_dict(model, options=FULL)
+        _patch_optimizer_state_dict(model, optimizers=optimizer, options=FULL)
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        other, other_optimizer = make(shard, seed=3)
+        _patch_model_state_dict(other, options=FULL)
+        _patch_optimizer_state_dict(other, optimizers=other_optimizer, options=FULL)
+        other.load_state_dict(whole(states["model"]))
+        other_optimizer.load_state_dict(whole(states["optimizer"]))
+        assert_same({"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}, states)
+        found.append(states)
+    assert_same(*found)
+    places = [place for place in vars(torch_private).values() if isinstance(place, torch_private.Replaced)]
+    assert len(places) > 5
+    for place in places:
+        function = getattr(place.owner, place.name)
+        ours = inspect.signature(function, follow_wrapped=False).parameters
+        theirs = inspect.signature(place.torchs).parameters
+        assert function is not place.torchs
+        named = [name for name, parameter in ours.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        assert named == list(theirs)[: len(named)], place.name
+
+
+def test_methods_that_torch_replaces_itself() -> None:
+    run_ranks(check_methods_of_torch_itself, 2)
+
+
 def test_every_option_of_a_state_dict() -> None:
     run_ranks(check_options, 2)
 

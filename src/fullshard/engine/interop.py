@@ -170,7 +170,7 @@ def _group_norm(
 
 
 def _unscale_grads(
-    scaler: torch.amp.GradScaler,
+    self: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,
     inv_scale: torch.Tensor,
     found_inf: torch.Tensor,
@@ -181,7 +181,7 @@ def _unscale_grads(
     if any(bucket_of(p).main_is_on_host for p in parameters):  # gradients are there, and torch waits for no copy
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     found: dict[torch.device, torch.Tensor] = torch_private.unscale.torchs(
-        scaler, optimizer, inv_scale, found_inf, allow_fp16
+        self, optimizer, inv_scale, found_inf, allow_fp16
     )
     groups = {p.mesh.world_group: p.mesh.device for p in parameters}  # in the same order on every rank
     groups |= {p.span.tile.mesh.get_group(): p.mesh.device for p in parameters if p.span.tile is not None}
@@ -260,13 +260,13 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *
 # -- gradients that autograd hands to its caller ----------------------------------------------------------------
 
 
-def _run_backward_to(roots: Any, *args: Any, **options: Any) -> Any:
+def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
     """Where every backward begins: an error, where a sharded parameter's gradient would be None without a word."""
     inputs = args[3] if len(args) > 3 else ()
     wanted = [(index, p) for index, p in enumerate(inputs) if isinstance(p, ShardedParameter)]
     if wanted and options.get("accumulate_grad"):
         raise _no_graph_has(wanted[0][1])
-    found = torch_private.run_backward.torchs(roots, *args, **options)
+    found = torch_private.run_backward.torchs(t_outputs, *args, **options)
     for index, parameter in wanted:
         if found[index] is None:
             raise _no_graph_has(parameter)

@@ -1,4 +1,7 @@
-"""An optimizer's state dict: its tensors are laid out as their parameters, and plain ones are cut when loaded."""
+"""An optimizer's state dict: its tensors are laid out as their parameters, and plain ones are cut when loaded.
+
+What stands in for torch's methods has their arguments' names: torch itself calls `state_dict(self=optimizer)`.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from fullshard.engine.step.local_parameters import take_back, takes_local
 
 
 @functools.wraps(torch_private.state_dict.torchs)
-def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Torch's, with a `ShardedTensor` in place of each tensor that is this rank's interval."""
-    take_back(optimizer)
-    return _map_states(optimizer, torch_private.state_dict.torchs(optimizer), _wrapped)
+    take_back(self)
+    return _map_states(self, torch_private.state_dict.torchs(self), _wrapped)
 
 
 def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -48,14 +51,14 @@ def _is_interval(value: Any, parameter: ShardedParameter) -> bool:
 
 
 @functools.wraps(torch_private.load_state_dict.torchs)
-def load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Torch's loading, after whole tensors are cut to this rank's intervals.
 
     Raises:
         OptimizerError: state of another shape than its parameter's.
     """
-    take_back(optimizer)
-    torch_private.load_state_dict.torchs(optimizer, _map_states(optimizer, state_dict, cut_state))
+    take_back(self)
+    torch_private.load_state_dict.torchs(self, _map_states(self, state_dict, cut_state))
 
 
 def _map_states(
