@@ -188,6 +188,25 @@ class ShardedParameter(ShardedTensor):
             hint="use register_post_accumulate_grad_hook, or register the hook before fully_shard",
         )
 
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        """As any tensor's, but of itself: that is how scripts look for the node that accumulates its gradient."""
+        self._check_is_other(other)
+        return super().view_as(other)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        self._check_is_other(other)
+        return super().expand_as(other)
+
+    def _check_is_other(self, other: torch.Tensor) -> None:
+        if other is self and self.requires_grad and torch.is_grad_enabled():
+            raise LifecycleError(
+                f"rank {self.mesh.rank}: something looks for where autograd accumulates the gradient of sharded "
+                f"parameter {self.name}; forward computes with the whole one, whose place is another",
+                hint="of pipeline schedules take one that computes all gradients in one backward (Schedule1F1B, "
+                "ScheduleInterleaved1F1B); for a hook use p.register_post_accumulate_grad_hook",
+            )
+
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], object]) -> RemovableHandle:
         """Call `hook(parameter)` at the end of each backward in which any rank has used it, its `.grad` being there.
 
