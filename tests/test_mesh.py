@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.checkpoint import full_state_dict
 from fullshard.comm.mesh import init_mesh
-from fullshard.engine import shard_model
-from tests.distributed import run_ranks
+from fullshard.core.errors import ConfigError
+from fullshard.engine import fully_shard, shard_model
+from tests.distributed import end_workers, run_ranks
 
 
 def _threads_of_gloo() -> int:
@@ -47,3 +53,46 @@ def _meshes() -> bool:
 
 def test_a_mesh_is_made_once() -> None:
     assert run_ranks(_meshes, 2) == [True, True]
+
+
+def _train_on(ranks: list[Any]) -> None:
+    """On a mesh that lists its ranks in an order of its own, whatever their groups make of that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).double()
+    reference = copy.deepcopy(model)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")[-torch.tensor(ranks).ndim :])
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)]
+    size = dist.get_world_size()
+    for step in range(3):
+        torch.manual_seed(1 + step)
+        inputs = torch.rand(size, 4, 5, dtype=torch.float64)
+        model(inputs[dist.get_rank()]).square().mean().backward()
+        for rank in range(size):
+            (reference(inputs[rank]).square().mean() / size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = full_state_dict(model, rank0_only=False)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [[1, 0], pytest.param([3, 1, 0, 2], marks=pytest.mark.full), [[1, 0], [3, 2]]])
+def test_ranks_in_another_order(ranks: list[Any]) -> None:
+    end_workers()
+    run_ranks(_train_on, torch.tensor(ranks).numel(), ranks)
+
+
+def _refuse() -> None:
+    with pytest.raises(ConfigError, match=r"list their ranks in different orders(?s:.*)ascending"):
+        mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "shard"))
+        fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(ConfigError, match="mesh_dim_names"):
+        fully_shard(nn.Linear(2, 2), mesh=DeviceMesh("cpu", [[1, 0], [3, 2]]))
+
+
+def test_replicas_whose_shards_would_differ_are_refused() -> None:
+    end_workers()
+    run_ranks(_refuse, 4)

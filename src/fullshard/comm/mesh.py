@@ -267,9 +267,18 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
     hybrid = device_mesh.ndim == 2
     shard_group = device_mesh.get_group(1 if hybrid else 0)
     replicate_group = device_mesh.get_group(0) if hybrid else None
-    coordinate = device_mesh.get_coordinate()
-    if coordinate is None:
+    if device_mesh.get_coordinate() is None:
         raise ConfigError(f"this rank is not in {device_mesh}", hint="call fully_shard on the ranks of the mesh only")
+    if hybrid and not device_mesh.mesh_dim_names:
+        raise ConfigError(
+            f"Please init the 2D mesh for HSDP with mesh_dim_names specified: got {device_mesh}",
+            hint='for example mesh_dim_names=("replicate", "shard")',
+        )
+    if hybrid and (orders := ranks.argsort(dim=1)).ne(orders[0]).any():
+        raise ConfigError(
+            f"the shard groups of {device_mesh} list their ranks in different orders: replicas would hold other shards",
+            hint="list the ranks of each group in ascending order",
+        )
     is_line = not hybrid or 1 in ranks.shape
     world_group = (
         (shard_group if ranks.shape[-1] > 1 else replicate_group) if is_line else torch_private.all_of(device_mesh)
@@ -278,9 +287,9 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
         device,
         rank=dist.get_rank(world_group),
         world_size=ranks.numel(),
-        shard_rank=coordinate[-1],
+        shard_rank=dist.get_rank(shard_group),  # a group sorts its ranks, whatever place the mesh gives them
         shard_size=ranks.shape[-1],
-        replicate_rank=coordinate[0] if hybrid else 0,
+        replicate_rank=dist.get_rank(replicate_group) if hybrid else 0,
         replicate_size=ranks.shape[0] if hybrid else 1,
         world_group=world_group,
         shard_group=shard_group,
