@@ -58,6 +58,18 @@ def plan(
         Path | None, typer.Option(help="Write the configuration that `fullshard launch` runs", parser=path_word)
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file")] = False,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Of a device and hour, in any currency: with --tokens, what it costs")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="To train on (15e9, 300B): how long it takes")] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="Other devices, side by side: 8xH200,16xA100, or with prices 8xH200@3.50; may be repeated"),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="One setting's values: seq-len=2048..131072 (doubled), micro-batch=1,2,4, devices=8..64"),
+    ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -100,13 +112,20 @@ def plan(
     else:
         front, chosen = [], evaluate(described, job, cluster)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
+    side_by_side = _side_by_side(chosen, price, tokens, compare or [], sweep)
     if plot is not None:
-        from fullshard.plan.pictures import draw
+        from fullshard.plan.pictures import draw, draw_sweep
 
-        draw(chosen, plot)
+        if sweep is not None:
+            draw_sweep(chosen, sweep, side_by_side["sweep"], plot)
+        else:
+            draw(chosen, plot)
     if write is not None:
         _write(chosen, write, overwrite=overwrite)
-    _print(chosen, changes, notes, front, as_json=as_json)
+    if as_json:
+        _print_json(chosen, changes, notes, front, side_by_side)
+    else:
+        _print_tables(chosen, changes, notes, front, side_by_side)
     if not chosen.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -148,21 +167,52 @@ def _question(
     return job, cluster, notes
 
 
-def _print(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], *, as_json: bool) -> None:
-    from fullshard.plan.report import as_dict, as_tables, front_table
+_Rows = dict[str, list[Any]]
+"""Plans side by side, by the option that asked for them."""
 
-    if as_json:
-        values = as_dict(plan, changes, notes)
-        if front:
-            values["pareto"] = [as_dict(other) for other in front]
-        typer.echo(json.dumps(values, indent=2))
-        return
+
+def _side_by_side(
+    chosen: Plan, price: float | None, tokens: str | None, compare: list[str], sweep: str | None
+) -> _Rows:
+    from fullshard.plan.alternatives import Alternative, as_rows, elsewhere, read_tokens, swept
+
+    if price is not None and tokens is None:
+        raise ConfigError(
+            "--price without --tokens", hint="say how much is to be trained on, for example --tokens 15e9"
+        )
+    count = None if tokens is None else read_tokens(tokens)
+    own = Alternative(str(chosen.cluster), chosen, price)
+    rows: _Rows = {}
+    if count is not None:
+        rows["cost"] = as_rows([own], count)
+    if compare:
+        rows["compare"] = as_rows([own, *elsewhere(chosen.model, chosen.job, compare, price=price)], count)
+    if sweep is not None:
+        rows["sweep"] = as_rows(swept(chosen.model, chosen.job, chosen.cluster, sweep, price=price), count)
+    return rows
+
+
+def _print_json(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], rows: _Rows) -> None:
+    from fullshard.plan.report import as_dict
+
+    values = {**as_dict(plan, changes, notes), **rows}
+    if front:
+        values["pareto"] = [as_dict(other) for other in front]
+    typer.echo(json.dumps(values, indent=2))
+
+
+def _print_tables(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], rows: _Rows) -> None:
     from rich.console import Console
+
+    from fullshard.plan.report import alternatives_table, as_tables, front_table
 
     console = Console(soft_wrap=False)
     console.print(as_tables(plan, changes, notes))
     if front:
         console.print(front_table(front, "no other is both faster and smaller"))
+    heads = {"cost": "time and cost", "compare": "side by side", "sweep": "one setting, the rest as above"}
+    for name, found in rows.items():
+        console.print(alternatives_table(found, heads[name], "value" if name == "sweep" else "on"))
 
 
 def _write(plan: Plan, path: Path, *, overwrite: bool) -> None:

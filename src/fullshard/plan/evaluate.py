@@ -231,6 +231,11 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(f"this engine does not run on a {device.name}; it is planned for comparison")
     if plan.job.precision == "bf16" and not device.has_bfloat16:
         notes.append(f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)")
+    if plan.job.loss == "eager" and plan.model.vocab:
+        notes.append(
+            "the loss is Transformers' own, which keeps whole logits in float32 (--loss fused: in chunks, as "
+            "use_chunked_loss does)"
+        )
     if plan.job.on_host and plan.cluster.device.is_cpu:
         notes.append("offload saves nothing here: a CPU computes in host memory")
     if plan.job.reshard_after_forward == "auto":

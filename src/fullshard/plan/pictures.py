@@ -1,8 +1,9 @@
-"""Pictures of a plan: memory over one step by category; memory and time against the number of devices."""
+"""Pictures of a plan: memory over a step by category; memory and time over devices, or over one setting's values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,62 @@ from fullshard.plan.memory import CATEGORIES
 FORMATS = (".png", ".svg", ".pdf")
 
 
+_MOST_STEPS = 600
+"""Moments that are drawn. Of more the fullest of each stretch is, or neighbouring bars make a moire."""
+
+
 def draw(plan: Plan, path: Path) -> None:
-    """Write both pictures into one file.
+    """Write memory over a step, and memory and time over devices, into one file.
 
     Raises:
         ConfigError: a file name that does not end in `.png`, `.svg` or `.pdf`.
         MissingExtraError: matplotlib is not installed.
     """
+    with _saved(path, (10, 8)) as figure:
+        upper, lower = figure.subplots(2, 1)
+        _draw_step(upper, plan)
+        _draw_devices(lower, plan)
+
+
+def draw_sweep(plan: Plan, text: str, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write what a rank needs, and how fast it is, over the values of one setting.
+
+    Args:
+        plan: the run whose setting is changed.
+        text: what was asked for.
+        rows: of `plan.alternatives.as_rows`.
+        path: as for `draw`.
+
+    Raises:
+        ConfigError: as for `draw`.
+        MissingExtraError: as for `draw`.
+    """
+    labels, places = [row["what"] for row in rows], range(len(rows))
+    with _saved(path, (9, 4.5)) as figure:
+        axes = figure.subplots()
+        memory = [row["needed"] / GIB for row in rows]
+        bars = axes.bar(places, memory, width=0.55, color="tab:blue", alpha=0.75, label="memory of a rank")
+        for bar, row in zip(bars, rows, strict=True):
+            if row["needed"] > row["available"]:
+                bar.set(color="tab:red", alpha=0.6)
+        axes.bar_label(bars, fmt="%.1f", fontsize=8)
+        limit = max(row["available"] for row in rows) / GIB
+        axes.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"memory of {rows[0]['kind']}")
+        axes.set_xticks(places, labels)
+        axes.set_title(f"{plan.model.name} on {plan.cluster}")
+        axes.set_xlabel(text.partition("=")[0])
+        axes.set_ylabel("GiB (red: too much)")
+        axes.set_ylim(0, 1.15 * max(limit, *memory))
+        other = axes.twinx()
+        speeds = [row["tokens_per_second"] / row["devices"] for row in rows]
+        other.plot(places, speeds, color="tab:orange", marker="o", label="speed")
+        other.set_ylabel("tokens per second and device")
+        other.set_ylim(0, 1.15 * max(speeds))
+        _legend_below(axes, other)
+
+
+@contextlib.contextmanager
+def _saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(FORMATS)}")
     matplotlib = import_extra("matplotlib", extra="plots", purpose="drawing a plan")
@@ -31,27 +81,51 @@ def draw(plan: Plan, path: Path) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
-        figure = Figure(figsize=(9, 8), layout="constrained")
-        upper, lower = figure.subplots(2, 1)
-        _draw_step(upper, plan)
-        _draw_devices(lower, plan)
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
         figure.savefig(path, dpi=150)
 
 
+def _legend_below(axes: Any, other: Any = None) -> None:
+    """Under the axis, where no data are."""
+    pairs = [part.get_legend_handles_labels() for part in (axes, other) if part is not None]
+    handles, labels = ([entry for pair in pairs for entry in pair[index]] for index in (0, 1))
+    axes.legend(handles, labels, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
+
+
+def _shown(timeline: Sequence[Any]) -> list[int]:
+    """The moments that are drawn: all, or the fullest of each stretch."""
+    stretch = -(-len(timeline) // _MOST_STEPS)
+    totals = [sum(moment.nbytes.values()) for moment in timeline]
+    return [
+        max(range(first, min(first + stretch, len(timeline))), key=totals.__getitem__)
+        for first in range(0, len(timeline), stretch)
+    ]
+
+
 def _draw_step(axes: Any, plan: Plan) -> None:
-    timeline = plan.memory.timeline
+    whole = plan.memory.timeline
+    places = _shown(whole)
+    timeline = [whole[place] for place in places]
     used = [name for name in CATEGORIES if any(moment.nbytes.get(name) for moment in timeline)]
     series = [[moment.nbytes.get(name, 0) / GIB for moment in timeline] for name in used]
-    axes.stackplot(range(len(timeline)), series, labels=used, step="post")
+    axes.stackplot(places, series, labels=used, step="post", linewidth=0)
+    totals = [sum(moment.nbytes.values()) / GIB for moment in timeline]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    axes.plot(places[peak], totals[peak], marker="v", color="black", markersize=5)
+    words = f"peak {totals[peak]:.1f} GiB, {plan.memory.needed / GIB:.1f} with what the allocator cannot use"
+    side = "left" if peak < len(totals) / 2 else "right"
+    axes.annotate(f" {words} ", (places[peak], totals[peak]), va="bottom", ha=side, fontsize=8)
+    axes.set_ylim(0, 1.12 * max(plan.cluster.device.memory / GIB, totals[peak]))
     axes.axhline(plan.cluster.device.memory / GIB, color="black", linestyle="--", label=plan.cluster.device.name)
-    for index, moment in enumerate(timeline):
+    for index, moment in enumerate(whole):
         is_turn = moment.event.kind is EventKind.FORWARD_END and moment.event.unit == ""
         if is_turn or moment.event.kind is EventKind.OPTIMIZER_STEP:
             axes.axvline(index, color="grey", linewidth=0.8)
     axes.set_title(f"{plan.model.name} on {plan.cluster}: memory of one rank over one step")
     axes.set_xlabel("events of the step (grey: end of forward, optimizer step)")
     axes.set_ylabel("GiB")
-    axes.legend(fontsize=8, loc="upper right")
+    _legend_below(axes)
 
 
 def _draw_devices(axes: Any, plan: Plan) -> None:
@@ -66,11 +140,10 @@ def _draw_devices(axes: Any, plan: Plan) -> None:
     other = axes.twinx()
     other.plot(counts, [p.time.total for p in plans], marker="s", color="tab:orange", label="seconds per step")
     other.set_ylabel("seconds per step")
-    other.set_ylim(bottom=0)
-    axes.set_ylim(bottom=0)
-    handles = [*axes.get_lines()[:1], *other.get_lines()]
-    axes.legend(handles, [line.get_label() for line in handles], fontsize=8)
-    axes.set_title("the same job on more and fewer devices")
+    other.set_ylim(0, 1.1 * max(p.time.total for p in plans))
+    axes.set_ylim(0, 1.1 * max(plan.cluster.device.memory, *(p.memory.needed for p in plans)) / GIB)
+    _legend_below(axes, other)
+    axes.set_title("the same job on more and fewer devices: weak scaling, each rank keeps its batch")
 
 
 def _by_devices(plan: Plan) -> Sequence[Plan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -131,6 +131,24 @@ def _front_row(plan: Plan) -> dict[str, str]:
         "tokens/s": f"{plan.time.tokens_per_second:,.0f}",
         "MFU": f"{plan.time.mfu:.1%}",
     }
+
+
+def alternatives_table(rows: Sequence[Mapping[str, Any]], title: str, head: str) -> Table:
+    """Runs side by side (`plan/alternatives`); hours and money where tokens and prices were said."""
+    table = Table(title=title, padding=(0, 1, 0, 0))
+    table.add_column(head)
+    table.add_column("verdict")
+    numbers = ["GiB", "of", "s / step", "tokens/s", "MFU"]
+    for name in ("hours", "money"):
+        numbers += [name] if any(row[name] is not None for row in rows) else []
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [f"{row['needed'] / GIB:.1f}", f"{row['available'] / GIB:.1f}", f"{row['step']:.3f}"]
+        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.0%}"]
+        cells += ["" if row[name] is None else f"{row[name]:,.0f}" for name in ("hours", "money") if name in numbers]
+        table.add_row(row["what"], row["confidence"], *cells)
+    return table
 
 
 def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:

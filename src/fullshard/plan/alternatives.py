@@ -1,0 +1,140 @@
+"""The same run elsewhere, or with other settings, side by side: what it needs, how fast it is, what it costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.core.errors import ConfigError
+from fullshard.plan.evaluate import Plan, evaluate
+from fullshard.plan.hardware import Cluster, parse_cluster
+from fullshard.plan.job import Job
+from fullshard.plan.shapes import ModelShape
+
+MOST_POINTS = 64
+"""Of a sweep. More are taken for a mistake, such as a step too small."""
+
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One of them.
+
+    Attributes:
+        label: what differs.
+        plan: what was planned.
+        price: of a device and hour, in whatever currency; None: not said.
+    """
+
+    label: str
+    plan: Plan
+    price: float | None = None
+
+    def hours(self, tokens: float | None) -> float | None:
+        """Until so many tokens are trained; None if nobody said how many."""
+        return None if tokens is None else tokens / self.plan.time.tokens_per_second / 3600
+
+    def money(self, tokens: float | None) -> float | None:
+        """What that costs; None without a price."""
+        hours = self.hours(tokens)
+        return None if hours is None or self.price is None else hours * self.plan.cluster.count * self.price
+
+
+def read_tokens(text: str) -> float:
+    """A number of tokens: `15e9`, `300B`, `1.5T`.
+
+    Raises:
+        ConfigError: another form.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"tokens {text!r}: expected a number", hint="write it as 15e9 or 300B")
+    return float(match[1]) * _UNITS[match[2].lower()]
+
+
+def elsewhere(model: ModelShape, job: Job, texts: Sequence[str], *, price: float | None) -> list[Alternative]:
+    """The job on other devices: `8xH200`, or `8xH200@3.50` with a price of its own.
+
+    Raises:
+        ConfigError: unknown devices, or a price that is none.
+    """
+    found = []
+    for text in (part.strip() for part in ",".join(texts).split(",") if part.strip()):
+        devices, _, said = text.partition("@")
+        try:
+            own = float(said) if said else price
+        except ValueError:
+            raise ConfigError(f"{text!r}: {said!r} is no price", hint="write it as 8xH200@3.50") from None
+        if own is not None and not own >= 0:
+            raise ConfigError(f"{text!r}: a price below 0", hint="write it as 8xH200@3.50")
+        cluster = parse_cluster(devices)
+        found.append(Alternative(str(cluster), evaluate(model, job, cluster), own))
+    return found
+
+
+def swept(model: ModelShape, job: Job, cluster: Cluster, text: str, *, price: float | None) -> list[Alternative]:
+    """The job with each value of one setting: `seq-len=2048..131072` doubles, `micro-batch=1,2,4`, `devices=8..64`.
+
+    Raises:
+        ConfigError: no such setting, or values that it does not take.
+    """
+    name, values = _sweep(text)
+    found = []
+    for value in values:
+        if name == "devices":
+            place = parse_cluster(f"{value}x{cluster.device.name}")
+            found.append(Alternative(str(value), evaluate(model, job, place), price))
+        else:
+            changed = Job.of({**job.model_dump(), name: value})
+            found.append(Alternative(str(value), evaluate(model, changed, cluster), price))
+    return found
+
+
+def _sweep(text: str) -> tuple[str, list[Any]]:
+    name, _, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    if name != "devices" and name not in Job.model_fields:
+        raise ConfigError(f"sweep {text!r}: no setting {name!r}", hint="write it as seq-len=2048..131072")
+    ends = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", values)
+    found: list[Any] = list(_doubled(int(ends[1]), int(ends[2]))) if ends else list(_listed(values))
+    if not found or len(found) > MOST_POINTS:
+        raise ConfigError(
+            f"sweep {text!r}: {len(found)} values, expected 1 to {MOST_POINTS}",
+            hint="write it as seq-len=2048..131072, which doubles, or micro-batch=1,2,4",
+        )
+    return name, found
+
+
+def _doubled(first: int, last: int) -> Iterator[int]:
+    while 0 < first <= last:
+        yield first
+        first *= 2
+
+
+def _listed(values: str) -> Iterator[int | str]:
+    for word in (part.strip() for part in values.split(",")):
+        if word:
+            yield int(word) if word.isdecimal() else word
+
+
+def as_rows(alternatives: Sequence[Alternative], tokens: float | None) -> list[Mapping[str, Any]]:
+    """Plain values, for programs."""
+    return [
+        {
+            "what": each.label,
+            "devices": each.plan.cluster.count,
+            "kind": each.plan.cluster.device.name,
+            "confidence": each.plan.confidence,
+            "needed": each.plan.memory.needed,
+            "available": each.plan.cluster.device.memory,
+            "step": each.plan.time.total,
+            "tokens_per_second": each.plan.time.tokens_per_second,
+            "mfu": each.plan.time.mfu,
+            "hours": each.hours(tokens),
+            "money": each.money(tokens),
+        }
+        for each in alternatives
+    ]

@@ -1,0 +1,93 @@
+"""What `fullshard plan` says beside one plan: cost, other devices, one setting's values.
+
+pytest tests/test_plan_alternatives.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fullshard.cli.main import app
+from fullshard.core.errors import ConfigError
+from fullshard.plan.alternatives import Alternative, elsewhere, read_tokens, swept
+from fullshard.plan.evaluate import evaluate
+from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.job import Job
+from fullshard.plan.library import load_model
+
+MODEL, JOB, CLUSTER = load_model("GPT-2")[0], Job.of({"seq_len": 512}), parse_cluster("8xA100")
+
+
+def test_hours_and_money() -> None:
+    plan = evaluate(MODEL, JOB, CLUSTER)
+    one = Alternative("x", plan, 2.0)
+    hours = one.hours(1e9) or 0.0
+    assert hours == pytest.approx(1e9 / plan.time.tokens_per_second / 3600)
+    assert one.money(1e9) == pytest.approx(hours * 8 * 2.0)
+    assert one.hours(None) is None and one.money(None) is None and Alternative("x", plan).money(1e9) is None
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("15e9", 15e9), ("300B", 3e11), ("1.5t", 1.5e12), ("1000", 1000)])
+def test_numbers_of_tokens(text: str, tokens: float) -> None:
+    assert read_tokens(text) == tokens
+
+
+def test_other_devices_with_their_prices() -> None:
+    found = elsewhere(MODEL, JOB, ["8xH100@3.5, 16xA100", "4 L40S"], price=1.0)
+    assert [(str(each.plan.cluster), each.price) for each in found] == [
+        ("8 x H100 in 1 host", 3.5),
+        ("16 x A100-80 in 2 hosts", 1.0),
+        ("4 x L40S in 1 host", 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("seq-len=512..2048", ["512", "1024", "2048"]),
+        ("micro_batch=1,3", ["1", "3"]),
+        ("strategy=FULL_SHARD,NO_SHARD", ["FULL_SHARD", "NO_SHARD"]),
+        ("devices=8..16", ["8", "16"]),
+    ],
+)
+def test_values_of_a_setting(text: str, values: list[str]) -> None:
+    found = swept(MODEL, JOB, CLUSTER, text, price=None)
+    assert [each.label for each in found] == values
+    assert len({(each.plan.memory.needed, each.plan.time.total) for each in found}) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("seq-len", "0 values"), ("seqlen=1..2", "no setting"), ("seq-len=4..1", "0 values"), ("seq-len=x", "seq_len")],
+)
+def test_mistakes_in_a_sweep(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        swept(MODEL, JOB, CLUSTER, text, price=None)
+
+
+def test_mistakes_in_prices_and_tokens() -> None:
+    for text in ("8xH100@cheap", "8xH100@-1", "8xH1000@1"):
+        with pytest.raises(ConfigError):
+            elsewhere(MODEL, JOB, [text], price=None)
+    for text in ("many", "0", "-3B"):
+        with pytest.raises(ConfigError, match="tokens"):
+            read_tokens(text)
+
+
+def test_the_command_says_it_in_tables_and_json(tmp_path: Path) -> None:
+    base = ["plan", "-m", "GPT-2", "-d", "8xA100", "--tokens", "10B", "--price", "2", "--compare", "8xH100@3"]
+    path = tmp_path / "sweep.png"
+    done = CliRunner().invoke(app, [*base, "--sweep", "seq-len=512..1024", "--plot", str(path)])
+    assert done.exit_code == 0, done.output
+    for word in ("time and cost", "side by side", "one setting", "hours", "money", "8 x H100"):
+        assert word in done.output
+    assert path.stat().st_size > 10_000
+    values = json.loads(CliRunner().invoke(app, [*base, "--json"]).stdout)
+    assert [row["kind"] for row in values["compare"]] == ["A100-80", "H100"]
+    assert values["cost"][0]["money"] == pytest.approx(values["cost"][0]["hours"] * 8 * 2)
+    wrong = CliRunner().invoke(app, ["plan", "-m", "GPT-2", "-d", "8xA100", "--price", "2"])
+    assert wrong.exit_code != 0 and "--tokens" in f"{wrong.output}{wrong.exception}"
