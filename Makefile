@@ -1,6 +1,8 @@
 # `make train` and `make test` work on a clean machine: they create what they need.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
+# The environment of `make test-xla`.
+XLA_VENV ?= .venv-xla
 BIN := $(VENV)/bin
 # Where torch comes from: empty is the default index of pip; set it to an index of CPU-only wheels to avoid CUDA
 TORCH_INDEX ?=
@@ -12,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-gpu mutants lint format bench bench-more bench-gpu clean
+.PHONY: help venv train test test-full test-gpu test-xla mutants lint format bench bench-more bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -44,13 +46,25 @@ train: $(VENV)/.run  ## train the default model on 2 processes (options: ARGS="-
 	$(BIN)/fullshard train $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 test: $(VENV)/.dev  ## run the default tests
-	$(PYTEST) -m 'not full and not gpu' $(ARGS)
+	$(PYTEST) -m 'not full and not gpu and not xla' $(ARGS)
 
 test-full: $(VENV)/.dev  ## run the default and the slow tests
-	$(PYTEST) -m 'not gpu' --hypothesis-profile drawn $(ARGS)
+	$(PYTEST) -m 'not gpu and not xla' --hypothesis-profile drawn $(ARGS)
 
 test-gpu: $(VENV)/.dev  ## run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# Of its own, because torch_xla needs a torch that is too old for the engine; so without the constraints, too.
+$(XLA_VENV)/.xla:
+	$(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_VENV)/bin/python -m pip install --quiet '.[xla]' pytest pytest-timeout 'transformers==4.57.*' accelerate
+	$(XLA_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.9.*'
+	@touch $@
+
+test-xla: $(XLA_VENV)/.xla $(VENV)/.dev  ## run the tests of PyTorch/XLA, on 4 virtual devices of the CPU
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=2 \
+		PYTHONPATH=src:. ENGINE_PYTHON=$(BIN)/python \
+		$(XLA_VENV)/bin/python -m pytest --noconftest -o filterwarnings= -m xla tests/xla $(ARGS)
 
 mutants: $(VENV)/.dev  ## change critical code, one place at a time, and see whether the default tests notice
 	$(BIN)/python -m tests.mutants --measure

@@ -1,15 +1,29 @@
-"""TorchAcc's interface, under the name that scripts import: `import fullshard.torchacc as torchacc`."""
+"""TorchAcc's interface, under the name that scripts import: `import fullshard.torchacc as torchacc`.
+
+Where torch and torch_xla are those that go together, PyTorch/XLA trains; everywhere else fullshard's engine does.
+"""
 
 import sys
 from typing import TYPE_CHECKING
 
-from fullshard.integrations import torchacc as _torchacc
-from fullshard.integrations.torchacc import *  # noqa: F403 -- the same names, nothing else
-from fullshard.integrations.torchacc import __all__ as __all__
-from fullshard.integrations.torchacc import amp, config, dist
+from fullshard.core.requirements import why_no_xla
+
+if not TYPE_CHECKING and why_no_xla() is None:
+    from fullshard.integrations.xla import torchacc as _torchacc
+    from fullshard.integrations.xla.torchacc import *  # noqa: F403 -- the same names, nothing else
+    from fullshard.integrations.xla.torchacc import __all__ as __all__
+
+    _modules = ()
+else:
+    from fullshard.integrations import torchacc as _torchacc
+    from fullshard.integrations.torchacc import *  # noqa: F403 -- the same names, nothing else
+    from fullshard.integrations.torchacc import __all__ as __all__
+    from fullshard.integrations.torchacc import amp, config, dist
+
+    _modules = (amp, config, dist, dist.fsdp)
 
 if not TYPE_CHECKING:
     __getattr__ = _torchacc.__getattr__
 
-for _module in (amp, config, dist, dist.fsdp):  # so that `import fullshard.torchacc.dist` finds them too
+for _module in _modules:  # so that `import fullshard.torchacc.dist` finds them too
     sys.modules[_module.__name__.replace("fullshard.integrations.", "fullshard.")] = _module

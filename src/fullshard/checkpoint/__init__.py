@@ -1,14 +1,25 @@
-"""Checkpoints: saved by any number of ranks, loaded by any other, proved byte by byte, exported to Hugging Face."""
+"""Checkpoints: saved by any number of ranks, loaded by any other, proved byte by byte, exported to Hugging Face.
 
-from fullshard.checkpoint.background import AsyncSaver
-from fullshard.checkpoint.catalog import latest_checkpoint, whole_checkpoints
-from fullshard.checkpoint.export import export_hf, is_exported_as_it_is
-from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict, local_state_dict
-from fullshard.checkpoint.load import load_checkpoint, prove_checkpoint
-from fullshard.checkpoint.pretrained import from_pretrained, load_pretrained
-from fullshard.checkpoint.save import save_checkpoint
-from fullshard.checkpoint.stream import stream_weights
-from fullshard.checkpoint.verify import Verification, verify_checkpoint
+The names below are imported when they are first used: the format alone is read and written without the engine, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fullshard.core.requirements import require_torch, why_no_xla
+
+if TYPE_CHECKING:
+    from fullshard.checkpoint.background import AsyncSaver
+    from fullshard.checkpoint.catalog import latest_checkpoint, whole_checkpoints
+    from fullshard.checkpoint.export import export_hf, is_exported_as_it_is
+    from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict, local_state_dict
+    from fullshard.checkpoint.load import load_checkpoint, prove_checkpoint
+    from fullshard.checkpoint.pretrained import from_pretrained, load_pretrained
+    from fullshard.checkpoint.save import save_checkpoint
+    from fullshard.checkpoint.stream import stream_weights
+    from fullshard.checkpoint.verify import Verification, verify_checkpoint
 
 __all__ = [
     "AsyncSaver",
@@ -28,3 +39,39 @@ __all__ = [
     "verify_checkpoint",
     "whole_checkpoints",
 ]
+
+if why_no_xla() is not None:  # else PyTorch/XLA trains, and the format is all that it can use
+    require_torch()
+
+_HOMES = {
+    "AsyncSaver": "background",
+    "Verification": "verify",
+    "export_hf": "export",
+    "from_pretrained": "pretrained",
+    "full_state_dict": "full_state",
+    "is_exported_as_it_is": "export",
+    "latest_checkpoint": "catalog",
+    "load_checkpoint": "load",
+    "load_full_state_dict": "full_state",
+    "load_pretrained": "pretrained",
+    "local_state_dict": "full_state",
+    "prove_checkpoint": "load",
+    "save_checkpoint": "save",
+    "stream_weights": "stream",
+    "verify_checkpoint": "verify",
+    "whole_checkpoints": "catalog",
+}
+
+
+if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -31,9 +31,10 @@ def require_torch() -> None:
         return
     if is_too_old(version):
         oldest = ".".join(map(str, OLDEST_TORCH))
-        raise VersionError(
-            f"fullshard needs torch {oldest} or later, got {version}", hint=f"pip install 'torch>={oldest}'"
-        )
+        hint = f"pip install 'torch>={oldest}'"
+        if why_no_xla() is None:
+            hint = "here PyTorch/XLA trains: use fullshard.integrations.xla, and start the script with python alone"
+        raise VersionError(f"fullshard needs torch {oldest} or later, got {version}", hint=hint)
 
 
 def why_no_xla() -> str | None:

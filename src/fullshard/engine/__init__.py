@@ -1,8 +1,11 @@
 """The FSDP runtime. Reading order: bucket, gradient, unit, schedule, fully_shard."""
 
-from torch.distributed.fsdp import DataParallelMeshDims
-
+# Our own first, which says that torch is too old before a name of torch's is missing.
+# isort: off
 from fullshard.comm.mesh import Mesh, init_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
+# isort: on
+
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.engine.auto_reshard import keep_head, keep_unsharded
 from fullshard.engine.fully_shard import (

@@ -1,0 +1,35 @@
+"""Training through PyTorch/XLA: its FSDPv2 under fullshard's settings. Needs the extra `fullshard[xla]`.
+
+    from fullshard.integrations import xla
+
+    model = xla.prepare(model, xla.XlaSettings.from_file("run.yaml"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in xla.batches(loader, model):
+        ...
+
+One process drives all devices of the host, and tensors are global: the batch is that of all devices, a norm is that of
+the whole model, a state dict holds whole tensors. fullshard's engine has no part in it. See `docs/xla.md`.
+"""
+
+from fullshard.integrations.xla.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.integrations.xla.model import (
+    batches,
+    full_state_dict,
+    load_full_state_dict,
+    prepare,
+    shard_batch,
+    sharded_state_dict,
+)
+from fullshard.integrations.xla.settings import XlaSettings
+
+__all__ = [
+    "XlaSettings",
+    "batches",
+    "full_state_dict",
+    "load_checkpoint",
+    "load_full_state_dict",
+    "prepare",
+    "save_checkpoint",
+    "shard_batch",
+    "sharded_state_dict",
+]

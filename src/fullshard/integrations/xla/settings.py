@@ -1,0 +1,89 @@
+"""What of a configuration PyTorch/XLA can honour; the rest is refused or said to have no effect."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fullshard.config.load import load_file
+from fullshard.config.resolve import Resolved, resolve
+from fullshard.core.errors import ConfigError
+
+_HONOURED = {
+    *("sharding.strategy", "sharding.shard_size", "sharding.wrap", "sharding.wrap_classes", "sharding.wrap_min_numel"),
+    *("sharding.activation_checkpointing", "precision.mode", "precision.param_dtype"),
+}
+_REPLICATES = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_REFUSED = {
+    "sharding.cpu_offload": "PyTorch/XLA keeps all state on its devices",
+    "sharding.offload_activations": "PyTorch/XLA keeps all state on its devices",
+    "sharding.offload_main_weights": "PyTorch/XLA keeps all state on its devices",
+    "sharding.offload_compute_shards": "PyTorch/XLA keeps all state on its devices",
+    "sharding.offload_optimizer_state": "PyTorch/XLA keeps all state on its devices",
+    "sharding.ignored_modules": "PyTorch/XLA shards every parameter",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class XlaSettings:
+    """How to train through PyTorch/XLA.
+
+    Attributes:
+        shard_size: devices that share a shard; the others hold copies. None: all of them.
+        wrap_classes: class names of the units. Empty, and no `wrap_min_numel`: the model's own list of layers.
+        wrap_min_numel: instead of classes: units are the modules that have this many parameters.
+        bf16: compute in bfloat16, with float32 weights and outputs.
+        checkpointing: recompute units' activations in backward.
+        shard_output: `(output, mesh) -> None`, annotates the output of a unit and of the model. None: dim 0 of every
+            tensor in it that the batch axes divide.
+    """
+
+    shard_size: int | None = None
+    wrap_classes: tuple[str, ...] = ()
+    wrap_min_numel: int | None = None
+    bf16: bool = False
+    checkpointing: bool = False
+    shard_output: Callable[[Any, Any], None] | None = None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """From a file in any dialect that `fullshard launch` reads.
+
+        Raises:
+            ConfigError: a setting that is wrong, or that PyTorch/XLA cannot honour.
+        """
+        return cls.from_resolved(resolve([load_file(path)]))
+
+    @classmethod
+    def from_resolved(cls, found: Resolved, shard_output: Callable[[Any, Any], None] | None = None) -> Self:
+        """From merged settings. What has no effect is a warning each.
+
+        Raises:
+            ConfigError: a setting that PyTorch/XLA cannot honour, with its place.
+        """
+        sharding, precision = found.config.sharding, found.config.precision
+        for path, setting in found.settings.items():
+            if path in _REFUSED and setting.value:
+                raise ConfigError(f"{setting.origin}: {setting.key}: {_REFUSED[path]}", hint="leave it out")
+            if path.startswith(("sharding.", "precision.")) and path not in {*_HONOURED, *_REFUSED}:
+                text = f"{setting.origin}: {setting.key} has no effect under PyTorch/XLA, whose compiler decides it"
+                warnings.warn(text, stacklevel=2)
+        compute = precision.mode if precision.mode != "no" else str(precision.param_dtype or "no")
+        if compute not in ("no", "bf16", "float32", "bfloat16"):
+            origin = found.origin("precision.mode" if precision.mode != "no" else "precision.param_dtype")
+            raise ConfigError(f"{origin}: {compute}: TPUs compute in bfloat16 or float32", hint="use bf16")
+        size = 1 if sharding.strategy == "NO_SHARD" else sharding.shard_size
+        if sharding.strategy in _REPLICATES and size is None:
+            origin = found.origin("sharding.strategy")
+            raise ConfigError(f"{origin}: {sharding.strategy} without the size of a group", hint="set shard_size")
+        return cls(
+            shard_size=size,
+            wrap_classes=tuple(sharding.wrap_classes),
+            wrap_min_numel=sharding.wrap_min_numel,
+            bf16=compute in ("bf16", "bfloat16"),
+            checkpointing=sharding.activation_checkpointing,
+            shard_output=shard_output,
+        )

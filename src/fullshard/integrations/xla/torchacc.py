@@ -1,0 +1,72 @@
+"""`fullshard.torchacc` where PyTorch/XLA is installed: TorchAcc's configuration, trained by its SPMD-based FSDP."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fullshard.config.resolve import resolve
+from fullshard.config.torchacc import Config
+from fullshard.core.errors import ConfigError
+from fullshard.integrations.xla.model import batches, prepare
+from fullshard.integrations.xla.settings import XlaSettings
+
+__all__ = ["Config", "accelerate", "mark_step", "sync"]
+
+
+def accelerate(
+    model: nn.Module,
+    dataloader: DataLoader[Any] | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> Any:
+    """Shard a model in place over the XLA devices of this host. Make the optimizer afterwards.
+
+    Args:
+        model: on the CPU.
+        dataloader: of global batches: one process drives all devices.
+        config: a `Config`, a dict or the path of a file with its fields.
+
+    Returns:
+        `(model, dataloader)`, or the model alone if no loader was given.
+
+    Raises:
+        ConfigError: a field that PyTorch/XLA cannot honour.
+        WrapError: a class name that the model does not have.
+    """
+    config = Config.of(config)
+    config.validate()
+    given = config.entries()
+    for name in ("memory.gc_cls", "memory.gc_cnt", "dist.dp.size", "dist.topology", *_LENGTHS):
+        if name in given:
+            raise ConfigError(f"{given[name].origin}: {name} is of fullshard's engine alone", hint="leave it out")
+    resolved = resolve([config.reading()])
+    for note in resolved.notes:
+        warnings.warn(str(note), stacklevel=2)
+    model = prepare(model, XlaSettings.from_resolved(resolved, config.dist.fsdp.shard_output_callable))
+    return model if dataloader is None else (model, batches(dataloader, model))
+
+
+_LENGTHS = ("dataloader.buckets", "dataloader.max_length", "dataloader.num_buckets", "dataloader.pad_value_dict")
+
+
+def sync(wait: bool = False) -> None:
+    """Run the operations that were recorded; with `wait`, return when they are done."""
+    import torch_xla
+
+    torch_xla.sync(wait=wait)
+
+
+mark_step = sync
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(
+        f"fullshard.torchacc has no {name!r} where PyTorch/XLA (torch {torch.__version__}) trains: "
+        "fullshard.integrations.xla saves and loads"
+    )
