@@ -15,12 +15,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fullshard.checkpoint import full_state_dict, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.coded_state import coded_tensors, decode, encode
 from fullshard.checkpoint.format import CodedPieceRecord, CodeRecord, StateTensorRecord, read_manifest
 from fullshard.checkpoint.offline.native import NativeSource
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, OptimizerError
 from fullshard.core.layout import Interval
 from fullshard.engine import ShardedParameter, shard_model
 from tests.distributed import run_ranks
@@ -253,3 +254,25 @@ def test_coding(numel: int, seed: int, bits: Any) -> None:
     assert (found - values).abs().max() <= largest * (0.11 if bits == 4 else 0.07)
     again = decode(*encode(found, book, record), book, record)
     torch.testing.assert_close(again, found, rtol=0.11, atol=float(largest) * 0.11)
+
+
+def states_of_rank(library: str, name: str) -> None:
+    """A rank has codes of its interval, and nothing where that is empty: no state dict could say so."""
+    model = nn.Sequential(nn.Linear(WIDTH, 256), nn.Linear(256, 1))
+    shard_model(model, unit_modules=[], device=torch.device("cpu"))
+    optimizer = optimizer_for(library, name, model)
+    assert not optimizer.state_dict()["state"]
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    if dist.get_world_size() == 1:
+        assert optimizer.state_dict()["state"]
+        return
+    for use in (optimizer.state_dict, lambda: get_optimizer_state_dict(model, optimizer)):
+        with pytest.raises(OptimizerError, match=rf"{name}.state_dict\(\): .* 0.weight(?s:.*)save_checkpoint"):
+            use()
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_state_dicts_that_would_be_one_ranks_are_refused(library: str, ranks: int) -> None:
+    run_ranks(states_of_rank, ranks, library, "AdamW8bit")

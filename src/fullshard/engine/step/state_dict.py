@@ -22,9 +22,26 @@ from fullshard.engine.step.local_parameters import take_back, takes_local
 
 @functools.wraps(torch_private.state_dict.torchs)
 def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-    """Torch's, with a `ShardedTensor` in place of each tensor that is this rank's interval."""
+    """Torch's, with a `ShardedTensor` in place of each tensor that is this rank's interval.
+
+    Raises:
+        OptimizerError: state that cannot be whole: codes, and none where a rank has no elements.
+    """
     take_back(self)
+    if takes_local(self):
+        _check_is_whole(self)
     return _map_states(self, torch_private.state_dict.torchs(self), _wrapped)
+
+
+def _check_is_whole(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in optimizer.state:
+        if isinstance(parameter, ShardedParameter) and parameter.mesh.shard_size > 1:
+            raise OptimizerError(
+                f"rank {parameter.mesh.rank}: {type(optimizer).__name__}.state_dict(): the state of {parameter.name} "
+                "is kept as codes of this rank's interval, if it has one",
+                hint="call, on every rank, fullshard.checkpoint.save_checkpoint and load_checkpoint, or "
+                "Accelerator.save_state and load_state: they keep it at any number of ranks",
+            )
 
 
 def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
