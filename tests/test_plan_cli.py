@@ -153,6 +153,9 @@ def test_how_many_of_what(text: str) -> None:
         ("8xGB200", "8 x GB200 in 2 hosts"),
         ("8xV100-32GB", "8 x V100 in 1 host"),
         ("64xTrillium", "64 x TPU-v6e in 1 host"),
+        ("v5e-8", "8 x TPU-v5e in 1 host"),
+        ("v5litepod-16", "16 x TPU-v5e in 1 host"),
+        ("v5p-8", "4 x TPU-v5p in 1 host"),
     ],
 )
 def test_devices_by_name(text: str, expected: str) -> None:

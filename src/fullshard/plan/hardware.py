@@ -199,6 +199,8 @@ _ALIASES = {
     "tpuv7x": "TPU-v7",
     "ironwood": "TPU-v7",
 }
+_SLICE = re.compile(r"(v5e|v5litepod|v5p|v6e)-(\d+)", re.IGNORECASE)
+"""Google's name of a slice of TPUs: its kind, and how many chips; of v5p how many cores, of which a chip has two."""
 _BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
@@ -257,12 +259,15 @@ class Cluster:
 
 
 def split_devices(text: str) -> tuple[int | None, str]:
-    """How many and of what: `8xH100`, `8*H100`, `8 H100`, `8H100`; `H100`, or `4090`, says nothing of how many.
+    """How many and of what: `8xH100`, `8*H100`, `8 H100`, `8H100`, `v5e-8`; `H100`, or `4090`, does not say how many.
 
     Raises:
         ConfigError: another form.
     """
     text = text.strip()
+    if (found := _SLICE.fullmatch(text)) is not None and int(found[2]) > 1:
+        kind, number = found[1].lower().replace("litepod", "e"), int(found[2])
+        return number // 2 if kind == "v5p" else number, kind
     if _key(text) in _names():
         return None, text
     match = re.fullmatch(r"(?:(\d+)(?:\s*[x*\N{MULTIPLICATION SIGN}]\s*|\s+|(?=[^\W\d])))?(\S.*)", text, re.IGNORECASE)
