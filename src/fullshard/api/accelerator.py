@@ -47,7 +47,7 @@ from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
-from fullshard.comm import torch_private
+from fullshard.comm import cuda, torch_private
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.paths import local_name
@@ -457,8 +457,8 @@ class Accelerator(Loaders, Reporting):
         """Forget everything prepared. Returns one None per object, to overwrite the caller's references with."""
         vars(self).update(self._nothing_prepared())
         self.step = 0
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
         return [None] * len(objects)
 
     clear = free_memory
@@ -511,9 +511,9 @@ class Accelerator(Loaders, Reporting):
 
 
 def _check_precision(mode: str, device: torch.device) -> None:
-    if mode == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if mode == "bf16" and device.type == "cuda" and not cuda.computes_bfloat16(device):
         raise ConfigError(
-            f"mixed_precision = bf16 on {torch.cuda.get_device_name(device)}, which has no bfloat16 arithmetic",
+            f"mixed_precision = bf16 on {cuda.name(device)}, which has no bfloat16 arithmetic",
             hint="use fp16, or no",
         )
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm import cuda
 from fullshard.comm.mesh import Mesh, default_device, init_mesh
 from fullshard.core.errors import CommunicationError
 from fullshard.core.paths import local_path
@@ -164,7 +165,7 @@ def _unit_seconds(mesh: Mesh) -> float:
 
 def _device_memory(device: torch.device, per_host: int) -> int:
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return cuda.memory_nbytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
 
 
@@ -174,7 +175,7 @@ def measure() -> Device:
     is_cpu = mesh.device.type == "cpu"
     flops, flops_fp32 = _flops(torch.bfloat16, mesh.device), _flops(torch.float32, mesh.device)
     link, replicate_link = _links(mesh)
-    kind = "CPU" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
+    kind = "CPU" if mesh.device.type == "cpu" else cuda.name(mesh.device)
     return Device(
         kind,
         _device_memory(mesh.device, mesh.world_size),

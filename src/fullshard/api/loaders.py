@@ -18,6 +18,7 @@ from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.dealing import Deal
 from fullshard.api.sharding import is_sharded
 from fullshard.api.state import GradientState, ProcessState
+from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError
 
 _EVEN_ANYWAY = (
@@ -163,4 +164,4 @@ class Loaders(Checkpointing):
         if "torch" in self.rng_types:
             torch.set_rng_state(collectives.broadcast_object(torch.get_rng_state()))
         if "cuda" in self.rng_types and self.device.type == "cuda":
-            torch.cuda.set_rng_state(collectives.broadcast_object(torch.cuda.get_rng_state(self.device)), self.device)
+            cuda.set_random_state(collectives.broadcast_object(cuda.random_state(self.device)), self.device)

@@ -67,10 +67,9 @@ def _launch(arguments: TrainArguments, nproc: int) -> int:
 
 
 def _default_nproc(device: str) -> int:
-    import torch
-
+    from fullshard.comm import cuda
     from fullshard.launch.processes import usable_cpu_count
 
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        return max(1, torch.cuda.device_count())
+    if device == "cuda" or (device == "auto" and cuda.is_available()):
+        return max(1, cuda.count())
     return min(2, usable_cpu_count())

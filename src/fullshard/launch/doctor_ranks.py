@@ -201,8 +201,8 @@ def _times(call: Callable[[], Any], device: torch.device) -> list[float]:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -89,16 +90,16 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
     """
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"unknown device {kind!r}", hint="use auto, cpu or cuda")
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+    if kind == "cpu" or (kind == "auto" and not cuda.is_available()):
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = cuda.count()
     if environment.local_rank >= count:
         raise ConfigError(
             f"local rank {environment.local_rank} has no CUDA device: this host has {count}",
             hint=f"start at most {count} processes per host, or use --device cpu" if count else "use --device cpu",
         )
     device = torch.device("cuda", environment.local_rank)
-    torch.cuda.set_device(device)
+    cuda.select(device)
     return device
 
 

@@ -152,9 +152,9 @@ def _devices(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, int
         return "cuda", len(launch.gpu_ids)
     count = devices_per_host(environ)
     if count is None:
-        import torch
+        from fullshard.comm import cuda
 
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = cuda.count()
     if count == 0 and launch.device == "cuda":
         raise ConfigError("device = cuda, and this host has no GPU that torch can use", hint="use --cpu")
     return ("cuda", count) if count else ("cpu", 0)

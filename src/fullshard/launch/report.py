@@ -114,9 +114,11 @@ def _torch() -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
+    from fullshard.comm import cuda
+
     lines = {
         "built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors only",
-        "CUDA available": str(torch.cuda.is_available()).lower(),
+        "CUDA available": str(cuda.is_available()).lower(),
         "backends": ", ".join(
             name
             for name, available in (
@@ -128,10 +130,8 @@ def _torch() -> dict[str, str]:
         ),
         "threads": str(torch.get_num_threads()),
     }
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        import torch.cuda.nccl
-
-        lines["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if (version := cuda.nccl_version()) is not None:
+        lines["NCCL"] = version
     return lines
 
 

@@ -127,15 +127,15 @@ class RateMeter:
 
 def memory_nbytes(device: torch.device) -> int:
     """Bytes this rank uses: the resident set of the process on a CPU, the allocator's peak on an accelerator."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     return _resident_nbytes()
 
 
 def reset_memory_peak(device: torch.device) -> None:
     """Start the allocator's peak anew; a resident set has no peak to reset."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def _resident_nbytes() -> int:

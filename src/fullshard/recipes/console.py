@@ -15,6 +15,7 @@ import torch
 
 from fullshard import __version__
 from fullshard.api import Accelerator
+from fullshard.comm import cuda
 from fullshard.launch import RankEnvironment
 from fullshard.observe import (
     ConsoleSink,
@@ -107,6 +108,6 @@ def _environment(accelerator: Accelerator) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "host": socket.gethostname(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": cuda.name(device) if device.type == "cuda" else device.type,
         "ranks": accelerator.num_processes,
     }

@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.api.planning import plan_model
 from fullshard.api.plugin import configured_policy
+from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.launch import RankEnvironment
 from fullshard.plan.evaluate import Plan
@@ -119,11 +120,10 @@ def planned_device(device: torch.device) -> str | None:
         return "CPU"
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
-    named = re.sub(r"[^a-z0-9]", "", properties.name.lower())
+    named, nbytes = re.sub(r"[^a-z0-9]", "", cuda.name(device).lower()), cuda.memory_nbytes(device)
     alike = [
         row.name
         for row in DEVICES.values()
-        if row.name.lower().partition("-")[0] in named and abs(row.memory / properties.total_memory - 1) < _SAME_MEMORY
+        if row.name.lower().partition("-")[0] in named and abs(row.memory / nbytes - 1) < _SAME_MEMORY
     ]
     return max(alike, key=len, default=None)

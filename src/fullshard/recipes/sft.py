@@ -16,6 +16,7 @@ import torch
 from fullshard import checkpoint
 from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
 from fullshard.checkpoint.weight_files import model_directory
+from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.launch.preemption import should_stop
@@ -264,7 +265,7 @@ def _load_split(name: str, split: str) -> Any:
 
 
 def _uses_flash_attention(arguments: ModelArguments) -> bool:
-    return arguments.use_flash_attn and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
+    return arguments.use_flash_attn and cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
 
 
 def _resume(value: Any) -> Any:

@@ -1,0 +1,54 @@
+"""What is asked of CUDA by name. Everything else goes through `torch.accelerator`, and works on any."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+
+def is_available() -> bool:
+    """Whether torch can use a CUDA device here."""
+    return torch.cuda.is_available()
+
+
+def count() -> int:
+    """Devices that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def select(device: torch.device) -> None:
+    """Make it this thread's current one."""
+    torch.cuda.set_device(device)
+
+
+def name(device: torch.device) -> str:
+    """What its maker calls it."""
+    return torch.cuda.get_device_name(device)
+
+
+def memory_nbytes(device: torch.device) -> int:
+    """Bytes it has."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether it has bfloat16 arithmetic of its own."""
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def nccl_version() -> str | None:
+    """Of the NCCL that torch was built with; None without devices or NCCL."""
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Of its generator."""
+    return torch.cuda.get_rng_state(device)
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    """Of its generator."""
+    torch.cuda.set_rng_state(state, device)
