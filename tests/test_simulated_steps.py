@@ -12,7 +12,7 @@ import torch
 from tests.simulated.mutations import MUTATIONS, SOURCE, Mutation, run
 from tests.simulated.process import on_device
 from tests.simulated.programs import PROGRAMS
-from tests.simulated.steps import collectives, train_with_torch, waits_of_a_step
+from tests.simulated.steps import collectives, train_with_torch, use_different_parameters, waits_of_a_step
 from tests.simulated.training import Case, as_with_nccl, small_activations
 
 ALARM = "aten::_local_scalar_dense in engine/finite.py:is_alarmed"
@@ -65,13 +65,17 @@ def test_a_step_needs_collectives_that_every_backend_has() -> None:
     assert on_device(_collectives) == ["all_gather", "all_reduce 0", "all_reduce 4", "all_to_all", "reduce_scatter 0"]
 
 
-def test_the_engine_speaks_to_no_device_by_name() -> None:
-    """`torch.cuda` is for those who ask what the machine is; the engine and its collectives use `torch.accelerator`."""
-    for folder in ("comm", "engine", "wrap", "checkpoint"):
-        for path in sorted((SOURCE / "fullshard" / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                found = isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
-                assert not found, f"{path}:{getattr(node, 'lineno', 0)}"
+def test_cuda_is_spoken_to_in_one_file() -> None:
+    """Everything else uses `torch.accelerator`, and works on any."""
+    package = SOURCE / "fullshard"
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            found = isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+            found |= any(name.startswith("torch.cuda") for name in names)
+            found |= isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch.cuda")
+            place = f"{path}:{getattr(node, 'lineno', 0)}"
+            assert not found or path == package / "comm" / "cuda.py", place
 
 
 def _torchs(offloads: bool) -> dict[str, list[list[torch.Tensor]]]:
@@ -92,6 +96,30 @@ def test_torchs_own_engine_is_clean(offloads: bool) -> None:
     for ranks in orders[1:]:
         for values, expected in zip(ranks, orders[0], strict=True):
             assert all(map(torch.equal, values, expected)) and all(bool(value.isfinite().all()) for value in values)
+
+
+def _differently(prefetch: str) -> dict[str, list[list[torch.Tensor]]]:
+    from tests.simulated.device import ORDERS, begin
+    from tests.simulated.group import run_ranks
+
+    found: dict[str, Any] = {}
+    begin(ORDERS[0])
+    found["on the CPU"] = run_ranks(use_different_parameters, 2, "cpu", prefetch)
+    for order in ORDERS:
+        begin(order, seed=1)
+        found[order.name] = run_ranks(use_different_parameters, 2, "simulated", prefetch)
+    return found
+
+
+@pytest.mark.parametrize(
+    "prefetch", ["BACKWARD_PRE", *(pytest.param(p, marks=pytest.mark.full) for p in ("BACKWARD_POST", "NO_PREFETCH"))]
+)
+def test_ranks_that_use_different_parameters_launch_in_one_order(prefetch: str) -> None:
+    """Where a rank reduced at the end of backward what others reduce within it, each would wait for the other."""
+    runs = list(on_device(_differently, prefetch).values())
+    for ranks in runs[1:]:
+        for values, expected in zip(ranks, runs[0], strict=True):
+            assert all(map(torch.equal, values, expected))
 
 
 @pytest.fixture(scope="module")

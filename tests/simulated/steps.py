@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional
 
-from fullshard.engine import clip_grad_norm_
+from fullshard.engine import clip_grad_norm_, shard_model
 from tests.simulated.training import Case, Model, batch, made, optimizer_of
 
 
@@ -78,3 +79,50 @@ def train_with_torch(offloads: bool, kind: str) -> list[torch.Tensor]:
         optimizer.zero_grad()
         found.append(loss.detach())
     return [value.cpu() for value in (*found, *(parameter.to_local().detach() for parameter in model.parameters()))]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *, all_of_it: bool) -> torch.Tensor:
+        x = self.always(x).tanh()
+        return self.sometimes(x) if all_of_it else x
+
+
+class Towers(nn.Module):
+    """Two towers over one input that wants no gradient, so that nothing tells the end of a first block's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(_Block() for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, left_out: int) -> torch.Tensor:
+        sides = []
+        for tower in (self.left, self.right):
+            y = x
+            for number, block in enumerate(tower):
+                y = block(y, all_of_it=number != left_out)
+            sides.append(y)
+        return sides[0] * sides[1]
+
+
+def use_different_parameters(kind: str, prefetch: str) -> list[torch.Tensor]:
+    """Train a model of which each rank uses other parameters: losses and this rank's weights."""
+    rank = dist.get_rank()
+    place = torch.device(kind, rank) if kind != "cpu" else torch.device(kind)
+    torch.manual_seed(1)
+    model: Any = Towers()
+    units = [*model.left, *model.right]
+    shard_model(model, unit_modules=units, device=place, backward_prefetch=prefetch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + rank)).to(place)
+        loss = model(x, left_out=(step + rank) % 3 if rank else -1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [value.cpu() for value in (*found, *(p.to_local().detach() for p in model.parameters()))]

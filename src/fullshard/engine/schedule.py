@@ -91,6 +91,7 @@ class Schedule:
         self._in_backward = False
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
+        self._unannounced: set[Unit] = set()
         self._reductions: Reductions[Bucket] = Reductions()
         self.post_optim_event: Any = None
         self._finished: set[Bucket] = set()
@@ -271,6 +272,20 @@ class Schedule:
         self._queued.add(unit)
         self._reductions.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
+    def reach_in_backward(self, unit: Unit, call: Call) -> None:
+        """Backward comes to `unit`: what it has left without a sign is reduced before anything more is gathered.
+
+        Where no input wants a gradient, only the last gradient tells that a unit's backward is over, and none does on
+        a rank that does not use all of it. Ranks that do would launch in another order, and wait for this one.
+        """
+        position = self._reduce_order.get(unit, 0)
+        for other in [other for other in self._unannounced if self._reduce_order.get(other, 0) < position]:
+            self._unannounced.discard(other)  # it began after `unit` in forward, so backward is done with it
+            for bucket in other.buckets:
+                self.reduce_when_due(bucket)
+        if call.inputs_left is None:
+            self._unannounced.add(unit)
+
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
         if unit.backward_prefetch is not None:
@@ -396,6 +411,7 @@ class Schedule:
         self._participants.clear()
         self._last_called = None
         self._queued.clear()
+        self._unannounced.clear()
         self._reductions.clear()
         self._finished.clear()
         self._stepping = []

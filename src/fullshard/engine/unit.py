@@ -124,6 +124,9 @@ class UnitSchedule(Protocol):
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached the unit."""
 
+    def reach_in_backward(self, unit: Unit, call: Call) -> None:
+        """It has reached an output of `call`, and nothing has been gathered for it yet."""
+
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
         """Its parameters are there, and its gradients about to be computed."""
 
@@ -646,6 +649,7 @@ class Unit:
         if call.is_active:  # another output was first
             return
         call.is_active, call.is_done = True, False
+        self.schedule.reach_in_backward(self, call)
         if sum(map(len, self._gradient_hooks)) != self._hook_count:
             self._go_last()
         if self.unshard_in_backward:
@@ -675,11 +679,14 @@ class Unit:
         call.is_active, call.is_done = False, True
         self.emit(EventKind.BACKWARD_END)
         pending = [c for c in self._live_calls() if not c.is_done]
-        if not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending):
-            self._after_backward(call.previous)
+        is_over = not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending)
+        if is_over:
+            self._reshard_after_backward(call.previous)
         if not pending:  # a call that is still to come back adds to the same gradients
             for bucket in self.buckets:
                 self.schedule.reduce_when_due(bucket)
+        if is_over:  # after the reductions, which other ranks may have launched when the last gradient was there
+            self.schedule.prefetch_after_backward(call.previous)
         self.schedule.step_when_final()
 
     def gradients_complete(self, bucket: Bucket) -> None:
@@ -699,12 +706,11 @@ class Unit:
         if all(call.inputs_left is None for call in calls):
             for call in calls:
                 call.is_active, call.is_done = False, True
-            self._after_backward(None)
+            self._reshard_after_backward(None)
 
-    def _after_backward(self, previous: Unit | None) -> None:
+    def _reshard_after_backward(self, previous: Unit | None) -> None:
         if self.reshard_after_backward and previous is not self:  # itself: the same unit comes next
             self.reshard()
-        self.schedule.prefetch_after_backward(previous)
 
     def finish_backward(self) -> None:
         """The whole backward is over: forget its calls and leave nothing unsharded."""
