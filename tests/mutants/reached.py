@@ -50,7 +50,7 @@ def measure(arguments: list[str]) -> None:
     settings = FOLDER / "coveragerc"
     settings.write_text(_SETTINGS.format(data=_DATA.resolve()))
     environment = environment_of(Path.cwd()) | {"COVERAGE_PROCESS_START": str(settings.resolve())}
-    command = [sys.executable, "-m", "pytest", "-p", __name__, "-q", "-m", "not full and not gpu", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", __name__, "-q", "-m", "not full and not gpu and not xla", *arguments]
     done = subprocess.run(command, env=environment, check=False)
     recorder = coverage.Coverage(config_file=str(settings))
     recorder.combine(data_paths=[str(FOLDER)])
