@@ -50,7 +50,8 @@ def measure(arguments: list[str]) -> None:
     settings = FOLDER / "coveragerc"
     settings.write_text(_SETTINGS.format(data=_DATA.resolve()))
     environment = environment_of(Path.cwd()) | {"COVERAGE_PROCESS_START": str(settings.resolve())}
-    command = [sys.executable, "-m", "pytest", "-p", __name__, "-q", "-m", "not full and not gpu and not xla", *arguments]
+    default = "not full and not gpu and not xla"
+    command = [sys.executable, "-m", "pytest", "-p", __name__, "-q", "-m", default, *arguments]
     done = subprocess.run(command, env=environment, check=False)
     recorder = coverage.Coverage(config_file=str(settings))
     recorder.combine(data_paths=[str(FOLDER)])
