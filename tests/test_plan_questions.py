@@ -1,6 +1,6 @@
 """What users ask `fullshard plan`: every question ends as it should, without a traceback, within seconds.
 
-pytest tests/test_plan_questions.py -m full       # all 86 of tests/fixtures/plan_questions.txt; without, a slice
+pytest tests/test_plan_questions.py -m full       # all of tests/fixtures/plan_questions.txt; without, a slice
 """
 
 from __future__ import annotations

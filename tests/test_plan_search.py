@@ -106,6 +106,19 @@ def test_bounds_are_bounds() -> None:
         assert plan.time.tokens_per_second <= bound.tokens_per_second * 1.001 <= 1.1 * plan.time.tokens_per_second
 
 
+@pytest.mark.parametrize(
+    ("name", "period"), [("Llama-2-7B", 1), ("gpt-oss-20b", 2), ("Qwen3-Next-80B-A3B", 4), ("Gemma-3-27B", 6)]
+)
+def test_layers_that_take_turns(name: str, period: int) -> None:
+    """So many say what the whole model needs, to be looked at in the place of all of them."""
+    from fullshard.plan.search import _Bounds, _period
+
+    model, _ = load_model(name)
+    assert _period([unit for unit in model.units if unit.block is not None]) == period
+    few, more = (len(shorter.blocks) for _, shorter in _Bounds(model, parse_cluster("8xH100"), 100.0)._models)
+    assert few % period == 0 and few >= 3 and more == 2 * few
+
+
 def test_what_is_fixed_stays() -> None:
     model, _ = load_model("GPT-2")
     job = Job.of({"strategy": "FULL_SHARD", "checkpointing": "full", "optimizer": "adamw"})

@@ -6,8 +6,9 @@ never larger is switched on at once: a fused optimizer on accelerators, a loss i
 
 A layer more adds the same work again, so what a model of n equal layers needs, and how long it takes, are maxima of
 straight lines over n. Such a maximum lies above the line through two of its points: a model of 3 and one of 6 layers
-say what the whole one needs and takes *at least*. Candidates are looked at in the order of that bound, and the search
-ends when the bound of the next is worse than the best that was found.
+say what the whole one needs and takes *at least*. Where layers take turns (windows, linear attention), whole turns do.
+Candidates are looked at in the order of that bound, and the search ends when the bound of the next is worse than the
+best that was found.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from fullshard.core.strategy import STRATEGIES, parse_strategy
 from fullshard.plan.evaluate import MARGIN, Plan, changes_that_fit, evaluate
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
-from fullshard.plan.shapes import ModelShape
+from fullshard.plan.shapes import ModelShape, UnitShape
 
 _MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
-_FEW, _MORE = 3, 6
+_FEW = 3
 _SLACK = 0.03
 """How much more memory a few layers may say than the whole: with everything on the host, the last gradients of a whole
 model have left before its first layer's backward, which those of a short one have not."""
@@ -114,10 +115,10 @@ class _Bounds:
         self.cluster, self._available = cluster, margin * cluster.device.memory
         self._models = [(1.0, model)]
         layers = [unit for unit in model.units if unit.block is not None]
-        alike = len({(unit.block, tuple(p.shape for p in unit.parameters)) for unit in layers}) == 1
-        if alike and len(layers) > _MORE:
-            few, more = (_with_layers(model, count) for count in (_FEW, _MORE))
-            beyond = (len(layers) - _MORE) / (_MORE - _FEW)
+        few_layers = _period(layers) * -(-_FEW // _period(layers)) if layers else 0
+        if 0 < 2 * few_layers < len(layers):
+            few, more = (_with_layers(model, count) for count in (few_layers, 2 * few_layers))
+            beyond = len(layers) / few_layers - 2
             self._models = [(-beyond, few), (1 + beyond, more)]
 
     def of(self, job: Job) -> _Candidate | None:
@@ -139,6 +140,13 @@ class _Bounds:
         seconds = sum(share * plan.time.total for share, plan in plans)
         time = plans[0][1].time
         return _Candidate(job, needed, time.tokens / seconds)
+
+
+def _period(layers: Sequence[UnitShape]) -> int:
+    """After how many layers they are the same again: 1 where all are alike, 6 where every sixth sees everything."""
+    kinds = [(unit.block, tuple(p.shape for p in unit.parameters)) for unit in layers]
+    same = (p for p in range(1, len(kinds)) if all(kind == kinds[at % p] for at, kind in enumerate(kinds)))
+    return next(same, len(kinds))
 
 
 def _with_layers(model: ModelShape, count: int) -> ModelShape:
