@@ -92,6 +92,7 @@ bench-more: $(VENV)/.bench  ## what `bench` leaves out: 4 ranks, two hosts (as r
 	$(BIN)/python -m benchmarks.timeline --svg docs/performance.svg
 	$(BIN)/python -m benchmarks.checkpoint --dir build/bench --repeats 5
 	$(BIN)/python -m benchmarks.checkpoint --dir build/bench --millions 1000 --without-async --checksum-repeats 0
+	$(BIN)/python -m benchmarks.muon
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.loading --form nf4
 	$(BIN)/python -m benchmarks.pages

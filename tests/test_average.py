@@ -6,6 +6,7 @@ pytest tests/test_average.py
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from fullshard import EMA
 from fullshard.checkpoint import AsyncSaver, export_hf, full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError, OptimizerError
 from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, unsharded
+from tests import trainers
 from tests.differential import check, compare, parameters
 from tests.distributed import run_ranks
+from tests.test_muon_runs import fullshard as fullshard_command
+from tests.test_recipe_train import inputs as inputs
 
 STEPS = 4
 DECAY = 0.9
@@ -280,6 +284,73 @@ def accelerated(directory: str, loads: bool) -> dict[str, float]:
 def test_accelerator(tmp_path: Path) -> None:
     check(run_ranks(accelerated, 2, str(tmp_path / "state"), False), exact=True)
     check(run_ranks(accelerated, 1, str(tmp_path / "state"), True), exact=True)
+
+
+# -- Trainer and train ----------------------------------------------------------------------------------------------
+
+
+def trained(output: str, resumes: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """(losses, evaluations, the averages): evaluated with the averages, saved after two of four steps."""
+    from fullshard.integrations.transformers import EMACallback
+
+    callback = EMACallback(0.5)
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    made = trainers.trainer(
+        trainers.build("tied"),
+        trainers.arguments(output, **settings),
+        callbacks=[callback],
+        eval_dataset=trainers.samples(4),
+    )
+    made.train(resume_from_checkpoint=f"{output}/checkpoint-2" if resumes else None)
+    assert callback.ema is not None
+    assert callback.ema.updates == 4
+    found = trainers.logged(made)
+    with callback.ema.swapped():
+        whole = full_state_dict(made.model)
+        loss = made.model(**trainers.pad(trainers.samples(4))).loss.item()
+    if not init_mesh().world_size > 1:
+        assert found["evals"][-1] == pytest.approx(loss, rel=1e-5)
+    return found["losses"], found["evals"], {name: value.clone() for name, value in whole.items()}
+
+
+def test_trainer(tmp_path: Path) -> None:
+    """The averages go on where they were, at another number of ranks, and are what is evaluated."""
+    losses, evals, averages = run_ranks(trained, 2, str(tmp_path), False)[0]
+    [(resumed, evals_then, then)] = run_ranks(trained, 1, str(tmp_path), True)
+    assert trainers.close(resumed, losses)  # those before are Trainer's own record
+    assert trainers.close(evals_then, evals)
+    for name, value in averages.items():
+        torch.testing.assert_close(then[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_transformers_own_trainer_would_not_save_it(tmp_path: Path) -> None:
+    from fullshard.integrations.transformers import EMACallback
+
+    made = trainers.trainer(
+        trainers.build(), trainers.arguments(tmp_path, stock=True), stock=True, callbacks=[EMACallback(0.5)]
+    )
+    with pytest.raises(ConfigError, match=r"EMACallback in a Trainer that is not fullshard's(.|\n)*import Trainer"):
+        made.train()
+
+
+@pytest.mark.full
+def test_train(inputs: Path, tmp_path: Path) -> None:
+    """A run in one piece, and one that goes on from its middle, export the same averages."""
+    words = ["train", "--model", inputs / "config.json", "--data", inputs / "data.txt", "--steps", 4, "--save-every",
+             2, "--batch-size", 6, "--seq-len", 32, "--vocab-size", 320, "--device", "cpu", "--sample-tokens", 0,
+             "--no-plot", "--ema-decay", 0.5]  # fmt: skip
+    done = fullshard_command(*words, "--output-dir", tmp_path, "--nproc", 2)
+    assert done.returncode == 0, done.stderr
+    whole = load_file(tmp_path / "export" / "model.safetensors")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000004")
+    again = fullshard_command(*words, "--output-dir", tmp_path, "--nproc", 2)
+    assert again.returncode == 0, again.stderr
+    assert "after step 2" in again.stdout
+    resumed = load_file(tmp_path / "export" / "model.safetensors")
+    for name, value in whole.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6)
+    refused = fullshard_command(*words, "--output-dir", tmp_path, "--nproc", 1, "--check-plan")
+    assert "--check-plan with --ema-decay" in refused.stdout + refused.stderr
 
 
 # -- refused ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
-from fullshard.optim import MatrixRule, Muon
+from fullshard.optim import EMA, Adafactor, MatrixRule, Muon
 from tests.differential import check, compare, ddp, optimizer_state, parameters, plain
 from tests.distributed import run_ranks
+from tests.offload import POLICIES
 
 STEPS = 3
 
@@ -225,6 +227,61 @@ def check_scaler() -> None:
 
 def test_a_step_that_the_scaler_leaves_out() -> None:
     run_ranks(check_scaler, 2)
+
+
+def check_nan_guard() -> None:
+    """A step whose gradients hold NaN on one rank changes nothing: no weight, no momentum."""
+    model = sharded()
+    model.set_nonfinite_gradients("skip")  # type: ignore[operator]
+    optimizer = Muon(model)
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    model(tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = copy.deepcopy((parameters(model), optimizer_state(model, optimizer)))
+    (model(tokens) * (float("nan") if init_mesh().rank == 1 else 1.0)).backward()
+    with pytest.warns(UserWarning, match="the step is left out") if init_mesh().rank == 0 else nullcontext():
+        optimizer.step()
+    after = parameters(model), optimizer_state(model, optimizer)
+    for old, new in zip(before, after, strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)  # type: ignore[arg-type, index]
+
+
+def test_gradients_that_are_not_finite() -> None:
+    run_ranks(check_nan_guard, 2)
+
+
+def check_offloaded(policies: list[str]) -> dict[str, float]:
+    """Main weights on the host, or the momentum: the same bits, of Muon, of Adafactor and of averages."""
+    found = {}
+    for name, make in (("muon", lambda m: Muon(m, lr=0.01)), ("adafactor", adafactor)):
+        records = []
+        for policy in (None, *policies):
+            model = sharded(offload_policy=None if policy is None else POLICIES[policy])
+            optimizer, ema = make(model), EMA(model, 0.5)
+            for step in range(STEPS):
+                model(torch.arange(10).view(2, 5) + step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ema.update()
+            with ema.swapped():
+                averages = parameters(model)
+            records.append({"parameters": parameters(model), "averages": averages})
+        for policy, record in zip(policies, records[1:], strict=True):
+            found |= {f"{name}, {policy}: {kind}": value for kind, value in compare(record, records[0]).items()}
+    return found
+
+
+def adafactor(model: nn.Module) -> Adafactor:
+    return Adafactor([p for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.usefixtures("rehearsed")
+@pytest.mark.parametrize(
+    "policies", [["everything"], pytest.param(["main weights", "optimizer state"], marks=pytest.mark.full)]
+)
+def test_offloaded(policies: list[str]) -> None:
+    check(run_ranks(check_offloaded, 2, policies), exact=True)
 
 
 def check_memory_and_traffic() -> tuple[int, int, int]:
@@ -427,5 +484,6 @@ def test_tiles_of_tensor_parallelism_are_no_matrices() -> None:
 
 def test_it_does_not_step_in_backward() -> None:
     model = sharded()
-    with pytest.raises(OptimizerError, match="cannot step in backward"):
-        step_in_backward(Muon(model))
+    for optimizer in (Muon(model), adafactor(model)):
+        with pytest.raises(OptimizerError, match="cannot step in backward"):
+            step_in_backward(optimizer)

@@ -32,6 +32,7 @@ from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
 from fullshard.observe.files import whole_file
+from fullshard.optim import EMA
 
 _WHOLE = "model"
 _HOOKS = "files-of-hooks.json"
@@ -88,8 +89,25 @@ class TrainingState:
 
     @property
     def all_objects(self) -> list[Any]:
-        """The objects, after the schedules if there are several."""
-        return [*(self.schedulers if len(self.schedulers) != 1 else ()), *self.objects]
+        """The objects but averages of weights, after the schedules if there are several."""
+        others = [each for each in self.objects if not isinstance(each, EMA)]
+        return [*(self.schedulers if len(self.schedulers) != 1 else ()), *others]
+
+    def averages(self, parts: Sequence[tuple[nn.Module, torch.optim.Optimizer | None]]) -> list[list[EMA]]:
+        """The averages of each part's model; of a model that comes twice with the first.
+
+        Raises:
+            CheckpointError: one is of no prepared model.
+        """
+        found: list[list[EMA]] = [[] for _ in parts]
+        for ema in (each for each in self.objects if isinstance(each, EMA)):
+            number = next((n for n, (model, _) in enumerate(parts) if ema.is_of(model)), None)
+            if number is None:
+                raise CheckpointError(
+                    "a registered EMA is of a model that is not prepared", hint="accelerator.prepare(model) before"
+                )
+            found[number].append(ema)
+        return found
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -185,16 +203,18 @@ def save(
     memory = None if saver is None else saver.memory
     parts = state.parts()
     # Schedules, counters and random states are those of the whole run; the first part has them.
+    averages = state.averages(parts)
     first = SaveArguments(
         model=parts[0][0], optimizer=parts[0][1], scheduler=state.scheduler, scaler=state.scaler,
-        objects=state.all_objects, extra=state.extra,
+        objects=[*state.all_objects, *averages[0]], extra=state.extra,
     )  # fmt: skip
     pending: Pending
     if len(parts) == 1:
         first["total_limit"], first["overwrite"] = total_limit, overwrite
         pending = prepare_save(path, memory, **first)
     else:
-        arguments = [first, *(SaveArguments(model=model, optimizer=optimizer) for model, optimizer in parts[1:])]
+        others = zip(parts[1:], averages[1:], strict=True)
+        arguments = [first, *(SaveArguments(model=m, optimizer=o, objects=objects) for (m, o), objects in others)]
         named = {f"{PART_PREFIX}{number}": part for number, part in enumerate(arguments)}
         pending = prepare_parts(path, named, memory, total_limit=total_limit, overwrite=overwrite)
     if torch_format:
@@ -248,11 +268,14 @@ def load(path: Path, state: TrainingState) -> int:
     for number in range(saved):  # all of them, before the first changes anything
         checkpoint.prove_checkpoint(path / f"{PART_PREFIX}{number}")
     extra: dict[str, Any] = {}
+    averages = state.averages(parts)
     # Backwards, so that the first part's random states are the ones that stay.
     for number, (model, optimizer) in reversed(list(enumerate(parts))):
-        whole: dict[str, Any] = {"scheduler": state.scheduler, "scaler": state.scaler, "objects": state.all_objects}
+        rest: dict[str, Any] = {"objects": averages[number]}
+        if number == 0:
+            objects = [*state.all_objects, *averages[0]]
+            rest = {"scheduler": state.scheduler, "scaler": state.scaler, "objects": objects}
         part = path / f"{PART_PREFIX}{number}" if saved else path
-        rest = whole if number == 0 else {}
         extra = checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, **rest)
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):

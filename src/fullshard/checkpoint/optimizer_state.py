@@ -14,6 +14,7 @@ from fullshard.checkpoint.format import GroupRecord
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.values import encode_value
 from fullshard.core.errors import CheckpointError
+from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.state_dict import as_local
 
 
@@ -104,12 +105,16 @@ def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTe
             yield from (StateEntry(local, key, value, "interval") for key, value in coded.items())
             for key, value in {**state, **rows}.items():
                 if key not in coded and key not in parts:
-                    yield StateEntry(local, key, value, _layout(local, key, value))
+                    yield StateEntry(local, key, value, _layout(optimizer, local, key, value))
 
 
-def _layout(local: LocalTensor, key: str, value: Any) -> Literal["interval", "replicated"] | None:
+def _layout(
+    optimizer: torch.optim.Optimizer, local: LocalTensor, key: str, value: Any
+) -> Literal["interval", "replicated"] | None:
     if not isinstance(value, torch.Tensor):
         return None
+    if isinstance(optimizer, MatrixOptimizer) and key in optimizer.whole_state:
+        return "replicated"
     is_counter = value.ndim == 0 and (local.is_sharded or key == "step")
     if is_counter:
         return "replicated"

@@ -1,7 +1,8 @@
 """Optimizers that need whole matrices, and averages of weights: sharded as the model is."""
 
+from fullshard.optim.adafactor import Adafactor, TransformersAdafactor
 from fullshard.optim.average import EMA
 from fullshard.optim.muon import Muon
 from fullshard.optim.rule import MatrixRule
 
-__all__ = ["EMA", "MatrixRule", "Muon"]
+__all__ = ["EMA", "Adafactor", "MatrixRule", "Muon", "TransformersAdafactor"]

@@ -156,6 +156,11 @@ class EMA:
             average.copy_(_own(averages[name], parameter))
         self.updates = int(state_dict["updates"])
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it averages parameters of this model."""
+        own = {id(p) for p in model.parameters()}
+        return not own.isdisjoint(self.by_parameter)
+
     @property
     def by_parameter(self) -> dict[int, torch.Tensor]:
         """This rank's part of the average of each parameter, by its id: plain tensors, shape (n,) of sharded ones."""

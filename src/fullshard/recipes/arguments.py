@@ -61,6 +61,13 @@ class TrainArguments(View):
         description="adamw; or muon for hidden matrices, scaled so that a learning rate of AdamW fits, and adamw "
         "for the rest",
     )
+    ema_decay: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Keep a moving average of the weights with this decay, 0.999 for example; the evaluation, the "
+        "sample and the export are then of the average",
+    )
     lr: float = Field(2e-3, gt=0, description="Highest learning rate")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a part of the highest")
     warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up. Default: a tenth of the steps")
@@ -180,6 +187,11 @@ class TrainArguments(View):
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
             raise ConfigError(
                 "--loss-chunk with --compile and --wrap none: the head would be within the compiled graph"
+            )
+        if self.ema_decay is not None and self.check_plan:
+            raise ConfigError(
+                "--check-plan with --ema-decay: the plan has no average of the weights, which is one more copy of them",
+                hint="leave one of them out",
             )
         if self.step_in_backward and self.optimizer == "muon":
             raise ConfigError(

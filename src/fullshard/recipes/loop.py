@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.nn import functional
 from fullshard.api.accelerator import Accelerator
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.launch import RankEnvironment
+from fullshard.optim import EMA
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.packing import IGNORED, GlobalOrder, PackedSequences, micro_batches
 
@@ -48,6 +50,7 @@ class Trainer:
         arguments: of the run.
 
     Attributes:
+        ema: the average of the weights, if it is wanted.
         skipped_batches: how many batches of the data have been passed over, because gradients were not finite.
     """
 
@@ -64,6 +67,7 @@ class Trainer:
         self.environment, self.device = accelerator.process.environment, accelerator.device
         self._sequences, self._arguments = sequences, arguments
         self.skipped_batches = 0
+        self.ema = None if arguments.ema_decay is None else EMA(model, arguments.ema_decay)
         self._order = GlobalOrder(len(sequences), batch_size=arguments.batch_size, seed=arguments.seed)
 
     def step(self, step: int) -> StepResult:
@@ -88,7 +92,13 @@ class Trainer:
             grad_norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.ema is not None and not self.optimizer.step_was_skipped:
+            self.ema.update()
         return StepResult(loss_sum, grad_norm, waited)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the weights are their averages, if there are any. Collective."""
+        return nullcontext() if self.ema is None else self.ema.swapped()
 
     @torch.no_grad()
     def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:

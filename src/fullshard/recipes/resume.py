@@ -133,7 +133,8 @@ def roll_back(
 def _state(trainer: Trainer) -> dict[str, Any]:
     # A checkpoint has a scaler whatever the precision is, so that a run may go on in another one.
     scaler = trainer.accelerator.scaler or torch.amp.GradScaler(trainer.device.type, enabled=False)
-    return {"model": trainer.model, "optimizer": trainer.optimizer.optimizer, "scaler": scaler}
+    objects = [] if trainer.ema is None else [trainer.ema]
+    return {"model": trainer.model, "optimizer": trainer.optimizer.optimizer, "scaler": scaler, "objects": objects}
 
 
 def _check_same_run(path: Path, extra: dict[str, Any], arguments: TrainArguments, *, checksum: int) -> None:
@@ -143,6 +144,9 @@ def _check_same_run(path: Path, extra: dict[str, Any], arguments: TrainArguments
         for name in _STREAM
         if saved[name] != getattr(arguments, name)
     ]
+    averaged = saved.get("ema_decay")  # older checkpoints have none
+    if averaged is not None and arguments.ema_decay is None:
+        differing.append(f"--ema-decay was {averaged} and is not given, so the average would be lost")
     if extra["data_crc32c"] != checksum:
         differing.append("the tokens of the data are different")
     if differing:

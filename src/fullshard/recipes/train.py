@@ -81,7 +81,8 @@ def train(arguments: TrainArguments) -> None:
             with _checked_plan(trainer, arguments, console):
                 stopped_at = _train_steps(trainer, arguments, data, first_step=first_step, console=console)
             if stopped_at is None:
-                _finish(trainer, arguments, data, console=console)
+                with trainer.averaged():
+                    _finish(trainer, arguments, data, console=console)
                 _note_on_main(environment, Happening.END)
             else:
                 _note_on_main(environment, Happening.PREEMPTION, "saved and stopped because of a signal")

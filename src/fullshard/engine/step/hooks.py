@@ -44,10 +44,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if is_wrong and sharded_parameters(optimizer):
         raise OptimizerError(
             f"{type(optimizer).__module__}.{name} needs whole tensors and would be wrong on slices without a word",
-            hint="write fullshard.optim.Muon(model, lr=...) instead: the same arguments and numbers, each "
-            "matrix computed by one rank"
-            if "Muon" in names
-            else "use an element-wise optimizer such as AdamW, SGD or Lion",
+            hint=_in_place_of(type(optimizer), names),
         )
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -58,6 +55,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     "gets a gradient",
                     hint="make the optimizer after fully_shard, or call fullshard.repoint(optimizer)",
                 )
+
+
+def _in_place_of(cls: type, names: set[str]) -> str:
+    """The line to write in place of an optimizer that needs whole tensors."""
+    if "Muon" in names:
+        return (
+            "write fullshard.optim.Muon(model, lr=...) instead: the same arguments and numbers, each matrix computed "
+            "by one rank"
+        )
+    if "Adafactor" in names:
+        ours = "TransformersAdafactor" if cls.__module__.startswith("transformers") else "Adafactor"
+        return f"write fullshard.optim.{ours}(model.parameters(), ...) instead: the same arguments and numbers"
+    if names & {"Shampoo", "DistributedShampoo", "SOAP"}:
+        return "use fullshard.optim.Muon(model, lr=...), whose matrices are whole, or an element-wise optimizer"
+    return "use an element-wise optimizer such as AdamW, SGD or Lion"
 
 
 def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:

@@ -27,7 +27,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """An optimizer whose update of an element depends on the rest of its matrix, and that works on sharded parameters.
 
     It computes element by element with what each rank has; `WholeMatrices` has matrices computed as a whole.
+
+    Attributes:
+        whole_state: keys of state that every rank has whole, the same; all other tensors are laid out as the parameter.
     """
+
+    whole_state: frozenset[str] = frozenset()
 
 
 Give = Callable[[ShardedParameter], torch.Tensor]

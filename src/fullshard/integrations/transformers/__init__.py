@@ -36,12 +36,14 @@ if TYPE_CHECKING:
         TrainingArguments,
         sharded,
     )
+    from fullshard.integrations.transformers.ema_callback import EMACallback
 
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
     "DistillationConfig",
     "DistillationTrainer",
+    "EMACallback",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",
@@ -66,9 +68,12 @@ if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from fullshard.integrations.transformers import classes
+        if name == "EMACallback":
+            from fullshard.integrations.transformers import ema_callback as home
+        else:
+            from fullshard.integrations.transformers import classes as home
 
-        value = getattr(classes, name)
+        value = getattr(home, name)
         globals()[name] = value
         return value
 

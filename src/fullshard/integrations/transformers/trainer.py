@@ -35,11 +35,13 @@ from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.paths import local_name, local_path
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
+from fullshard.integrations.transformers.averaging import announce_averages, averaged, averages_of
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
 from fullshard.integrations.transformers.events import note_steps
 from fullshard.integrations.transformers.preemption import stop_on_signals
 from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
 from fullshard.launch.environment import run_on_main
+from fullshard.optim import TransformersAdafactor
 
 _COMPLETE = "trainer_state.json"
 _DATALOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
@@ -107,6 +109,7 @@ class ShardedTraining:
             )
         stop_on_signals(self)
         note_steps(self)
+        announce_averages(self)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _validate_args(self: Any) -> None:
@@ -134,6 +137,21 @@ class ShardedTraining:
         """One batch of an evaluation."""
         with teachers_head(self):
             return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Transformers does it; `optim="adafactor"` is the one that is right on sharded parameters."""
+        from transformers.optimization import Adafactor
+
+        made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if type(self.optimizer) is not Adafactor:
+            return made
+        self.optimizer = TransformersAdafactor(self.optimizer.param_groups, **self.optimizer.defaults)
+        return self.optimizer
+
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """All batches of an evaluation or a prediction; with the averages of an `EMACallback` that says so."""
+        with averaged(self):
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
         # Trainer logs the norm although it does not clip to it.
@@ -190,6 +208,7 @@ class ShardedTraining:
             model=self.model,
             optimizer=self.optimizer.optimizer,
             scheduler=self.lr_scheduler,
+            objects=averages_of(self),
             weights=None if self._keeps_weights_in_state() else adapter_parameter_names(self.model),
             overwrite=True,
         )
@@ -241,11 +260,17 @@ class ShardedTraining:
             model=self.model,
             optimizer=self.optimizer.optimizer,
             scheduler=self.lr_scheduler,
+            objects=averages_of(self),
             weights="none",
         )
 
     def _load_best_model(self: Any) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
+        best = self.state.best_model_checkpoint
+        self._load_from_checkpoint(best, self.model)
+        if averages := averages_of(self):  # which the best was judged by
+            checkpoint.load_checkpoint(
+                Path(best) / TRAINER_STATE, model=self.model, objects=averages, weights="none", rng=False
+            )
 
 
 def _teach_to_skip_batches() -> None:

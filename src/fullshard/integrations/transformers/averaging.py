@@ -1,0 +1,89 @@
+"""A moving average of the weights in Trainer: what its callback does, and what a Trainer asks of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import ConfigError
+from fullshard.optim import EMA
+
+
+class KeepsAverage:
+    """A callback that averages the weights after each step.
+
+    Args:
+        decay, device, key: see `fullshard.EMA`.
+        evaluates: whether Trainer evaluates and predicts with the averages.
+
+    Attributes:
+        ema: the average; None before training.
+        is_saved: whether a Trainer of ours has it, which saves it.
+    """
+
+    def __init__(
+        self,
+        decay: float | Callable[[int], float] = 0.999,
+        *,
+        evaluates: bool = True,
+        device: torch.device | str | None = None,
+        key: str = "average",
+    ) -> None:
+        self.evaluates, self.is_saved = evaluates, False
+        self._decay, self._device, self._key = decay, device, key
+        self._model: nn.Module | None = None
+        self.ema: EMA | None = None
+
+    def average_of(self, model: nn.Module) -> EMA:
+        """That of a model, made the first time."""
+        if self.ema is None or self._model is not model:
+            self._model, self.ema = model, EMA(model, self._decay, device=self._device, key=self._key)
+        return self.ema
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the average, unless a checkpoint was loaded into it.
+
+        Raises:
+            ConfigError: Transformers' own Trainer, which would not save it.
+        """
+        if not self.is_saved:
+            raise ConfigError(
+                "EMACallback in a Trainer that is not fullshard's, which would not save the average",
+                hint="import Trainer from fullshard.integrations.transformers, or use fullshard launch",
+            )
+        self.average_of(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the weights into the average."""
+        self.average_of(kwargs["model"]).update()
+
+
+def averages_of(trainer: Any) -> list[EMA]:
+    """The averages that a Trainer's callbacks keep of its model."""
+    return [each.average_of(trainer.model) for each in _callbacks(trainer)]
+
+
+def announce_averages(trainer: Any) -> None:
+    """Tell a Trainer's callbacks that their averages will be saved."""
+    for each in _callbacks(trainer):
+        each.is_saved = True
+
+
+@contextlib.contextmanager
+def averaged(trainer: Any) -> Iterator[None]:
+    """Inside, the model's weights are the averages, if a callback evaluates with them."""
+    emas = [each.ema for each in _callbacks(trainer) if each.evaluates and each.ema is not None]
+    if len(emas) > 1:
+        raise ConfigError(
+            f"{len(emas)} callbacks want to evaluate with their averages", hint="EMACallback(..., evaluates=False)"
+        )
+    with emas[0].swapped() if emas else contextlib.nullcontext():
+        yield
+
+
+def _callbacks(trainer: Any) -> list[KeepsAverage]:
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, KeepsAverage)]

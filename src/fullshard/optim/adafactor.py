@@ -1,0 +1,376 @@
+"""Adafactor, sharded: every rank sums squares over its own elements of each row and column, and few numbers travel.
+
+    every rank     sums of squared gradients by row and by column, of its own interval; of its weights as a whole
+    all ranks      one sum over the shard group of all these, rows + columns per matrix
+    every rank     averages of rows and columns, which all have whole; the direction of its own elements
+    all ranks      one sum per bucket: the norm of each direction
+    every rank     the update of its own elements
+
+Nobody needs a whole matrix, so none is sent. The state is as small as in one process: rows + columns per matrix, on
+each rank. A sum over ranks adds in another order than one process, so the numbers are the same to a rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from fullshard.core.errors import ConfigError, OptimizerError
+from fullshard.engine.bucket import bucket_of
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.step.matrices import MatrixOptimizer
+
+_ROWS, _COLUMNS, _EACH = "row_var", "col_var", "variance"
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """This rank's elements of a parameter that is a batch of matrices, as lines of whole rows.
+
+    Attributes:
+        batch, rows, columns: of the parameter.
+        first: the row that it begins in, counted over all matrices.
+        lead: elements of that row that are another rank's.
+        numel: elements of this rank.
+    """
+
+    batch: int
+    rows: int
+    columns: int
+    first: int
+    lead: int
+    numel: int
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> _Window:
+        """That of a parameter of two dims or more, sharded or not."""
+        shape = parameter.shape
+        start, stop = 0, parameter.numel()
+        if isinstance(parameter, ShardedParameter):
+            start, stop = parameter.interval.start, parameter.interval.stop
+        return cls(math.prod(shape[:-2]), shape[-2], shape[-1], start // shape[-1], start % shape[-1], stop - start)
+
+    @property
+    def count(self) -> int:
+        """Rows that it touches."""
+        return -(-(self.lead + self.numel) // self.columns)
+
+    def sums(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Sums by row, shape (batch * rows,), and by column, (batch * columns,), of this rank's elements, (n,)."""
+        by_row = values.new_zeros(self.batch * self.rows)
+        by_column = values.new_zeros(self.batch, self.columns)
+        if self.numel:
+            lines = values.new_zeros(self.count, self.columns)
+            lines.view(-1)[self.lead : self.lead + self.numel] = values
+            by_row[self.first : self.first + self.count] = lines.sum(1)
+            for matrix, own in self._matrices():
+                by_column[matrix] = lines[own].sum(0)
+        return [by_row, by_column.view(-1)]
+
+    def products(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """This rank's elements, (n,), of the outer product of rows (batch, rows, 1) and columns (batch, 1, columns)."""
+        if not self.numel:
+            return row.new_empty(0)
+        lines = row.new_empty(self.count, self.columns)
+        by_row, by_column = row.reshape(-1), column.reshape(self.batch, self.columns)
+        for matrix, own in self._matrices():
+            torch.outer(by_row[self.first + own.start : self.first + own.stop], by_column[matrix], out=lines[own])
+        return lines.view(-1)[self.lead : self.lead + self.numel]
+
+    def _matrices(self) -> Iterable[tuple[int, slice]]:
+        """Each matrix that it has a part of, and which of its lines that is."""
+        for matrix in range(self.first // self.rows, -(-(self.first + self.count) // self.rows)):
+            begin, end = matrix * self.rows - self.first, (matrix + 1) * self.rows - self.first
+            yield matrix, slice(max(0, begin), min(self.count, end))
+
+
+class Adafactor(MatrixOptimizer):
+    """Adafactor, with the arguments and numbers of `torch.optim.Adafactor` (1e-6, as sums over ranks round).
+
+    Args:
+        params: parameters, or groups of them, sharded or not.
+        lr: the largest step relative to the weights, and what weight decay is multiplied by.
+        beta2_decay: exponent of the average of squares.
+        eps: the least of the square root of the variance, None being that of the dtype; the least size of weights.
+        d: the largest root mean square of a direction.
+        weight_decay: decoupled.
+        foreach: taken for torch's sake, and changes nothing.
+        maximize: climb instead.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+
+    whole_state = frozenset({_ROWS, _COLUMNS})
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        del foreach
+        defaults = {
+            "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay,
+            "maximize": maximize,
+        }  # fmt: skip
+        optim.Adafactor([nn.Parameter(torch.empty(0))], **defaults)  # torch's own words about values
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; a collective where any is sharded."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        members = [_Member.of(p, group, self.state) for group in self.param_groups for p in group["params"]]
+        given = [member for member in members if member is not None]
+        _sum_over_ranks(given, [self._parts_of(member) for member in given])
+        by_bucket: dict[int, list[_Member]] = {}
+        for member in given:
+            by_bucket.setdefault(member.bucket, []).append(member)
+        for own in by_bucket.values():
+            directions = [self._direction(member) for member in own]
+            norms = [[direction.square().sum().view(1)] for direction in directions]
+            _sum_over_ranks(own, norms)
+            for member, direction, [square] in zip(own, directions, norms, strict=True):
+                self._apply(member, direction, math.sqrt(square.item() / member.parameter.numel()))
+        return loss
+
+    def _parts_of(self, member: _Member) -> list[torch.Tensor]:
+        """What is to be summed over the ranks; kept, so that it is there when it is."""
+        squares = member.gradient.square()
+        if eps := self._added(member):
+            squares = squares.add_(eps)
+        member.sums = [member.weights.float().square().sum().view(1)]
+        member.sums += member.window.sums(squares) if member.window is not None else []
+        return member.sums
+
+    def _direction(self, member: _Member) -> torch.Tensor:
+        """Take the squares into the averages; this rank's elements of the direction, in float32."""
+        state, window, keeps = member.state, member.window, member.weight_of_new(self._exponent(member))
+        if window is None:
+            squares = member.gradient.square()
+            variance = _flat(state[_EACH]).lerp_(squares.add_(self._added(member)).to(state[_EACH].dtype), keeps)
+            return self._of_variance(member, variance.clone())
+        by_row, by_column = member.sums[1:]
+        rows, columns = state[_ROWS], state[_COLUMNS]
+        rows.lerp_((by_row / window.columns).view(rows.shape).to(rows.dtype), keeps)
+        columns.lerp_((by_column / window.rows).view(columns.shape).to(columns.dtype), keeps)
+        return self._of_factors(member, window, rows, columns)
+
+    def _apply(self, member: _Member, direction: torch.Tensor, size: float) -> None:
+        """Decay this rank's elements, and move them by the direction, whose root mean square is `size`."""
+        group, lr = member.group, float(member.group["lr"])
+        step = max(group["eps"][1], member.size) * min(lr, 1 / math.sqrt(member.step))
+        if group["weight_decay"]:
+            member.weights.mul_(1 - lr * group["weight_decay"])
+        member.weights.add_(direction.to(member.weights.dtype), alpha=-step / max(1.0, size / group["d"]))
+
+    # -- where torch's and Transformers' numbers differ -----------------------------------------------------------
+
+    def _exponent(self, member: _Member) -> float:
+        return float(member.group["beta2_decay"])
+
+    def _added(self, member: _Member) -> float:
+        """What is added to each square."""
+        return 0.0
+
+    def _of_factors(self, member: _Member, window: _Window, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        mean = rows.mean(dim=-2, keepdim=True).clamp_(min=self._least(member))
+        return self._of_variance(member, window.products(rows / mean, columns))
+
+    def _of_variance(self, member: _Member, variance: torch.Tensor) -> torch.Tensor:
+        """The gradient over the root of its variance."""
+        gradient = -member.gradient if member.group["maximize"] else member.gradient
+        return variance.clamp_(min=self._least(member) ** 2).rsqrt_().mul_(gradient)
+
+    @staticmethod
+    def _least(member: _Member) -> float:
+        eps: float | None = member.group["eps"][0]
+        return torch.finfo(member.weights.dtype).eps if eps is None else eps
+
+
+class TransformersAdafactor(Adafactor):
+    """Adafactor, with the arguments and numbers of `transformers.optimization.Adafactor`.
+
+    Args:
+        params: parameters, or groups of them, sharded or not.
+        lr: None with `relative_step`, a number without.
+        eps: what is added to squares; the least size of weights.
+        clip_threshold: the largest root mean square of a direction.
+        decay_rate: exponent of the average of squares.
+        beta1: of an average of the updates; None: there is none.
+        weight_decay: decoupled.
+        scale_parameter: whether steps are relative to the size of the weights.
+        relative_step: whether the learning rate is found from the number of steps.
+        warmup_init: whether that begins small.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+    ) -> None:
+        if lr is not None and relative_step:
+            raise ConfigError("Adafactor: lr and relative_step=True both say how long a step is", hint="keep one")
+        if lr is None and not relative_step:
+            raise ConfigError("Adafactor: relative_step=False without lr", hint="give a learning rate")
+        if warmup_init and not relative_step:
+            raise ConfigError("Adafactor: warmup_init=True needs relative_step=True")
+        defaults = {
+            "lr": lr, "eps": eps, "clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1,
+            "weight_decay": weight_decay, "scale_parameter": scale_parameter, "relative_step": relative_step,
+            "warmup_init": warmup_init,
+        }  # fmt: skip
+        MatrixOptimizer.__init__(self, params, defaults)
+
+    def _apply(self, member: _Member, direction: torch.Tensor, size: float) -> None:
+        group, state = member.group, member.state
+        lr = group["lr"]
+        if group["relative_step"]:
+            lr = min(1e-6 * member.step if group["warmup_init"] else 1e-2, 1 / math.sqrt(member.step))
+        lr *= max(group["eps"][1], member.size) if group["scale_parameter"] else 1.0
+        update = direction.mul_(lr / max(1.0, size / group["clip_threshold"]))
+        if group["beta1"] is not None:
+            if "exp_avg" not in state:
+                state["exp_avg"] = torch.zeros_like(member.parameter.grad)  # type: ignore[arg-type]
+            average = _flat(state["exp_avg"])
+            update = average.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+        if group["weight_decay"]:
+            member.weights.mul_(1 - group["weight_decay"] * lr)
+        member.weights.sub_(update.to(member.weights.dtype))
+
+    def _exponent(self, member: _Member) -> float:
+        return float(member.group["decay_rate"])
+
+    def _added(self, member: _Member) -> float:
+        return float(member.group["eps"][0])
+
+    def _of_factors(self, member: _Member, window: _Window, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        mean = rows.mean(dim=-2, keepdim=True)
+        return window.products((rows / mean).rsqrt_(), columns.rsqrt()).mul_(member.gradient)
+
+    def _of_variance(self, member: _Member, variance: torch.Tensor) -> torch.Tensor:
+        return variance.rsqrt_().mul_(member.gradient)
+
+
+@dataclass(slots=True)
+class _Member:
+    """A parameter in a step.
+
+    Attributes:
+        parameter, group, state: as the optimizer has them.
+        weights, gradient: this rank's elements, shape (n,), the gradient in float32 at least.
+        window: None of a vector, whose squares are averaged one by one.
+        step: number of this step, from 1.
+        sums: over all ranks, once they are: squared weights, and squared gradients by row and by column.
+    """
+
+    parameter: torch.Tensor
+    group: dict[str, Any]
+    state: dict[str, Any]
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    window: _Window | None
+    step: float
+    sums: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, group: dict[str, Any], states: Any) -> _Member | None:
+        """None if it has no gradient, or no elements."""
+        sharded = parameter if isinstance(parameter, ShardedParameter) else None
+        gradient = parameter.grad if sharded is None else sharded.local_grad
+        if gradient is None or not parameter.numel():
+            return None
+        if gradient.is_sparse or parameter.is_complex():
+            raise OptimizerError(f"Adafactor: {_name(parameter)} has a sparse gradient, or is complex")
+        if sharded is not None and sharded.span.is_tiled:
+            raise OptimizerError(
+                f"Adafactor: {_name(parameter)} {tuple(parameter.shape)} is split by tensor parallelism, so no rank "
+                "has whole sums of its rows and columns",
+                hint="use AdamW with tensor parallelism",
+            )
+        state = states[parameter]
+        if not state:
+            _begin(state, parameter)
+        state["step"] += 1
+        weights = _flat(parameter)
+        window = _Window.of(parameter) if _ROWS in state else None
+        grad = gradient.detach().reshape(-1)
+        grad = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+        return cls(parameter, group, state, weights, grad, window, float(state["step"]), [])
+
+    @property
+    def bucket(self) -> int:
+        """Which bucket it is in: its id, or its own if in none."""
+        return id(bucket_of(self.parameter) if isinstance(self.parameter, ShardedParameter) else self.parameter)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks that have its other elements."""
+        return self.parameter.span.groups if isinstance(self.parameter, ShardedParameter) else ()
+
+    @property
+    def size(self) -> float:
+        """Root mean square of the weights."""
+        return math.sqrt(self.sums[0].item() / self.parameter.numel())
+
+    def weight_of_new(self, exponent: float) -> float:
+        """How much of a new square goes into an average."""
+        return float(self.step**exponent)
+
+
+def _begin(state: dict[str, Any], parameter: torch.Tensor) -> None:
+    """State before the first step; a matrix of one row or one column is a vector, which comes to the same."""
+    state["step"] = torch.tensor(0.0)
+    shape, like = list(parameter.shape), _flat(parameter)
+    if len(shape) > 1 and parameter.numel() and shape[-1] > 1 and shape[-2] > 1:
+        state[_ROWS] = like.new_zeros([*shape[:-1], 1])
+        state[_COLUMNS] = like.new_zeros([*shape[:-2], 1, shape[-1]])
+    else:
+        state[_EACH] = torch.zeros_like(parameter.detach())
+
+
+def _sum_over_ranks(members: Sequence[_Member], parts: Sequence[list[torch.Tensor]]) -> None:
+    """Sum what each member's ranks have, in place: one collective per group of ranks and device."""
+    together: dict[Any, list[torch.Tensor]] = {}
+    for member, tensors in zip(members, parts, strict=True):
+        for group in member.groups:
+            together.setdefault((group, member.weights.device), []).extend(tensors)
+    for (group, _), held in together.items():
+        flat = torch.cat(held)
+        dist.all_reduce(flat, group=group)
+        for tensor, summed in zip(held, flat.split_with_sizes([t.numel() for t in held]), strict=True):
+            tensor.copy_(summed)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements, a view, shape (n,)."""
+    return tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach().view(-1)
+
+
+def _name(parameter: torch.Tensor) -> str:
+    return str(getattr(parameter, "name", None) or "a parameter")
