@@ -294,7 +294,7 @@ def trained(output: str, resumes: bool) -> tuple[list[float], list[float], dict[
     from fullshard.integrations.transformers import EMACallback
 
     callback = EMACallback(0.5)
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     made = trainers.trainer(
         trainers.build("tied"),
         trainers.arguments(output, **settings),

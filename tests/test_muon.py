@@ -244,7 +244,7 @@ def check_nan_guard() -> None:
         optimizer.step()
     after = parameters(model), optimizer_state(model, optimizer)
     for old, new in zip(before, after, strict=True):
-        assert all(torch.equal(old[name], new[name]) for name in old)  # type: ignore[arg-type, index]
+        assert all(torch.equal(old[name], new[name]) for name in old)  # type: ignore[arg-type]
 
 
 def test_gradients_that_are_not_finite() -> None:
@@ -253,7 +253,7 @@ def test_gradients_that_are_not_finite() -> None:
 
 def check_offloaded(policies: list[str]) -> dict[str, float]:
     """Main weights on the host, or the momentum: the same bits, of Muon, of Adafactor and of averages."""
-    found = {}
+    found: dict[str, float] = {}
     for name, make in (("muon", lambda m: Muon(m, lr=0.01)), ("adafactor", adafactor)):
         records = []
         for policy in (None, *policies):

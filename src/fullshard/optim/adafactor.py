@@ -123,7 +123,7 @@ class Adafactor(MatrixOptimizer):
         maximize: bool = False,
     ) -> None:
         del foreach
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay,
             "maximize": maximize,
         }  # fmt: skip
@@ -137,10 +137,10 @@ class Adafactor(MatrixOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        members = [_Member.of(p, group, self.state) for group in self.param_groups for p in group["params"]]
+        members = [_Updated.of(p, group, self.state) for group in self.param_groups for p in group["params"]]
         given = [member for member in members if member is not None]
         _sum_over_ranks(given, [self._parts_of(member) for member in given])
-        by_bucket: dict[int, list[_Member]] = {}
+        by_bucket: dict[int, list[_Updated]] = {}
         for member in given:
             by_bucket.setdefault(member.bucket, []).append(member)
         for own in by_bucket.values():
@@ -151,7 +151,7 @@ class Adafactor(MatrixOptimizer):
                 self._apply(member, direction, math.sqrt(square.item() / member.parameter.numel()))
         return loss
 
-    def _parts_of(self, member: _Member) -> list[torch.Tensor]:
+    def _parts_of(self, member: _Updated) -> list[torch.Tensor]:
         """What is to be summed over the ranks; kept, so that it is there when it is."""
         squares = member.gradient.square()
         if eps := self._added(member):
@@ -160,7 +160,7 @@ class Adafactor(MatrixOptimizer):
         member.sums += member.window.sums(squares) if member.window is not None else []
         return member.sums
 
-    def _direction(self, member: _Member) -> torch.Tensor:
+    def _direction(self, member: _Updated) -> torch.Tensor:
         """Take the squares into the averages; this rank's elements of the direction, in float32."""
         state, window, keeps = member.state, member.window, member.weight_of_new(self._exponent(member))
         if window is None:
@@ -173,7 +173,7 @@ class Adafactor(MatrixOptimizer):
         columns.lerp_((by_column / window.rows).view(columns.shape).to(columns.dtype), keeps)
         return self._of_factors(member, window, rows, columns)
 
-    def _apply(self, member: _Member, direction: torch.Tensor, size: float) -> None:
+    def _apply(self, member: _Updated, direction: torch.Tensor, size: float) -> None:
         """Decay this rank's elements, and move them by the direction, whose root mean square is `size`."""
         group, lr = member.group, float(member.group["lr"])
         step = max(group["eps"][1], member.size) * min(lr, 1 / math.sqrt(member.step))
@@ -183,24 +183,24 @@ class Adafactor(MatrixOptimizer):
 
     # -- where torch's and Transformers' numbers differ -----------------------------------------------------------
 
-    def _exponent(self, member: _Member) -> float:
+    def _exponent(self, member: _Updated) -> float:
         return float(member.group["beta2_decay"])
 
-    def _added(self, member: _Member) -> float:
+    def _added(self, member: _Updated) -> float:
         """What is added to each square."""
         return 0.0
 
-    def _of_factors(self, member: _Member, window: _Window, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def _of_factors(self, member: _Updated, window: _Window, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         mean = rows.mean(dim=-2, keepdim=True).clamp_(min=self._least(member))
         return self._of_variance(member, window.products(rows / mean, columns))
 
-    def _of_variance(self, member: _Member, variance: torch.Tensor) -> torch.Tensor:
+    def _of_variance(self, member: _Updated, variance: torch.Tensor) -> torch.Tensor:
         """The gradient over the root of its variance."""
         gradient = -member.gradient if member.group["maximize"] else member.gradient
         return variance.clamp_(min=self._least(member) ** 2).rsqrt_().mul_(gradient)
 
     @staticmethod
-    def _least(member: _Member) -> float:
+    def _least(member: _Updated) -> float:
         eps: float | None = member.group["eps"][0]
         return torch.finfo(member.weights.dtype).eps if eps is None else eps
 
@@ -247,7 +247,7 @@ class TransformersAdafactor(Adafactor):
         }  # fmt: skip
         MatrixOptimizer.__init__(self, params, defaults)
 
-    def _apply(self, member: _Member, direction: torch.Tensor, size: float) -> None:
+    def _apply(self, member: _Updated, direction: torch.Tensor, size: float) -> None:
         group, state = member.group, member.state
         lr = group["lr"]
         if group["relative_step"]:
@@ -263,22 +263,22 @@ class TransformersAdafactor(Adafactor):
             member.weights.mul_(1 - group["weight_decay"] * lr)
         member.weights.sub_(update.to(member.weights.dtype))
 
-    def _exponent(self, member: _Member) -> float:
+    def _exponent(self, member: _Updated) -> float:
         return float(member.group["decay_rate"])
 
-    def _added(self, member: _Member) -> float:
+    def _added(self, member: _Updated) -> float:
         return float(member.group["eps"][0])
 
-    def _of_factors(self, member: _Member, window: _Window, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def _of_factors(self, member: _Updated, window: _Window, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         mean = rows.mean(dim=-2, keepdim=True)
         return window.products((rows / mean).rsqrt_(), columns.rsqrt()).mul_(member.gradient)
 
-    def _of_variance(self, member: _Member, variance: torch.Tensor) -> torch.Tensor:
+    def _of_variance(self, member: _Updated, variance: torch.Tensor) -> torch.Tensor:
         return variance.rsqrt_().mul_(member.gradient)
 
 
 @dataclass(slots=True)
-class _Member:
+class _Updated:
     """A parameter in a step.
 
     Attributes:
@@ -299,7 +299,7 @@ class _Member:
     sums: list[torch.Tensor]
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, group: dict[str, Any], states: Any) -> _Member | None:
+    def of(cls, parameter: torch.Tensor, group: dict[str, Any], states: Any) -> _Updated | None:
         """None if it has no gradient, or no elements."""
         sharded = parameter if isinstance(parameter, ShardedParameter) else None
         gradient = parameter.grad if sharded is None else sharded.local_grad
@@ -354,7 +354,7 @@ def _begin(state: dict[str, Any], parameter: torch.Tensor) -> None:
         state[_EACH] = torch.zeros_like(parameter.detach())
 
 
-def _sum_over_ranks(members: Sequence[_Member], parts: Sequence[list[torch.Tensor]]) -> None:
+def _sum_over_ranks(members: Sequence[_Updated], parts: Sequence[list[torch.Tensor]]) -> None:
     """Sum what each member's ranks have, in place: one collective per group of ranks and device."""
     together: dict[Any, list[torch.Tensor]] = {}
     for member, tensors in zip(members, parts, strict=True):
