@@ -212,8 +212,13 @@ def _second_step(
     return (gather, reduce, replicate), seconds
 
 
-def transformers_model(values: dict[str, Any]) -> Callable[[], nn.Module]:
-    """Builds what a `config.json` describes: a causal language model, or one with an encoder and a decoder."""
+def transformers_model(values: dict[str, Any], *, attention: str = "sdpa") -> Callable[[], nn.Module]:
+    """Builds what a `config.json` describes: a causal language model, or one with an encoder and a decoder.
+
+    Args:
+        values: what the file says.
+        attention: what computes it, by Transformers' name.
+    """
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
 
     def build() -> nn.Module:
@@ -225,7 +230,7 @@ def transformers_model(values: dict[str, Any]) -> Callable[[], nn.Module]:
             kind = transformers.AutoModelForSeq2SeqLM
         else:
             kind = transformers.AutoModelForSpeechSeq2Seq
-        model: nn.Module = kind.from_config(config, attn_implementation="sdpa")
+        model: nn.Module = kind.from_config(config, attn_implementation=attention)
         return model
 
     return build

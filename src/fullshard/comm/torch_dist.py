@@ -135,7 +135,8 @@ class NativeCollectives(Collectives):
         if how.packing is not None:
             return self._reduce_packed(full, how, how.packing)
         own = own_interval(full, self.rank, self.size)
-        if torch_private.backend_of(self.group, full.device) is None:
+        is_python = torch_private.backend_of(self.group, full.device) is None
+        if is_python and not getattr(self.group, "is_in_order", False):
             own = torch.empty_like(own)  # Python's may write it while others still read what this rank gives
         return dividing(reduce_scatter_single(own, full, group=self.group, async_op=True), own, how)
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.values import has_values
 from fullshard.core.errors import ConfigError, NonFiniteError
 from fullshard.engine.parameter import ShardedParameter
 
@@ -93,7 +94,7 @@ class FiniteGuard:
 
     def watch(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
         """Look at a part of a sum of gradients; see `comm.base.Watch`."""
-        if self.policy == "off" or part.is_meta or not part.numel():
+        if self.policy == "off" or not part.numel() or not has_values(part.device):
             return
         is_plain = part.dtype in (torch.float32, torch.float64)
         square = torch.dot(part, part) if is_plain else torch.linalg.vector_norm(part)
@@ -127,7 +128,7 @@ class FiniteGuard:
 
     def announce(self) -> None:
         """Tell the other ranks whether this one has seen any. Each does at the end of each backward; nobody waits."""
-        if self.policy == "off" or self._mesh.device.type == "meta":  # there, numbers are neither
+        if self.policy == "off" or not has_values(self._mesh.device):
             return
         if self._message is not None and self._message[1] is not None:
             self._message[1].wait()

@@ -1,0 +1,93 @@
+"""What an operation costs: the larger of its FLOP and its bytes, each at the speed that training reaches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from fullshard.plan.hardware import Device
+
+aten = torch.ops.aten
+
+_NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach,
+              aten.lift_fresh, aten._local_scalar_dense, aten.record_stream, aten.set_, aten.resize_}  # fmt: skip
+"""Allocate, or look at a tensor, and launch nothing."""
+
+_LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
+"""Read as much as they write, whatever the size of what they look it up in."""
+
+_ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, aten._foreach_copy_, aten._foreach_zero_}
+"""Their first argument is not read."""
+
+
+@functools.cache
+def is_view(operation: Any) -> bool:
+    """Whether it returns what it was given, unchanged."""
+    if operation.overloadpacket in _NO_KERNEL:
+        return True
+    returns = operation._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """All tensors in arguments or results."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any, device: Device) -> float:
+    """What it takes of the device, if it has it to itself."""
+    kind = operation.overloadpacket
+    flops = _flops(operation, given, named, made)
+    peak = device.flops_fp32 if _is_wide(given) else device.flops
+    moved = _moved(kind, operation.name(), given, named, made)
+    return max(flops / (peak * device.efficiency), moved / (device.memory_bandwidth * device.link_efficiency))
+
+
+def _flops(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
+    kind = operation.overloadpacket
+    if kind is aten._grouped_mm:  # each row with one expert's weights; or the gradient of those
+        rows, inner = given[0].shape[-2:]
+        return 2.0 * int(rows) * int(inner) * int(given[1].shape[-1])
+    formula = flop_registry.get(kind)
+    if formula is None:
+        return 0.0
+    flops = float(formula(*given, **named, out_val=made))
+    if "attention" in operation.name() and _is_causal(operation, given, named):
+        flops /= 2
+    return flops
+
+
+def _is_causal(operation: Any, given: Sequence[Any], named: dict[str, Any]) -> bool:
+    for value, argument in zip(given, operation._schema.arguments, strict=False):
+        if argument.name == "is_causal":
+            return bool(value)
+    return bool(named.get("is_causal", False))
+
+
+def _is_wide(given: Sequence[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in given)
+
+
+def _moved(kind: Any, name: str, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
+    written = {id(t): t for t in tensors_of(made)}
+    read = {id(t): t for t in tensors_of((given, list(named.values())))}
+    if kind in _LOOKUPS:
+        return 2.0 * sum(map(_nbytes, written.values()))
+    if name == "fsdp::all_gather_copy_in":  # torch's, into a part of what it returns
+        return 2.0 * sum(map(_nbytes, given[0]))
+    if kind in _ONLY_WRITTEN:
+        targets = {id(t) for t in tensors_of(given[:1])}
+        return float(sum(map(_nbytes, tensors_of(given[:1])))) + sum(
+            _nbytes(t) for key, t in read.items() if key not in targets
+        )
+    return float(sum(map(_nbytes, [*read.values(), *written.values()])))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Of what it has in memory: one that is expanded has less than its shape says."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

@@ -1,0 +1,337 @@
+"""An accelerator without data: tensors are on the meta device, and what is done to them takes the clocks' time.
+
+While it runs it sees every operation of torch (a dispatch mode), knows which memory is there (storages that operations
+make, that are resized, and that die), and gives streams and events with torch's methods. Nothing above it is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import _op_schema
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.virtual import costs
+from benchmarks.virtual.allocator import Allocator, Block
+from benchmarks.virtual.clock import DEVICE, Clock, Stream, Task
+from fullshard.comm.values import answered
+from fullshard.core.events import Event, EventKind
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.time import CONTENTION, STEP_LATENCY
+from fullshard.plan.traffic import carried
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Seconds of the host, assumed: what PyTorch's eager mode takes in Python, the dispatcher, autograd and the driver.
+
+    Attributes:
+        launch: of an operation with a kernel.
+        view: of one without.
+        collective: of launching one.
+        message: of a message between hosts that all ranks wait for, per doubling of their number.
+    """
+
+    launch: float = 6e-6
+    view: float = 1.5e-6
+    collective: float = 25e-6
+    message: float = 30e-6
+
+
+class VirtualEvent:
+    """A moment of a stream, with the methods of `torch.Event`."""
+
+    def __init__(self, device: VirtualDevice, task: Task | None = None) -> None:
+        self._device, self._task = device, task
+
+    def record(self, stream: VirtualStream | None = None) -> VirtualEvent:
+        """Now, on the current stream or another."""
+        self._task = (stream or self._device.current).queue.last
+        return self
+
+    def wait(self, stream: VirtualStream | None = None) -> None:
+        """Have a stream wait for it."""
+        (stream or self._device.current).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return self._device.clock.is_over(self._task)
+
+    def synchronize(self) -> None:
+        """Have the host wait for it."""
+        self._device.clock.block(self._task)
+
+
+class VirtualStream:
+    """A stream with the methods of `torch.Stream`; within it as a context it is the current one."""
+
+    def __init__(self, device: VirtualDevice, name: str) -> None:
+        self._device, self.queue = device, device.clock.stream(name)
+        self._before: list[VirtualStream] = []
+
+    def wait_event(self, event: VirtualEvent) -> None:
+        """What comes later waits for it."""
+        self._device.clock.have_wait(self.queue, event._task)
+
+    def wait_stream(self, other: VirtualStream) -> None:
+        """What comes later waits for all that is in the other by now."""
+        self._device.clock.have_wait(self.queue, other.queue.last)
+
+    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
+        """This moment."""
+        return (event or VirtualEvent(self._device)).record(self)
+
+    def query(self) -> bool:
+        """Whether all of it is over."""
+        return self._device.clock.is_over(self.queue.last)
+
+    def synchronize(self) -> None:
+        """Have the host wait for it."""
+        self._device.clock.block(self.queue.last)
+
+    def __enter__(self) -> VirtualStream:
+        self._before.append(self._device.current)
+        self._device.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._device.current = self._before.pop()
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What a storage has of the device."""
+
+    block: Block | None
+    stream: Stream
+    death: weakref.ref[Any] | None = None
+    users: list[Stream] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """What was so far when a record began."""
+
+    time: float = 0.0
+    blocked: float = 0.0
+    launches: int = 0
+    collectives: int = 0
+    allocated: int = 0
+
+
+class VirtualDevice(TorchDispatchMode):
+    """One rank's device.
+
+    Args:
+        cluster: of which it is one.
+        host: what the host takes.
+
+    Attributes:
+        clock, memory: of it.
+        current: the stream that operations go to.
+        launches: operations with a kernel so far.
+        curve: (host's seconds, allocated bytes) at each change.
+        phase: what a task is launched for.
+        begin: of what is recorded.
+    """
+
+    def __init__(self, cluster: Cluster, host: HostCosts | None = None) -> None:
+        super().__init__()
+        self.cluster, self.host = cluster, host or HostCosts()
+        self.clock = Clock(CONTENTION)
+        self.memory = Allocator(cluster.device.memory - cluster.device.framework)
+        self.current = self.default = VirtualStream(self, "compute")
+        self.launches = self.collectives = 0
+        self.curve: list[tuple[float, int]] = []
+        self.phase = ""
+        self.begin = _Begin()
+        self._known: dict[int, _Memory] = {}
+        self._imagined = 0
+        self._leaving: list[tuple[_Memory, list[Task]]] = []
+
+    def begin_record(self) -> None:
+        """From now on count peaks, and keep the curve of memory."""
+        self.memory.reset_peaks()
+        self.curve.clear()
+        self.begin = _Begin(self.clock.host, self.clock.blocked, self.launches, self.collectives, self.memory.allocated)
+
+    @contextlib.contextmanager
+    def at(self, phase: str) -> Iterator[None]:
+        """What is launched within it is for `phase`."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def note_event(self, event: Event) -> None:
+        """The engine is at a unit now: a sink of its events."""
+        if event.kind in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN):
+            self.phase = f"{self.phase.partition(' ')[0]} {event.unit}"
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        if self._imagined or any(issubclass(kind, FakeTensor) for kind in types):  # somebody wants to know a shape
+            return function(*given, **named)
+        if any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types):
+            return NotImplemented  # a subclass takes it apart first
+        if function is torch.ops.aten._local_scalar_dense.default:
+            if given[0].is_meta:
+                self.clock.block(self.current.queue.last)
+                return 0.0 if given[0].is_floating_point() else 0
+            return function(*given, **named)
+        made = function(*given, **named)
+        outputs = costs.tensors_of(made)
+        if not any(t.is_meta for t in outputs) and not any(t.is_meta for t in costs.tensors_of(given)):
+            return made
+        if costs.is_view(function):
+            self.clock.host += self.host.view
+        else:
+            self.run(
+                str(function.overloadpacket._qualified_op_name),
+                costs.seconds(function, given, named, made, self.cluster.device),
+            )
+        for tensor in outputs:
+            self._note(tensor, given)
+        return made
+
+    def run(self, name: str, work: float) -> Task:
+        """A kernel on the current stream."""
+        self.clock.host += self.host.launch
+        self.launches += 1
+        return self.clock_task(name, DEVICE, work)
+
+    def clock_task(self, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
+        """Anything on the current stream."""
+        task = self.clock.launch(self.current.queue, name, resource, work, latency)
+        task.phase = self.phase
+        return task
+
+    # -- collectives --------------------------------------------------------------------------------------------
+
+    def collective_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
+        """Which link, seconds of it, and latency of an all-gather or reduce-scatter (twice: an all-reduce)."""
+        device = self.cluster.device
+        inside, across = carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
+        inside /= device.link * device.link_efficiency
+        across /= device.network * device.link_efficiency
+        return (
+            "link" if inside >= across else "link between hosts",
+            max(inside, across),
+            times * (ranks - 1) * STEP_LATENCY,
+        )
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def _note(self, tensor: torch.Tensor, given: Any) -> None:
+        if not tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known or any(
+            other.untyped_storage()._cdata == storage._cdata for other in costs.tensors_of(given)
+        ):
+            return
+        self._take(storage, storage.nbytes())
+
+    def _take(self, storage: Any, nbytes: int) -> None:
+        self._collect()
+        key = storage._cdata
+        memory = self._known.get(key)
+        if memory is None:
+            memory = self._known[key] = _Memory(None, self.current.queue)
+            memory.death = weakref.ref(storage, lambda _: self._die(key))
+        memory.block, memory.stream = self.memory.take(nbytes, self.current.queue), self.current.queue
+        self.curve.append((self.clock.host, self.memory.allocated))
+
+    def _die(self, key: int) -> None:
+        memory = self._known.pop(key, None)
+        if memory is not None:
+            self._give(memory)
+
+    def _give(self, memory: _Memory) -> None:
+        tasks = [stream.last for stream in memory.users if stream.last is not None]
+        memory.users = []
+        if tasks:
+            self._leaving.append((_Memory(memory.block, memory.stream), tasks))
+        else:
+            self.memory.give(memory.block)
+        memory.block = None
+        self.curve.append((self.clock.host, self.memory.allocated))
+
+    def _collect(self) -> None:
+        """What other streams have used and are done with."""
+        while self._leaving and all(map(self.clock.is_over, self._leaving[0][1])):
+            self.memory.give(self._leaving.pop(0)[0].block)
+
+    def resize(self, storage: Any, nbytes: int) -> None:
+        """A storage is about to have another size."""
+        memory = self._known.get(storage._cdata)
+        if memory is not None and memory.block is not None:
+            self._give(memory)
+        self._take(storage, nbytes)
+
+    def used_by(self, tensor: torch.Tensor, stream: VirtualStream) -> None:
+        """`tensor.record_stream(stream)`."""
+        memory = self._known.get(tensor.untyped_storage()._cdata)
+        if memory is not None and stream.queue is not memory.stream and stream.queue not in memory.users:
+            memory.users.append(stream.queue)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[VirtualDevice]:
+        """Within it the meta device is this one."""
+        storages: Any = torch.UntypedStorage
+        tensors: Any = torch.Tensor
+        resize, record = storages.resize_, tensors.record_stream
+
+        def resize_(storage: Any, nbytes: int) -> Any:
+            if storage.device.type == "meta":
+                self.resize(storage, nbytes)
+            return resize(storage, nbytes)
+
+        def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+            if isinstance(stream, VirtualStream):
+                self.used_by(tensor, stream)
+            else:
+                record(tensor, stream)
+
+        storages.resize_, tensors.record_stream = resize_, record_stream
+        try:
+            with self._knowing_shapes(), self, answered():
+                yield self
+        finally:
+            storages.resize_, tensors.record_stream = resize, record
+
+    @contextlib.contextmanager
+    def _knowing_shapes(self) -> Iterator[None]:
+        """Within it, what torch makes to learn a shape is no memory: fake tensors, and DTensor's on the meta device."""
+        places: list[tuple[Any, str]] = [
+            (FakeTensorMode, "__torch_dispatch__"),
+            (_op_schema, "_rebuild_tensor_from_dtensor_meta"),
+        ]
+        before = [getattr(place, name) for place, name in places]
+
+        def imagined(function: Any) -> Any:
+            def imagine(*given: Any) -> Any:
+                self._imagined += 1
+                try:
+                    return function(*given)
+                finally:
+                    self._imagined -= 1
+
+            return imagine
+
+        for (place, name), function in zip(places, before, strict=True):
+            setattr(place, name, imagined(function))
+        try:
+            yield
+        finally:
+            for (place, name), function in zip(places, before, strict=True):
+                setattr(place, name, function)

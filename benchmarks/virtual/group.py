@@ -1,0 +1,130 @@
+"""Process groups of the virtual device, with NCCL's order: one collective of a communicator after the other.
+
+This rank's part is played; the others do the same at the same time. Collectives that are asked for without `async_op`
+run on the current stream, others on one of the communicator's own, as in torch's process group for NCCL. Tensors of the
+CPU are messages between hosts, which the host waits for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from benchmarks.virtual.clock import Task
+from benchmarks.virtual.device import VirtualDevice, VirtualStream
+
+_c10d: Any = torch._C._distributed_c10d
+
+
+class VirtualWork(_c10d.Work):
+    """A collective under way, and what must outlive it."""
+
+    def __init__(self, device: VirtualDevice, task: Task | None, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._device, self._task, self._tensors = device, task, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Have the current stream wait."""
+        self._device.clock.have_wait(self._device.current.queue, self._task)
+        self._tensors = []
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._device.clock.is_over(self._task)
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+
+class VirtualGroup(_c10d.ProcessGroup):
+    """One communicator.
+
+    Args:
+        device: whose clocks it takes.
+        name: for people.
+        rank, size: this rank's place in it.
+        stride: how far apart its ranks are.
+
+    Attributes:
+        title: of its stream.
+        sent_nbytes: bytes that this rank would have sent.
+        is_in_order: nothing is written before all ranks have read what they need of it.
+    """
+
+    is_in_order = True
+
+    def __init__(self, device: VirtualDevice, name: str, rank: int, size: int, stride: int = 1) -> None:
+        super().__init__(rank, size)
+        self._device, self._members, self._stride = device, size, stride
+        self.name = self.title = name
+        self._stream: VirtualStream | None = None
+        self._last: Task | None = None
+        self.sent_nbytes = 0
+
+    def getBackendName(self) -> str:
+        """For torch."""
+        return "virtual"
+
+    @property
+    def group_name(self) -> str:
+        """For torch."""
+        return self.name
+
+    def _meet(self, what: str, whole: list[torch.Tensor], options: Any, *, times: int = 1) -> VirtualWork:
+        """A collective of all that `whole` has, over the ranks."""
+        device, nbytes = self._device, sum(t.nbytes for t in whole)
+        if whole and not whole[0].is_meta:
+            device.clock.host += device.host.message * math.ceil(math.log2(max(2, self._members)))
+            return VirtualWork(device, None, [])
+        self.sent_nbytes += times * (nbytes // self._members) * (self._members - 1)
+        device.collectives += 1
+        device.clock.host += device.host.collective
+        stream = device.current
+        is_async = bool(getattr(options, "asyncOp", True))
+        if is_async:
+            self._stream = self._stream or VirtualStream(device, self.title)
+            stream = self._stream
+            stream.wait_stream(device.current)
+        device.clock.have_wait(stream.queue, self._last)
+        resource, work, latency = device.collective_cost(nbytes, self._members, stride=self._stride, times=times)
+        with stream:
+            self._last = device.clock_task(what, resource, work, latency)
+        return VirtualWork(device, self._last, whole if is_async else [])
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        """See `torch.distributed`."""
+        return self._meet("all-reduce", tensors, options, times=2)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        """See `torch.distributed`."""
+        return self._meet("broadcast", tensors, options)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Any:
+        """See `torch.distributed`. Between hosts all say the same."""
+        for output in outputs[0]:
+            output.copy_(inputs[0])
+        return self._meet("all-gather", outputs[0], options)
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> Any:
+        """See `torch.distributed`."""
+        return self._meet("all-gather", [output], options)
+
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> Any:
+        """See `torch.distributed`."""
+        return self._meet("reduce-scatter", [given], options)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, given: torch.Tensor, source: list[int], to: list[int], options: Any = None
+    ) -> Any:
+        """See `torch.distributed`."""
+        return self._meet("all-to-all", [output], options)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """See `torch.distributed`."""
+        return self._meet("barrier", [torch.zeros(1)], opts)
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single

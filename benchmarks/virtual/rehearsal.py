@@ -1,0 +1,66 @@
+"""A step of fullshard in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.virtual.attention import register
+from benchmarks.virtual.device import HostCosts, VirtualDevice
+from benchmarks.virtual.ranks import name_groups, playing
+from benchmarks.virtual.step import Batch, fused_optimizers, last_step
+from benchmarks.virtual.timeline import Timeline
+from fullshard.api.simulation import _shard, transformers_model
+from fullshard.comm.mesh import init_mesh
+from fullshard.core.errors import ConfigError
+from fullshard.engine import meta_parameters
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.job import Job
+
+
+def time_step(
+    values: dict[str, Any], job: Job, cluster: Cluster, *, rank: int = 0, host: HostCosts | None = None
+) -> Timeline:
+    """A step of the engine in virtual time: as one of many ranks, on devices that are not there.
+
+    Args:
+        values: what the model's `config.json` says; a causal language model.
+        job: how it is trained: whole models, in bfloat16 or float32, with AdamW, nothing on the host, no packing.
+        cluster: the devices.
+        rank: which of them to be.
+        host: what the host takes.
+
+    Raises:
+        ConfigError: a job that cannot be timed.
+    """
+    untimed = {
+        "method": job.method != "full",
+        "offload": bool(job.on_host) or job.offload_activations,
+        "compile": job.compile,
+        "step_in_backward": job.step_in_backward,
+        "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
+    }
+    if refused := [name for name, is_refused in untimed.items() if is_refused]:
+        raise ConfigError(
+            f"no virtual time with {', '.join(refused)} = {', '.join(str(getattr(job, name)) for name in refused)}",
+            hint="leave them out, or ask fullshard plan",
+        )
+    if not 0 <= rank < cluster.count:
+        raise ConfigError(f"rank {rank} of {cluster.count} ranks", hint="ranks count from 0")
+    with meta_parameters():
+        model = transformers_model({**values, **_positions(values, job)}, attention=register())().float()
+    device = VirtualDevice(cluster, host)
+    with playing(device, rank, cluster.count), fused_optimizers():
+        mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, job.shard_size)[1], device=torch.device("meta"))
+        name_groups(mesh)
+        _shard(model, job, mesh, device.note_event)
+        batch = Batch(job.micro_batch, job.seq_len, job.accumulation)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        return last_step(device, model, optimizer, batch)
+
+
+def _positions(values: dict[str, Any], job: Job) -> dict[str, int]:
+    """As many as the job has tokens in a sequence."""
+    name = "n_positions" if "n_positions" in values else "max_position_embeddings"
+    return {name: max(job.seq_len, values.get(name, 0))}

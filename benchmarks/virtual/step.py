@@ -1,0 +1,96 @@
+"""Runs steps of a sharded model on the virtual device, and says what the last one took."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.virtual.clock import DEVICE
+from benchmarks.virtual.device import VirtualDevice
+from benchmarks.virtual.timeline import Slice, Timeline, joined, length
+
+STEPS = 2
+"""The first makes the optimizer's state and learns the order of units; the second is like all that follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Token ids of one micro-batch, and how often it comes in a step."""
+
+    sequences: int
+    tokens: int
+    accumulation: int = 1
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        """A forward of a causal language model and its loss."""
+        ids = torch.zeros(self.sequences, self.tokens, dtype=torch.long, device="meta")
+        places = torch.arange(self.tokens, device="meta")[None]
+        logits = model(input_ids=ids, position_ids=places).logits
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+
+def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Timeline:
+    """Train for `STEPS` steps, each of which begins when the one before is over, as if the loss were read."""
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            device.begin_record()
+        for _ in range(batch.accumulation):
+            with device.at("forward"):
+                loss = batch.loss(model)
+            with device.at("backward"):
+                loss.backward()
+            del loss
+        with device.at("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        launched = device.clock.host
+        blocked = device.clock.blocked
+        device.clock.block_all()
+    return _timeline(device, launched, blocked)
+
+
+def _timeline(device: VirtualDevice, launched: float, blocked: float) -> Timeline:
+    begin = device.begin
+    clock, memory = device.clock, device.memory
+    slices = [
+        Slice(s.name, t.name, t.phase, t.resource, t.launched - begin.time, t.start - begin.time, t.end - begin.time)
+        for s in clock.streams
+        for t in s.tasks
+        if t.resource and t.launched >= begin.time
+    ]
+    kernels = joined((s.start, s.end) for s in slices if s.resource == DEVICE)
+    sent = joined((s.start, s.end) for s in slices if s.resource != DEVICE)
+    return Timeline(
+        seconds=clock.host - begin.time,
+        compute=length(kernels),
+        communication=length(sent),
+        exposed=length(joined([*kernels, *sent])) - length(kernels),
+        host=launched - begin.time - (blocked - begin.blocked),
+        blocked=blocked - begin.blocked,
+        launches=device.launches - begin.launches,
+        collectives=device.collectives - begin.collectives,
+        peak_allocated=memory.peak_allocated,
+        peak_reserved=memory.peak_reserved,
+        state=begin.allocated,
+        capacity=int(memory.capacity),
+        slices=slices,
+        memory=[(moment - begin.time, nbytes) for moment, nbytes in device.curve],
+    )
+
+
+@contextlib.contextmanager
+def fused_optimizers() -> Iterator[None]:
+    """Within it torch's optimizers may be fused on the meta device, as on what it stands for."""
+    place: Any = importlib.import_module("torch.optim.optimizer")
+    devices = place._get_fused_kernels_supported_devices
+    place._get_fused_kernels_supported_devices = lambda: [*devices(), "meta"]
+    try:
+        yield
+    finally:
+        place._get_fused_kernels_supported_devices = devices

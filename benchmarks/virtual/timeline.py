@@ -1,0 +1,157 @@
+"""A step in virtual time: its figures, a trace for Perfetto or chrome://tracing, and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.virtual.clock import DEVICE
+from fullshard.core.errors import ConfigError
+from fullshard.core.imports import import_extra
+from fullshard.observe.files import write_text
+
+MIB, GIB = 2**20, 2**30
+FORMATS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What ran on a stream.
+
+    Attributes:
+        stream, name: for people.
+        phase: what the engine was at when it was launched.
+        resource: what it took (`virtual.clock`).
+        launched, start, end: seconds since the step began.
+    """
+
+    stream: str
+    name: str
+    phase: str
+    resource: str
+    launched: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step.
+
+    Attributes:
+        seconds: from the first launch to the end of the last task.
+        compute: seconds in which a kernel runs.
+        communication: seconds in which something is sent, beside computing or not.
+        exposed: those of them in which no kernel runs.
+        host: seconds until the host has launched everything, without `blocked`.
+        blocked: seconds that the host waits for the device before that.
+        launches, collectives: of the host.
+        peak_allocated, peak_reserved: bytes on the device.
+        state: bytes allocated before the step.
+        capacity: bytes of the device that programs may have.
+        slices: what ran.
+        memory: (seconds, bytes allocated) by the host's clock.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    host: float
+    blocked: float
+    launches: int
+    collectives: int
+    peak_allocated: int
+    peak_reserved: int
+    state: int
+    capacity: int
+    slices: Sequence[Slice]
+    memory: Sequence[tuple[float, int]]
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which nothing runs: the device waits for the host."""
+        return self.seconds - self.compute - self.exposed
+
+    def figures(self) -> dict[str, float | int]:
+        """All but the slices, for a record."""
+        names = ("seconds", "compute", "communication", "exposed", "idle", "host", "blocked", "launches", "collectives",
+                 "peak_allocated", "peak_reserved", "state")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    def write_trace(self, path: Path) -> None:
+        """Write it in Chrome's trace format, which Perfetto reads, too."""
+        streams = list(dict.fromkeys(piece.stream for piece in self.slices))
+        events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "virtual time"}}]
+        for number, stream in enumerate(streams):
+            events.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": stream}})
+        events += [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": streams.index(piece.stream),
+                "name": piece.name,
+                "cat": piece.resource,
+                "ts": piece.start * 1e6,
+                "dur": (piece.end - piece.start) * 1e6,
+                "args": {"unit": piece.phase, "launched, us": piece.launched * 1e6},
+            }
+            for piece in self.slices
+        ]
+        for moment, nbytes in self.memory:
+            values = {"MiB": round(nbytes / MIB)}
+            events.append({"ph": "C", "pid": 0, "name": "allocated", "ts": moment * 1e6, "args": values})
+        write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def draw(self, path: Path) -> None:
+        """Draw streams over time, and memory below, into a picture.
+
+        Raises:
+            ConfigError: a file name that does not end in `.png`, `.svg` or `.pdf`.
+            MissingExtraError: matplotlib is not installed.
+        """
+        if path.suffix.lower() not in FORMATS:
+            raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(FORMATS)}")
+        import_extra("matplotlib", extra="plots", purpose="drawing a timeline")
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+        streams = list(dict.fromkeys(piece.stream for piece in self.slices))
+        for row, stream in enumerate(streams):
+            for is_sent, color in ((False, "C0"), (True, "C3")):
+                spans = joined((p.start, p.end) for p in self.slices if p.stream == stream and is_sent is _is_sent(p))
+                above.broken_barh([(1e3 * a, 1e3 * (b - a)) for a, b in spans], (row - 0.4, 0.8), color=color)
+        above.set_yticks(range(len(streams)), streams)
+        above.invert_yaxis()
+        above.set_title(
+            f"{1e3 * self.seconds:.0f} ms: computing {1e3 * self.compute:.0f}, exposed communication "
+            f"{1e3 * self.exposed:.0f}, idle {1e3 * self.idle:.0f}"
+        )
+        below.step([1e3 * m for m, _ in self.memory], [n / GIB for _, n in self.memory], where="post", linewidth=1)
+        below.set_ylabel("GiB allocated\n(as the host launches)")
+        below.set_xlabel("milliseconds")
+        figure.savefig(path, dpi=150)
+
+
+def _is_sent(piece: Slice) -> bool:
+    return piece.resource != DEVICE
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of spans, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that spans which do not overlap have."""
+    return sum(end - start for start, end in spans)

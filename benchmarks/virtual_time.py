@@ -1,0 +1,234 @@
+"""Steps of fullshard and of torch's engines in virtual time: the same models, devices, costs, allocator and launches.
+
+    python -m benchmarks.virtual_time [--cases 8B-8 70B-64 ...] [--engines fullshard fsdp2]
+
+Each engine's own code runs, unchanged, on `benchmarks.virtual`: kernels, collectives and launches take what a model
+of the device says, and memory comes from a model of torch's caching allocator. One unit per transformer layer, bfloat16
+with float32 main weights, reduction and optimizer state, torch's fused AdamW; the host waits at the end of each step.
+Writes `benchmarks/results/virtual-time.json`, case by case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.record import RESULTS
+from benchmarks.virtual.attention import register
+from benchmarks.virtual.device import HostCosts, VirtualDevice, VirtualEvent, VirtualStream
+from benchmarks.virtual.ranks import name_groups, playing
+from benchmarks.virtual.step import Batch, fused_optimizers, last_step
+from fullshard.api.simulation import NoWeights, transformers_model
+from fullshard.comm.mesh import init_mesh
+from fullshard.core.sizes import GIB
+from fullshard.engine import MixedPrecisionPolicy, keep_head, meta_parameters, shard_model
+from fullshard.engine.materialize import WEIGHTS
+from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.library import MODELS
+from fullshard.wrap.policies import checkpoint_modules, embedding_modules, unit_modules
+
+RECORD = RESULTS / "virtual-time.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is trained on what.
+
+    Attributes:
+        model: a name in `plan.library`.
+        devices: how many of what.
+        tokens: of the one sequence of a rank.
+        checkpointing: whether layers are recomputed.
+        lora: rank of adapters on all linear layers of a frozen model in bfloat16; 0: everything is trained.
+        apart: whether the embedding and the head are units of their own, in all engines.
+    """
+
+    model: str
+    devices: str
+    tokens: int
+    checkpointing: bool
+    lora: int = 0
+    apart: bool = False
+
+
+_PLACES = {
+    "8B-8": ("Llama-3.1-8B", "8xH100", 4096, 0),
+    "8B-64": ("Llama-3.1-8B", "64xH100", 4096, 0),
+    "70B-64": ("Llama-3.1-70B", "64xH100", 2048, 0),
+    "70B-1024": ("Llama-3.1-70B", "1024xH100", 2048, 0),
+    "lora-70B-8": ("Llama-3.1-70B", "8xH100", 1024, 16),
+    "mixtral-16": ("Mixtral-8x7B", "16xH100", 2048, 0),
+}
+CASES = {
+    name + ("-checkpointed" if again else "") + ("-apart" if apart else ""): Case(
+        model, devices, tokens, bool(again), lora, bool(apart)
+    )
+    for name, (model, devices, tokens, lora) in _PLACES.items()
+    for again in (0, 1)
+    for apart in (0, 1)
+}
+
+
+class Handle:
+    """What torch's engines ask of the module of a device, `torch.cuda` for CUDA."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+
+    def Stream(self, *_: Any, **__: Any) -> VirtualStream:
+        return VirtualStream(self._device, f"stream {len(self._device.clock.streams)}")
+
+    def Event(self, *_: Any, **__: Any) -> VirtualEvent:
+        return VirtualEvent(self._device)
+
+    def current_stream(self, *_: Any) -> VirtualStream:
+        return self._device.current
+
+    def stream(self, stream: VirtualStream) -> VirtualStream:
+        return stream
+
+    def synchronize(self, *_: Any) -> None:
+        self._device.clock.block_all()
+
+    def set_device(self, *_: Any) -> None:
+        """There is one."""
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+
+@contextlib.contextmanager
+def handle_for(device: VirtualDevice) -> Iterator[None]:
+    """Within it torch's engines find the device where they look for one."""
+    torch.meta = Handle(device)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del torch.meta  # type: ignore[attr-defined]
+
+
+def build(case: Case) -> nn.Module:
+    """The model on the meta device: it stands for one that has its weights."""
+    values = {**MODELS[case.model], "max_position_embeddings": 131072}
+    with meta_parameters():
+        model = transformers_model(values, attention=register())()
+        model = model.to(torch.bfloat16) if case.lora else model.float()
+        if case.lora:
+            model = _adapted(model, case.lora)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+    return model
+
+
+def _adapted(model: nn.Module, rank: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=True)
+    return adapted
+
+
+def _parts(model: nn.Module, case: Case) -> tuple[list[nn.Module], tuple[nn.Module, ...]]:
+    units = [unit for unit in unit_modules(model) if unit is not model]
+    apart = embedding_modules(model) if case.apart else ()
+    if case.checkpointing:
+        checkpoint_modules(model, units, reentrant=False, selective=False)
+    return units, apart
+
+
+def with_fullshard(model: nn.Module, case: Case) -> nn.Module:
+    """Sharded as `Accelerator` does it."""
+    units, apart = _parts(model, case)
+    model.__dict__[WEIGHTS] = NoWeights()
+    mesh = init_mesh(device=torch.device("meta"))
+    name_groups(mesh)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard_model(model, unit_modules=[*units, *apart], strategy="FULL_SHARD", mesh=mesh, mp_policy=policy)
+    if apart:
+        keep_head(apart[1])
+    return model
+
+
+def with_fsdp2(model: nn.Module, case: Case) -> nn.Module:
+    """Sharded as torch's documentation does it: layer by layer, then the whole."""
+    units, apart = _parts(model, case)
+    mesh = init_device_mesh("meta", (torch.distributed.get_world_size(),))
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": TorchPolicy(torch.bfloat16, torch.float32)}
+    for unit in units:
+        fully_shard(unit, **settings)
+    for number, unit in enumerate(apart):  # the head is wanted again at once
+        fully_shard(unit, **settings, reshard_after_forward=number == 0)
+    fully_shard(model, **settings)
+    return model
+
+
+ENGINES: dict[str, Callable[[nn.Module, Case], nn.Module]] = {"fullshard": with_fullshard, "fsdp2": with_fsdp2}
+
+
+@contextlib.contextmanager
+def values_are_there() -> Iterator[None]:
+    """Torch's engine does not refuse parameters for being on the meta device."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    check = FSDPParamGroup._validate_no_meta_params
+    FSDPParamGroup._validate_no_meta_params = lambda _: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
+
+
+def measure(engine: str, case: Case) -> dict[str, float | int]:
+    """A step's figures."""
+    cluster = parse_cluster(case.devices)
+    device = VirtualDevice(cluster)
+    model = build(case)
+    with playing(device, 0, cluster.count), handle_for(device), values_are_there(), fused_optimizers():
+        model = ENGINES[engine](model, case)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        return last_step(device, model, optimizer, Batch(1, case.tokens)).figures()
+
+
+def main() -> None:
+    """Run cases and record them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    arguments = parser.parse_args()
+    for name in arguments.cases:
+        for engine in arguments.engines:
+            figures = measure(engine, CASES[name])
+            gc.collect()
+            record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+            record["host"] = asdict(HostCosts())
+            entry = record.setdefault("cases", {}).setdefault(name, {"case": asdict(CASES[name])})
+            entry[engine] = figures
+            RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            ms = {key: f"{1e3 * figures[key]:.1f} ms" for key in ("seconds", "exposed", "idle", "host")}
+            gib = {key: f"{figures[key] / GIB:.2f} GiB" for key in ("peak_allocated", "peak_reserved")}
+            print(name, engine, *(f"{key} {value}" for key, value in {**ms, **gib}.items()), sep="  ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Whether a tensor's numbers can be asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_answering: list[None] = []
+
+
+def has_values(device: torch.device) -> bool:
+    """Whether reading a number there gives one: not on the meta device, unless somebody answers for it."""
+    return device.type != "meta" or bool(_answering)
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """Within it somebody does: what is asked of an accelerator is asked of the meta device, too (`api.virtual`)."""
+    _answering.append(None)
+    try:
+        yield
+    finally:
+        _answering.pop()

@@ -1,0 +1,134 @@
+"""Virtual time: clocks and allocator by themselves, and steps of the real engine on them.
+
+pytest tests/test_virtual_time.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.virtual.allocator import MIB, Allocator
+from benchmarks.virtual.clock import DEVICE, Clock
+from benchmarks.virtual.device import HostCosts
+from benchmarks.virtual.rehearsal import time_step
+from fullshard.core.errors import ConfigError
+from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.job import Job
+from fullshard.plan.library import MODELS
+
+SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2,
+         "vocab_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
+FEW = Job.of({"seq_len": 1024})
+
+
+def test_a_stream_is_in_order_and_streams_are_beside_one_another() -> None:
+    clock = Clock()
+    one, two = clock.stream("one"), clock.stream("two")
+    first = clock.launch(one, "a", DEVICE, 1.0)
+    sent = clock.launch(two, "gather", "link", 3.0, latency=0.5)
+    clock.have_wait(one, sent)
+    last = clock.launch(one, "b", DEVICE, 1.0)
+    clock.block_all()
+    assert (first.start, first.end, sent.end, last.start, last.end) == (0.0, 1.0, 3.5, 3.5, 4.5)
+    assert (clock.host, clock.blocked) == (4.5, 4.5)
+
+
+def test_what_shares_a_resource_shares_its_speed_and_a_collective_slows_kernels() -> None:
+    clock = Clock(contention=0.5)
+    gather, reduce, compute = (clock.stream(name) for name in ("gather", "reduce", "compute"))
+    first = clock.launch(gather, "gather", "link", 1.0)
+    second = clock.launch(reduce, "reduce", "link", 2.0)
+    kernel = clock.launch(compute, "a", DEVICE, 3.0)
+    clock.block_all()
+    assert (first.end, second.end) == (2.0, 3.0)
+    assert kernel.end == pytest.approx(4.0)  # 3 s beside a collective are 2 s of its work
+
+
+def test_nothing_begins_before_the_host_has_launched_it() -> None:
+    clock = Clock()
+    stream = clock.stream("one")
+    clock.host = 2.0
+    task = clock.launch(stream, "a", DEVICE, 1.0)
+    assert not clock.is_over(task)
+    clock.host = 3.5
+    assert clock.is_over(task)
+    assert (task.start, clock.blocked) == (2.0, 0.0)
+
+
+def test_memory_is_taken_again_by_the_stream_it_belongs_to() -> None:
+    memory = Allocator()
+    block = memory.take(30 * MIB, "a")
+    memory.give(block)
+    small = memory.take(12 * MIB, "a")
+    rest = memory.take(18 * MIB, "a")
+    assert memory.reserved == 30 * MIB
+    memory.take(12 * MIB, "b")
+    assert (memory.reserved, memory.segments) == (42 * MIB, 2)
+    memory.give(rest)
+    memory.give(small)
+    assert memory.take(30 * MIB, "a") is not None  # one block again
+    assert (memory.reserved, memory.peak_allocated) == (42 * MIB, 42 * MIB)
+
+
+def test_segments_go_back_before_the_device_is_full() -> None:
+    memory = Allocator(capacity=100 * MIB)
+    memory.give(memory.take(60 * MIB, "a"))
+    memory.take(60 * MIB, "b")
+    assert memory.reserved == 60 * MIB
+
+
+def test_a_step_waits_for_its_links_and_is_within_memory() -> None:
+    """Slower links are more exposed, and nothing else is different."""
+    cluster = parse_cluster("8xH100")
+    slow = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, link=cluster.device.link / 50))
+    fast, late = time_step(SMALL, FEW, cluster), time_step(SMALL, FEW, slow)
+    assert late.exposed > 5 * fast.exposed
+    assert late.seconds > fast.seconds
+    assert (late.peak_allocated, late.launches) == (fast.peak_allocated, fast.launches)
+    parameters = 2 * 4096 * 1024 + 2 * (1024 * 1024 * 3 + 3 * 1024 * 2816)
+    # float32 weights, two of AdamW's, and gradients, which go when the next forward begins
+    assert fast.state == pytest.approx(parameters / 8 * 16, rel=0.02)
+    # Three units, of which the root is gathered once; and one collective says that all gradients were finite.
+    assert fast.collectives == 2 + 2 + 1 + 3 + 1
+    assert fast.seconds == pytest.approx(fast.compute + fast.exposed + fast.idle)
+    assert fast.peak_allocated <= fast.peak_reserved
+
+
+def test_prefetching_hides_gathers() -> None:
+    slow = parse_cluster("16xRTX4090")
+    ahead = time_step(SMALL, FEW, slow)
+    late = time_step(
+        SMALL, Job.of({"seq_len": 1024, "forward_prefetch": False, "backward_prefetch": "NO_PREFETCH"}), slow
+    )
+    assert late.exposed > ahead.exposed
+
+
+def test_the_message_about_what_was_used_hides_behind_the_device() -> None:
+    """The host waits for the other hosts once in a backward, and has launched that far ahead of the device."""
+    job, cluster = Job.of({"seq_len": 16384}), parse_cluster("8xH100")
+    without, usual = (time_step(SMALL, job, cluster, host=HostCosts(message=cost)) for cost in (0.0, 300e-6))
+    assert usual.host == pytest.approx(without.host + 3 * 300e-6)
+    assert usual.seconds == pytest.approx(without.seconds, rel=1e-9)
+
+
+def test_a_trace_and_a_picture(tmp_path: Path) -> None:
+    step = time_step(SMALL, FEW, parse_cluster("4xA100-80"))
+    step.write_trace(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {"compute", "gather", "reduce", "all ranks"}
+    last = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
+    assert last == pytest.approx(step.seconds * 1e6)
+    pytest.importorskip("matplotlib")
+    step.draw(tmp_path / "step.svg")
+    assert "milliseconds" in (tmp_path / "step.svg").read_text()
+
+
+@pytest.mark.parametrize("settings", [{"offload": True}, {"method": "lora"}, {"optimizer": "muon"}])
+def test_what_has_no_virtual_time_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="no virtual time with"):
+        time_step(SMALL, Job.of(settings), parse_cluster("8xH100"))
