@@ -220,7 +220,7 @@ def test_the_median_error_is_small() -> None:
     assert statistics.median([*memory, *speed]) <= 0.10
 
 
-@pytest.mark.parametrize("row", foundry()[::16], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", foundry()[::30], ids=lambda row: row.name)
 def test_long_sequences(row: Speed) -> None:
     """A few of those that `test_speeds_by_length_of_sequence` compares."""
     assert abs(predicted_speed(row) / row.published - 1) < 0.30
