@@ -352,12 +352,12 @@ def test_every_flag_of_the_page_is_understood() -> None:
 
 
 def test_the_page_names_every_flag() -> None:
-    from fullshard.recipes.sft_arguments import NO_EFFECT, RENAMED, DataArguments, ModelArguments
+    from fullshard.recipes.sft_arguments import NO_EFFECT, OWN, RENAMED
 
     text = (Path(__file__).parent.parent / "docs" / "sft.md").read_text(encoding="utf-8")
     table = text.partition("## Flags")[2].partition("## Data")[0]
     named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
-    own = {f.name for cls in (ModelArguments, DataArguments) for f in dataclasses.fields(cls)}
+    own = {f.name for cls in OWN for f in dataclasses.fields(cls)}
     assert named == own | RENAMED.keys() | NO_EFFECT.keys()
 
 

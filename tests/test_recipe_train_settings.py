@@ -199,9 +199,11 @@ def test_console_prints_every_and_reports(run: Run, capfd: pytest.CaptureFixture
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_extras_are_written_when_wanted(run: Run, tmp_path: Path) -> None:
-    run(tensorboard=True, export=True, plot=True, sample_tokens=3, prompt="line 1")
+    run(profile=True, profile_steps="2-3", tensorboard=True, export=True, plot=True, sample_tokens=3, prompt="line 1")
     output = tmp_path / "out"
     assert list((output / "tensorboard").glob("events.*"))
+    names = [entry["name"] for entry in json.loads((output / "profile" / "trace.json").read_text())["traceEvents"]]
+    assert [names.count(f"backward {unit}") for unit in ("model.layers.0", "model.layers.1")] == [2, 2], "of two steps"
     run("named", log_with="tensorboard")
     assert list((tmp_path / "named" / "tensorboard").glob("events.*"))
     assert (output / "sample.txt").read_text().startswith("line 1")

@@ -14,6 +14,7 @@ from fullshard.api.options import ProfileKwargs
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
+from fullshard.observe import add_rows, marked, merge_traces
 
 
 class Reporting(Checkpointing):
@@ -86,20 +87,26 @@ class Reporting(Checkpointing):
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:
-        """Profile what is inside, on every rank.
+        """Profile what is inside, on every rank. The engine's events are rows of the traces, with a range per unit.
 
         Args:
             profile_handler: `ProfileKwargs`, Accelerate's or fullshard's; default: the one in `kwargs_handlers`. With
-                its `output_trace_dir` every rank leaves a trace `profile_{rank}.json` there.
+                its `output_trace_dir` every rank leaves a trace `profile_{rank}.json` there, and rank 0 one of all
+                ranks whose traces it finds there, `trace.json`.
         """
         handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with _profiler(handler) as profiler:
+        with marked(self._models), _profiler(handler) as profiler:
             yield profiler
         if handler.output_trace_dir is not None:
             directory = Path(handler.output_trace_dir)
             directory.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
+            traces = [directory / f"profile_{rank}.json" for rank in range(self.num_processes)]
+            own = traces[self.process_index]
+            profiler.export_chrome_trace(str(own))
+            add_rows(own)
             self.wait_for_everyone()
+            if self.is_main_process:
+                merge_traces([path for path in traces if path.is_file()], directory / "trace.json")
 
     def _finish_trackers(self) -> None:
         for tracker in self.trackers:

@@ -139,6 +139,8 @@ class TrainArguments(View):
         "dvclive",
     )
     tensorboard: bool = Field(False, description="Write TensorBoard events too: --log-with tensorboard")
+    profile: bool = Field(False, description="Profile a few steps: a trace per rank and one of all, for Perfetto")
+    profile_steps: str = Field("3-5", description="The steps to profile, counted from the first of this process")
     plot: bool = Field(True, description="Draw the loss curve")
     export: bool = Field(True, description="Write the model as a Hugging Face directory")
     prompt: str = Field("def __init__(self", description="What the sample text begins with")
@@ -206,6 +208,7 @@ class TrainArguments(View):
             )
         if unknown := [name for name in self.trackers if name not in PACKAGES]:
             raise ConfigError(f"--log-with: no tracker {unknown[0]!r}", hint=f"there are {', '.join(PACKAGES)}")
+        values.step_range(self.profile_steps)
         if self.resume not in ("auto", "never") and self.overwrite:
             raise ConfigError("--overwrite removes the checkpoints that --resume wants to continue from")
         super().check()

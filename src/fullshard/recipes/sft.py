@@ -22,6 +22,7 @@ from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.launch.preemption import should_stop
 from fullshard.optim import MatrixRule, Muon
 from fullshard.recipes.hub import Hub, pushing_later, say
+from fullshard.recipes.profiling import StepProfile, profiled
 from fullshard.recipes.sft_arguments import DataArguments, ModelArguments, SFTArguments, read_arguments
 
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -55,6 +56,9 @@ def run(arguments: SFTArguments) -> Any:
     """
     trainer = make_trainer(arguments)
     hub = Hub(trainer)
+    if arguments.watch.profile:
+        directory = Path(arguments.training.output_dir) / "profile"
+        trainer.add_callback(profiled(StepProfile(trainer.accelerator, arguments.watch.profile_steps, directory, say)))
     trainer.train(resume_from_checkpoint=_resume(arguments.training.resume_from_checkpoint))
     if should_stop():
         say("stopped by a signal, with a checkpoint; --resume_from_checkpoint True goes on from there")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config.trackers import require_trackers
+from fullshard.config.values import step_range
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_name
 
@@ -59,12 +60,26 @@ class DataArguments:
     splits: str = field(default="train,test", metadata={"help": "Splits: those named like train, and for evaluation."})
 
 
+@dataclass
+class WatchArguments:
+    """What is looked at while it trains."""
+
+    profile: bool = field(
+        default=False, metadata={"help": "Profile a few steps: a trace per rank and one of all, for Perfetto."}
+    )
+    profile_steps: str = field(
+        default="3-5", metadata={"help": "The steps to profile, counted from the first of this process."}
+    )
+
+
 NO_EFFECT = {
     "loss_chunk": "TRL computes the loss of some tokens at a time by itself",
     "append_concat_token": "TRL puts the end-of-sequence token between packed texts",
     "add_special_tokens": "TRL's tokenisation decides on special tokens",
     "bnb_4bit_quant_storage_dtype": "quantised weights are sharded as bytes, whatever the dtype around them",
 }
+OWN = (ModelArguments, DataArguments, WatchArguments)
+"""Groups of flags besides TRL's."""
 RENAMED = {
     "max_seq_len": "max_length",
     "max_seq_length": "max_length",
@@ -81,13 +96,14 @@ class SFTArguments:
     """Everything a run is told.
 
     Attributes:
-        model, data: see the classes.
+        model, data, watch: see the classes.
         training: TRL's `SFTConfig`, made for fullshard's engine.
         uses_muon: `--optim muon`, which Transformers does not name.
     """
 
     model: ModelArguments
     data: DataArguments
+    watch: WatchArguments
     training: Any
     uses_muon: bool = False
 
@@ -110,7 +126,7 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
 def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFTArguments:
     """The arguments from values by flag name; see `read_arguments`."""
     config = _sft_config()
-    known = {f.name for cls in (ModelArguments, DataArguments, config) for f in fields(cls) if f.init}
+    known = {f.name for cls in (*OWN, config) for f in fields(cls) if f.init}
     taken: dict[str, Any] = {}
     problems = []
     for written, value in values.items():
@@ -152,11 +168,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def flags() -> dict[str, str]:
     """Every flag with a line of help; TRL's are read out of its source: importing it would take seconds."""
-    found = {
-        f"--{field.name}": str(field.metadata["help"])
-        for kind in (ModelArguments, DataArguments)
-        for field in fields(kind)
-    }
+    found = {f"--{field.name}": str(field.metadata["help"]) for kind in OWN for field in fields(kind)}
     for package, file in _CONFIG_SOURCES:
         spec = importlib.util.find_spec(package)
         for place in (spec and spec.submodule_search_locations) or ():
@@ -210,9 +222,9 @@ def _parse(values: dict[str, Any], config: type) -> SFTArguments:
     reentrant = str(values.get("use_reentrant", "false")).lower() in _TRUE
     values.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": reentrant})
     words = [w for name, value in values.items() for w in (f"--{name}", _text(value))]
-    parser = transformers.HfArgumentParser((ModelArguments, DataArguments, config), allow_abbrev=False)
+    parser = transformers.HfArgumentParser((*OWN, config), allow_abbrev=False)
     try:
-        model, data, training = parser.parse_args_into_dataclasses(words)
+        model, data, watch, training = parser.parse_args_into_dataclasses(words)
     except (SystemExit, ValueError) as error:
         raise ConfigError(f"the settings are not accepted: {error}") from error
     if model.chat_template_format not in ("none", "chatml", "zephyr"):
@@ -223,6 +235,7 @@ def _parse(values: dict[str, Any], config: type) -> SFTArguments:
         raise ConfigError(
             "merge_dir without adapters: there is nothing to merge", hint="the whole model is saved to output_dir"
         )
+    step_range(watch.profile_steps)
     require_trackers(training.report_to, "--report_to")
     for group, names in (
         (model, ("model_name_or_path", "merge_dir")),
@@ -232,7 +245,7 @@ def _parse(values: dict[str, Any], config: type) -> SFTArguments:
         for name in names:
             if (written := getattr(group, name)) is not None:
                 setattr(group, name, local_name(written))
-    return SFTArguments(model, data, training)
+    return SFTArguments(model, data, watch, training)
 
 
 def _text(value: Any) -> str:

@@ -47,6 +47,7 @@ from fullshard.recipes.data import TrainingData, prepare_data
 from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
 from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.planned import job_values, plan_run
+from fullshard.recipes.profiling import StepProfile
 from fullshard.recipes.resume import find_checkpoints, load_newest, roll_back, save
 from fullshard.wrap.chunked_loss import use_chunked_loss
 
@@ -226,7 +227,7 @@ def _train_steps(
     tokens = arguments.batch_size * arguments.seq_len
     rate, stood_still, skipped = RateMeter(), 0.0, 0
     reset_memory_peak(trainer.device)
-    with AsyncSaver() as saver:
+    with _profile(trainer, arguments, console) as profile, AsyncSaver() as saver:
         if arguments.async_save:
             saver.reserve([(trainer.model, trainer.optimizer.optimizer)])
         step, rollbacks = first_step, 0
@@ -236,6 +237,7 @@ def _train_steps(
             if (written := saver.check()) is not None:
                 console.say(f"checkpoint: {written}")
             begin = time.perf_counter()
+            profile.begin_step()
             try:
                 result = trainer.step(step - 1)
             except NonFiniteError as error:
@@ -245,6 +247,7 @@ def _train_steps(
                     raise
                 step = _roll_back(error, trainer, arguments, data, saver, step=step, console=console)
                 continue
+            profile.end_step()
             skipped += trainer.optimizer.step_was_skipped
             loss_sum, data_wait, memory = sum_over_ranks(result, memory_nbytes(trainer.device), trainer.environment)
             metrics = StepMetrics(
@@ -280,6 +283,15 @@ def _train_steps(
         if (written := saver.wait()) is not None:
             console.say(f"checkpoint: {written}")
     return step if step < arguments.steps else None
+
+
+@contextlib.contextmanager
+def _profile(trainer: Trainer, arguments: TrainArguments, console: Console) -> Iterator[StepProfile]:
+    """What profiles the steps inside that are to be profiled."""
+    steps = arguments.profile_steps if arguments.profile else None
+    profile = StepProfile(trainer.accelerator, steps, arguments.output_dir / "profile", console.say)
+    yield profile
+    profile.close()
 
 
 def _roll_back(
