@@ -208,8 +208,8 @@ def test_extras_are_written_when_wanted(run: Run, tmp_path: Path) -> None:
     assert list((tmp_path / "named" / "tensorboard").glob("events.*"))
     assert (output / "sample.txt").read_text().startswith("line 1")
     run("bare")
-    present = {path.name for path in (tmp_path / "bare").iterdir()}
-    kept = {"arguments.json", "checkpoints", "data", "environment.json", "metrics.jsonl", "plan.json", "tokenizer"}
+    present = {path.stem for path in (tmp_path / "bare").iterdir() if path.is_file()}
+    kept = {"arguments", "environment", "metrics", "plan", "settings", "events"}
     assert present == kept
 
 

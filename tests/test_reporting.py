@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fullshard.api import Accelerator, ProfileKwargs
 from fullshard.core.errors import ConfigError
-from fullshard.engine import fully_shard
+from fullshard.engine import shard_model
 from fullshard.observe import add_rows
 from tests.distributed import preload, run_ranks
 
@@ -148,7 +148,7 @@ def _profiled(directory: str) -> tuple[list[str], list[Any]]:
     heard: list[Any] = []
     accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=directory)])
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model = accelerator.prepare(fully_shard(plain, event_sink=heard.append))
+    model = accelerator.prepare(shard_model(plain, unit_modules=[], event_sink=heard.append))
     with accelerator.profile():
         accelerator.backward(model(torch.ones(2, 4)).sum())
     during = [str(event.kind) for event in heard]

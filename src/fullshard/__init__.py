@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from accelerate import is_rich_available as is_rich_available
     from accelerate import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from accelerate import load_checkpoint_in_model as load_checkpoint_in_model
-    from accelerate import notebook_launcher as notebook_launcher
     from accelerate import synchronize_rng_states as synchronize_rng_states
 
     from fullshard import optim
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         accelerate,
         skip_first_batches,
     )
+    from fullshard.api.notebooks import notebook_launcher
     from fullshard.api.planning import plan_model
     from fullshard.api.planning import plan_model as plan
     from fullshard.checkpoint import from_pretrained, stream_weights
@@ -105,6 +105,7 @@ __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "fully_shard",
     "meta_parameters",
     "no_sync",
+    "notebook_launcher",
     "optim",
     "plan",
     "plan_model",
@@ -131,6 +132,7 @@ _HOMES = {
     "EMA": "fullshard.optim",
     **dict.fromkeys(_ENGINE, "fullshard.engine"),
     **dict.fromkeys(("from_pretrained", "stream_weights"), "fullshard.checkpoint"),
+    "notebook_launcher": "fullshard.api.notebooks",
     "plan_model": "fullshard.api.planning",
     "record_events": "fullshard.launch.journal",
     "should_stop": "fullshard.launch.preemption",

@@ -43,7 +43,7 @@ NAMES = {
 ACCELERATES_OWN = (
     "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model",
     "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available",
-    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher", "synchronize_rng_states",
+    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "synchronize_rng_states",
 )  # fmt: skip
 """Names that have nothing to do with how a model is trained, or that ask Accelerate's state, which is told."""
 

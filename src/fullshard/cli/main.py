@@ -27,6 +27,7 @@ COMMANDS: dict[str, type[TyperCommand] | type[TyperGroup]] = {
     "simulate": TyperCommand,
     "config": TyperGroup,
     "ckpt": TyperGroup,
+    "report": TyperCommand,
     "doctor": TyperCommand,
 }
 """The subcommands in the order of the help page. Each is a module of this package with a function of the same name, a

@@ -49,6 +49,7 @@ class Console:
         if self.plan is not None:
             write_text(arguments.output_dir / "plan.json", json.dumps(self.plan.as_dict(), indent=2) + "\n")
         write_text(arguments.output_dir / "environment.json", json.dumps(_environment(accelerator), indent=2) + "\n")
+        write_text(arguments.output_dir / "settings.json", json.dumps(_settings(arguments), indent=2) + "\n")
         # But TensorBoard, whose events are cut back wherever a run goes on from: a sink of its own.
         accelerator.init_trackers(
             arguments.output_dir.name,
@@ -110,4 +111,16 @@ def _environment(accelerator: Accelerator) -> dict[str, Any]:
         "host": socket.gethostname(),
         "device": cuda.name(device) if device.type == "cuda" else device.type,
         "ranks": accelerator.num_processes,
+    }
+
+
+def _settings(arguments: TrainArguments) -> dict[str, Any]:
+    """Every flag with its value, and whether it is the default."""
+    values = arguments.model_dump(mode="json")
+    return {
+        TrainArguments.spelled(name): {
+            "value": values[name],
+            "origin": "default" if getattr(arguments, name) == field.default else "given",
+        }
+        for name, field in TrainArguments.model_fields.items()
     }

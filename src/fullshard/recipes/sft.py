@@ -20,6 +20,7 @@ from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.launch.preemption import should_stop
+from fullshard.observe.report import write_report
 from fullshard.optim import MatrixRule, Muon
 from fullshard.recipes.hub import Hub, pushing_later, say
 from fullshard.recipes.profiling import StepProfile, profiled
@@ -60,6 +61,8 @@ def run(arguments: SFTArguments) -> Any:
         directory = Path(arguments.training.output_dir) / "profile"
         trainer.add_callback(profiled(StepProfile(trainer.accelerator, arguments.watch.profile_steps, directory, say)))
     trainer.train(resume_from_checkpoint=_resume(arguments.training.resume_from_checkpoint))
+    trainer.save_state()
+    _report(Path(arguments.training.output_dir))
     if should_stop():
         say("stopped by a signal, with a checkpoint; --resume_from_checkpoint True goes on from there")
         return trainer
@@ -69,6 +72,13 @@ def run(arguments: SFTArguments) -> Any:
         merge(arguments.model, trainer)
     hub.push()
     return trainer
+
+
+def _report(output: Path) -> None:
+    """Write `report.html` where pictures can be drawn."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        run_on_main(read_rank_environment(), lambda: write_report([output], output / "report.html"))
+        say(f"report: {output / 'report.html'}")
 
 
 def make_trainer(arguments: SFTArguments) -> Any:

@@ -38,6 +38,7 @@ from fullshard.observe import (
     reset_memory_peak,
     write_text,
 )
+from fullshard.observe.report import write_report
 from fullshard.optim import MatrixRule, Muon
 from fullshard.plan.job import Job
 from fullshard.recipes.arguments import TrainArguments
@@ -88,6 +89,10 @@ def train(arguments: TrainArguments) -> None:
             else:
                 _note_on_main(environment, Happening.PREEMPTION, "saved and stopped because of a signal")
                 console.say(f"stopped by a signal after step {stopped_at}; the same command goes on from there")
+            if arguments.plot:
+                path = arguments.output_dir / "report.html"
+                run_on_main(environment, lambda: write_report([arguments.output_dir], path))
+                console.say(f"report: {path}")
     if dist.is_initialized() and not joined_before:
         dist.destroy_process_group()
 

@@ -1,0 +1,50 @@
+"""Training from a notebook: Accelerate's launcher, told beforehand what a forked process could not mend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.core.errors import ConfigError
+from fullshard.core.imports import import_extra
+
+
+def notebook_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None, **options: Any
+) -> None:
+    """Run a function of a notebook in several processes of this host, forked from it, as ranks of one job.
+
+    Args:
+        function: makes the Accelerator, the model and everything else; a cell may hold it.
+        args: for it.
+        num_processes: how many ranks.
+        options: further ones of Accelerate's function: `mixed_precision`, `use_port`, `max_restarts`, ...
+
+    Raises:
+        ConfigError: the notebook has used a device, or is a rank of a job itself: what is forked from it could not.
+        MissingExtraError: Accelerate is not installed.
+    """
+    accelerate = import_extra("accelerate", extra="sft", purpose="notebook_launcher")
+    if num_processes is not None and num_processes > 1:
+        if torch.cuda.is_initialized():
+            raise ConfigError(
+                "notebook_launcher: this notebook has used CUDA, which processes forked from it cannot use any more",
+                hint="restart it, and touch the device only inside the function",
+            )
+        if dist.is_initialized():
+            raise ConfigError(
+                "notebook_launcher: this notebook is a rank of a job already (an Accelerator or init_process_group)",
+                hint="restart it, and make the Accelerator only inside the function",
+            )
+        function = functools.partial(_forked, function)
+    accelerate.notebook_launcher(function, tuple(args), num_processes, **options)
+
+
+def _forked(function: Callable[..., Any], *args: Any) -> Any:
+    # Threads that torch has started in the notebook are not in this process, and what waited for them would hang.
+    torch.set_num_threads(1)
+    return function(*args)

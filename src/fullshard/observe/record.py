@@ -1,0 +1,126 @@
+"""What runs have left in their directories, read for a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fullshard.core.errors import DataError
+from fullshard.core.journal import read_journal
+from fullshard.core.paths import local_path
+from fullshard.observe.sinks import read_metrics
+
+_TRAINER_STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run.
+
+    Attributes:
+        name: of its directory, or more of the path where several runs have the same.
+        directory: where it was.
+        steps: of each step what is known of `StepMetrics`, by name; the steps of Trainer are those it has logged.
+        plan: what `plan.json` holds; empty without one.
+        settings: of each flag the value and where it came from.
+        environment: what it ran on.
+        events: of the journal, in order.
+        checkpoints: those that are there: name, bytes, files, ranks.
+    """
+
+    name: str
+    directory: Path
+    steps: list[dict[str, Any]]
+    plan: dict[str, Any]
+    settings: dict[str, tuple[Any, str]]
+    environment: dict[str, Any]
+    events: list[dict[str, Any]]
+    checkpoints: list[dict[str, Any]]
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps, and the values of one field at them; steps without a value are left out."""
+        found = [(step["step"], step[name]) for step in self.steps if step.get(name) is not None]
+        return [step for step, _ in found], [float(value) for _, value in found]
+
+    def memory(self) -> tuple[list[int], list[float]]:
+        """Steps, and the bytes of the fullest rank."""
+        found = [(step["step"], max(step["memory_nbytes"])) for step in self.steps if step.get("memory_nbytes")]
+        return [step for step, _ in found], [float(value) for _, value in found]
+
+    def seconds(self) -> float | None:
+        """From the first event to the last; None where nothing was noted."""
+        times = [datetime.fromisoformat(event["time"]) for event in self.events]
+        return (times[-1] - times[0]).total_seconds() if len(times) > 1 else None
+
+
+def read_runs(paths: list[Path]) -> list[RunRecord]:
+    """The runs in some directories, with names that differ.
+
+    Raises:
+        DataError: a directory holds no run.
+    """
+    runs = [_read(local_path(path)) for path in paths]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        runs = [dataclasses.replace(run, name=str(run.directory)) for run in runs]
+    return runs
+
+
+def _read(directory: Path) -> RunRecord:
+    steps = [dataclasses.asdict(metrics) for metrics in read_metrics(directory / "metrics.jsonl")]
+    states = sorted(directory.glob(f"checkpoint-*/{_TRAINER_STATE}"), key=_number)
+    if not steps:
+        for path in (directory / _TRAINER_STATE, *reversed(states)):
+            if path.is_file():
+                steps = _logged(json.loads(path.read_text(encoding="utf-8")))
+                break
+    events = list(read_journal(directory))
+    if not steps and not events:
+        raise DataError(
+            f"{directory} holds no run: neither metrics.jsonl, as `fullshard train` writes it, nor {_TRAINER_STATE}",
+            hint="name the --output-dir of a run",
+        )
+    settings = _json(directory / "settings.json")
+    return RunRecord(
+        name=directory.absolute().name,
+        directory=directory,
+        steps=steps,
+        plan=_json(directory / "plan.json"),
+        settings={name: (one["value"], one["origin"]) for name, one in settings.items()},
+        environment=_json(directory / "environment.json"),
+        events=events,
+        checkpoints=[_checkpoint(path) for path in sorted(_checkpoints(directory), key=_number)],
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _number(path: Path) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall(r"\d+", str(path)))
+
+
+def _logged(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps in the history of Transformers' Trainer."""
+    return [
+        {name: entry.get(name) for name in ("step", "loss", "learning_rate", "grad_norm")}
+        for entry in state.get("log_history", ())
+        if "loss" in entry
+    ]
+
+
+def _checkpoints(directory: Path) -> list[Path]:
+    inside = [*directory.glob("checkpoints/step-*"), *directory.glob("checkpoint-*")]
+    return [path for path in inside if path.is_dir()]
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    files = [file for file in path.rglob("*") if file.is_file()]
+    return {"name": path.name, "files": len(files), "bytes": sum(file.stat().st_size for file in files)}

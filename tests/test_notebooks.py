@@ -1,0 +1,69 @@
+"""Training started from a notebook.
+
+pytest tests/test_notebooks.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard import notebook_launcher
+from fullshard.core.errors import ConfigError
+
+TRAIN = """
+def train(factor, out):
+    import torch
+    from torch import nn
+    from fullshard import Accelerator
+
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=factor))
+    for _ in range(2):
+        loss = model(torch.ones(64, 64)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    full = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        torch.save((accelerator.num_processes, float(loss.detach()), full), out)
+    accelerator.end_training()
+"""
+THREADS = (
+    "import torch; torch.set_num_threads(2); torch.ones(2000, 2000).sum(); torch.ones(9, 500) @ torch.ones(500, 9)"
+)
+
+
+def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="has used CUDA"):
+        notebook_launcher(print, num_processes=2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="is a rank of a job already"):
+        notebook_launcher(print, num_processes=2)
+
+
+@pytest.mark.full
+def test_cells_train_on_two_ranks(tmp_path: Path) -> None:
+    """In a kernel of Jupyter, after a cell that has started torch's threads."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    cells = [
+        THREADS,
+        TRAIN,
+        "from fullshard import notebook_launcher",
+        f"notebook_launcher(train, (0.1, {str(tmp_path / 'two.pt')!r}), num_processes=2)",
+        f"train(0.1, {str(tmp_path / 'one.pt')!r})",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3").execute()
+    (two, loss, weights), (one, reference, same) = (torch.load(tmp_path / f"{n}.pt") for n in ("two", "one"))
+    assert (two, one) == (2, 1)
+    assert loss == pytest.approx(reference, rel=1e-6)
+    for name, value in same.items():
+        torch.testing.assert_close(weights[name], value)

@@ -1,0 +1,142 @@
+"""A report of runs: what is in it, that it is one file, and that nothing in it is read from elsewhere.
+
+pytest tests/test_report.py
+"""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fullshard.cli.main import app
+from fullshard.core.errors import DataError
+from fullshard.observe import StepMetrics
+from fullshard.observe.charts import COLORS, Chart, Line
+from fullshard.observe.record import read_runs
+from fullshard.observe.report import write_report
+
+
+def made_up_run(directory: Path, *, steps: int = 20, lr: float = 1e-3, events: list[dict[str, Any]]) -> Path:
+    """What `fullshard train` would leave."""
+    directory.mkdir()
+    lines = [
+        StepMetrics(
+            step=step, loss=5 - step / 10, learning_rate=lr, grad_norm=1.0, tokens=64, tokens_seen=64 * step,
+            step_seconds=0.5, tokens_per_second=128.0, data_wait_seconds=0.25, memory_nbytes=(2**30, 2**31),
+            planned_nbytes=3 * 2**29, checkpoint_seconds=0.5, skipped_steps=2,
+        ).to_json()
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {"--lr": {"value": lr, "origin": "given"}, "--seed": {"value": 0, "origin": "default"}}
+    (directory / "settings.json").write_text(json.dumps(settings))
+    (directory / "environment.json").write_text(json.dumps({"torch": "2.13.0", "device": "H100", "ranks": 2}))
+    bucket = {"dtype": "float32", "compute_dtype": "bfloat16", "trainable": True, "elements": 2**20, "bytes": 2**21}
+    units = [{"name": f"layers.{i}", "buckets": [bucket | {"per_rank": 2**19}]} for i in range(3)]
+    plan = {
+        "verdict": "fits: needs 1.5 GiB", "process": 2**29, "units": units, "devices": {"count": 2},
+        "memory": {"phases": {"load": {"parameters": 2**29}, "backward": {"parameters": 2**29, "gradients": 2**28}}},
+        "model": {"name": "Llama", "parameters": 3 * 2**20},
+    }  # fmt: skip
+    (directory / "plan.json").write_text(json.dumps(plan))
+    same = {"host": "h", "pid": 1, "rank": 0, "step": None}
+    times = (f"2026-11-23T17:00:{second:02}.000Z" for second in range(60))
+    text = "".join(json.dumps({"time": next(times)} | same | event) + "\n" for event in events)
+    (directory / "events.jsonl").write_text(text)
+    (directory / "checkpoints" / "step-000020").mkdir(parents=True)
+    (directory / "checkpoints" / "step-000020" / "model.safetensors").write_bytes(bytes(1000))
+    return directory
+
+
+SAVED = [{"kind": "save", "step": step, "path": f"out/checkpoints/step-{step:06}", "seconds": 1.25} for step in (9, 20)]
+DONE = [{"kind": "start", "world_size": 2}, *SAVED, {"kind": "end"}]
+FAILED = [
+    {"kind": "start", "world_size": 2},
+    {"kind": "failure", "rank": 1, "how": "SIGKILL", "step": 7},
+    {"kind": "restart", "number": 1, "of": 1},
+    {"kind": "start", "world_size": 2},
+    {"kind": "failure", "rank": 1, "message": "ValueError: <script>alert(1)</script>\nsecond line", "step": 9},
+]
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that elements are closed, and gathers texts, ids and what would be read from elsewhere."""
+
+    VOID = ("meta", "link", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.ids: list[str] = []
+        self.read: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in ("src", "href", "xlink:href") and not (value or "").startswith(("#", "data:,")):
+                self.read.append(f"{tag} {value}")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    first = made_up_run(tmp_path / "first", events=DONE)
+    second = made_up_run(tmp_path / "second", lr=2e-3, steps=9, events=FAILED)
+    write_report([first, second], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert not page.read and "@import" not in text and "url(http" not in text, "one file, without a network"
+    assert len(set(page.ids)) == len(page.ids), "pictures do not share the names of their parts"
+    assert {"script", "iframe"}.isdisjoint(re.findall(r"<(\w+)", text)), "what a run says is text"
+    assert "prefers-color-scheme: dark" in text and "@media print" in text
+    assert "first: done, 20 steps" in page.texts
+    assert "second: failed after step 9: ValueError: <script>alert(1)</script>" in page.texts
+    for expected in ("3.0500, mean of the last 2", "layers.0 to 2", "2.00 GiB", "1.50 GiB", "1.25 s", "0.002 (given)"):
+        assert expected in page.texts, expected
+    assert "<tr class=differs><td>--lr</td>" in text and "<summary>1 by default</summary>" in text
+    assert "SIGKILL" in text and text.count("<svg") == 7 + 2 + 2
+    rows = [row for row in re.findall(r"<tr>(.*?)</tr>", text) if "step-0000" in row]
+    assert ["removed since" in row for row in rows] == [True, False, False]
+
+
+def test_pictures_take_the_colour_of_the_text() -> None:
+    line = Line("a", range(5000), [float(x) for x in range(5000)])
+    svg = Chart("Loss", "nats", [line, Line("b", [1], [2.0], 1)]).svg()
+    colors = set(re.findall(r"(?:fill|stroke): (#\w+|currentColor)", svg))
+    assert colors == {"currentColor", COLORS[0], COLORS[1]}
+    assert len(svg) < 60_000, "many steps are drawn as their means"
+    assert not re.search(r"<svg[^>]* width=", svg) and 'role="img"' in svg
+
+
+def test_a_run_of_trainer(tmp_path: Path) -> None:
+    history = [{"step": 1, "loss": 2.0, "learning_rate": 0.1}, {"step": 1, "eval_loss": 3.0}, {"step": 2, "loss": 1.5}]
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (run,) = read_runs([tmp_path])
+    assert run.series("loss") == ([1, 2], [2.0, 1.5])
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "checkpoint-2" in (tmp_path / "report.html").read_text()
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no run: neither metrics.jsonl(.|\n)*hint: name the --output-dir"):
+        write_report([tmp_path], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
