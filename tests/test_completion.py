@@ -14,7 +14,7 @@ import pytest
 
 from fullshard.cli import launch
 from fullshard.config.flags import FLAGS, OPTIONS, flag_choices
-from fullshard.recipes.sft_arguments import DataArguments, ModelArguments, flags
+from fullshard.recipes.sft_arguments import OWN, flags
 
 COMPLETE = "import sys; from fullshard.cli.main import main; sys.argv[0] = 'fullshard'; main()"
 
@@ -63,6 +63,6 @@ def test_every_flag_of_sft_is_offered() -> None:
     """As read out of the sources, against the classes themselves."""
     from trl import SFTConfig
 
-    own = {f.name for kind in (ModelArguments, DataArguments) for f in dataclasses.fields(kind)}
+    own = {f.name for kind in OWN for f in dataclasses.fields(kind)}
     theirs = {f.name for f in dataclasses.fields(SFTConfig) if f.init and not f.name.startswith("_")}
     assert {name[2:] for name in flags()} == own | theirs

@@ -105,27 +105,20 @@ def merge_traces(paths: Iterable[Path], output: Path) -> None:
 
 
 def _rows(marks: list[Entry]) -> Iterator[Entry]:
-    ranges: dict[str, list[Entry]] = {row: [] for row in _ROWS}
-    begun: dict[tuple[str, str], list[Entry]] = {}
     process = marks[0]["pid"]
+    ranges: dict[str, list[Entry]] = {row: [] for row in _ROWS}
     for mark in marks:
-        _, kind, nbytes, unit = mark["name"].split(":", 3)
-        known = False
-        for row, kinds in _ROWS.items():
-            for begin, (words, end) in kinds.items():
-                if kind == begin:
-                    begun.setdefault((words, unit), []).append(mark | {"args": {"bytes": int(nbytes)}})
-                elif kind == end and (open_ones := begun.get((words, unit))):
-                    start = open_ones.pop()
-                    length = mark["ts"] + mark["dur"] - start["ts"]
-                    ranges[row].append(
-                        {"ph": "X", "cat": "fullshard", "name": f"{words} {unit or 'root'}", "pid": process,
-                         "ts": start["ts"], "dur": length, "args": start["args"]}
-                    )  # fmt: skip
-                known = known or kind in (begin, end)
-        if not known:
-            yield {"ph": "i", "s": "p", "cat": "fullshard", "name": f"{kind} {unit}".strip(), "pid": process,
-                   "tid": _FIRST_ROW, "ts": mark["ts"]}  # fmt: skip
+        kind = mark["name"].split(":", 3)[1]
+        if not any(kind in (begin, end) for kinds in _ROWS.values() for begin, (_, end) in kinds.items()):
+            name = f"{kind} {mark['name'].split(':', 3)[3]}".strip()
+            yield {"ph": "i", "s": "p", "cat": "fullshard", "name": name, "pid": process, "tid": _FIRST_ROW,
+                   "ts": mark["ts"]}  # fmt: skip
+    for row, start, end, words in _ranges(marks):
+        _, _, nbytes, unit = start["name"].split(":", 3)
+        ranges[row].append(
+            {"ph": "X", "cat": "fullshard", "name": f"{words} {unit or 'root'}", "pid": process, "ts": start["ts"],
+             "dur": end["ts"] + end["dur"] - start["ts"], "args": {"bytes": int(nbytes)}}
+        )  # fmt: skip
     number = _FIRST_ROW
     for row, found in ranges.items():
         for lane, entries in enumerate(_lanes(found)):
@@ -134,6 +127,29 @@ def _rows(marks: list[Entry]) -> Iterator[Entry]:
             yield _named("thread_sort_index", process, number, sort_index=number - 2 * _FIRST_ROW)  # above all threads
             for entry in entries:
                 yield entry | {"tid": number}
+
+
+def _ranges(marks: list[Entry]) -> Iterator[tuple[str, Entry, Entry, str]]:
+    """Row, first and last mark, and what it is called, of each range.
+
+    A unit whose inputs want no gradient does not say that its backward has ended: its last mark before the next is it.
+    """
+    begun: dict[tuple[str, str, str], Entry] = {}
+    last: dict[str, Entry] = {}
+    for mark in marks:
+        _, kind, _, unit = mark["name"].split(":", 3)
+        for row, kinds in _ROWS.items():
+            for begin, (words, end) in kinds.items():
+                key = (row, words, unit)
+                if kind == begin:
+                    if key in begun:
+                        yield row, begun.pop(key), last[unit], words
+                    begun[key] = mark
+                elif kind == end and key in begun:
+                    yield row, begun.pop(key), mark, words
+        last[unit] = mark
+    for (row, words, unit), start in begun.items():
+        yield row, start, last[unit], words
 
 
 def _lanes(ranges: list[Entry]) -> list[list[Entry]]:
