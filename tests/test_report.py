@@ -55,8 +55,8 @@ def made_up_run(directory: Path, *, steps: int = 20, lr: float = 1e-3, events: l
 
 
 SAVED = [{"kind": "save", "step": step, "path": f"out/checkpoints/step-{step:06}", "seconds": 1.25} for step in (9, 20)]
-DONE = [{"kind": "start", "world_size": 2}, *SAVED, {"kind": "end"}]
-FAILED = [
+DONE: list[dict[str, Any]] = [{"kind": "start", "world_size": 2}, *SAVED, {"kind": "end"}]
+FAILED: list[dict[str, Any]] = [
     {"kind": "start", "world_size": 2},
     {"kind": "failure", "rank": 1, "how": "SIGKILL", "step": 7},
     {"kind": "restart", "number": 1, "of": 1},

@@ -238,7 +238,8 @@ def _settings(runs: Sequence[RunRecord]) -> str:
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     if not names:
         return ""
-    given, rest = [], []
+    given: list[tuple[bool, tuple[str, ...]]] = []
+    rest: list[tuple[bool, tuple[str, ...]]] = []
     for name in names:
         found = [run.settings.get(name, (None, "")) for run in runs]
         cells = [f"{_value(value)} ({origin})" if origin else "" for value, origin in found]

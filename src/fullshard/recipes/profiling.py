@@ -57,7 +57,7 @@ def profiled(profile: StepProfile) -> Any:
     """A callback for Transformers' Trainer."""
     import transformers
 
-    class Profiled(transformers.TrainerCallback):
+    class Profiled(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *about: Any, **further: Any) -> None:
             profile.begin_step()
 
