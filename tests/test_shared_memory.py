@@ -24,7 +24,7 @@ from fullshard.comm.base import FullBuffer, Work, own_interval
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
-from fullshard.comm.select import collectives_for
+from fullshard.comm.select import choices_for, collectives_for
 from fullshard.config.switches import COMM
 from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
 from fullshard.engine.bucket import bucket_of
@@ -339,6 +339,32 @@ def check_no_room() -> str:
 
 def test_one_rank_without_room_turns_it_off_for_all() -> None:
     assert run_ranks(check_no_room, 2) == ["GlooCollectives"] * 2
+
+
+def check_no_file(what: str) -> str:
+    before, create = resource.getrlimit(resource.RLIMIT_FSIZE), os.memfd_create
+
+    def none(*args: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    if what == "ulimit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, before[1]))
+    elif dist.get_rank() == 1:
+        os.memfd_create = none  # type: ignore[assignment]
+    try:
+        return choices_for(dist.group.WORLD, CPU)[0].reason
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        os.memfd_create = create
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("ulimit", "a rank's files must be small (ulimit -f): "), ("sandbox", "a rank has no file in memory: ")],
+)
+def test_one_rank_without_a_file_turns_it_off_for_all(what: str, reason: str) -> None:
+    for found in run_ranks(check_no_file, 2, what):
+        assert found.startswith(f"the ranks share no memory: {reason}")
 
 
 def descriptors() -> int:

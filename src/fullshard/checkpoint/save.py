@@ -41,6 +41,8 @@ from fullshard.checkpoint.storage import (
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.paths import local_path
+from fullshard.engine.module import units_of
+from fullshard.engine.schedule import schedule_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +109,8 @@ class Destination:
     @classmethod
     def of(cls, model: nn.Module, path: str | Path) -> Destination:
         """Agree on one. A collective of the ranks of `model`."""
+        for schedule in dict.fromkeys(map(schedule_of, units_of(model))):
+            schedule.note_save()  # before anything can wait for a rank that trains on
         ranks = Ranks.of(model)
         return cls(ranks, local_path(path).absolute(), ranks.broadcast(uuid.uuid4().hex[:16]))
 

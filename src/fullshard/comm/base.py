@@ -134,6 +134,33 @@ class Parts:
         return cls([numel // size] * size, [numel // size] * size)
 
 
+class OutOfStep(RuntimeError):
+    """A rank has come to something else than this one.
+
+    Args:
+        rank: that one's position in the group.
+        here: the number that this rank has written to its track.
+        there: the number that the other has.
+    """
+
+    def __init__(self, rank: int, here: int, there: int) -> None:
+        super().__init__(f"rank {rank} of the group has gone another way")
+        self.rank, self.here, self.there = rank, here, there
+
+
+class Track(Protocol):
+    """What each rank has come to, where others that wait for it can look; see `comm.cpu.track`."""
+
+    def note(self, number: int) -> None:
+        """This rank has come to it."""
+
+    def end(self) -> None:
+        """From here on this rank's numbers mean nothing."""
+
+    def compare(self) -> None:
+        """Raise `OutOfStep` if another rank has come to something else."""
+
+
 class HostPages:
     """What is done about pages of host memory, by itself nothing: the allocator of an accelerator needs no help.
 
@@ -154,6 +181,13 @@ class HostPages:
 
     def wait_for_readers(self) -> None:
         """Wait until no other rank reads what this rank has freed: main weights may change after that."""
+
+    def open_track(self) -> Track | None:
+        """A new track of a model, heeded by who waits here; None where ranks cannot look. The same on every rank."""
+        return None
+
+    def heed(self, track: Track) -> None:
+        """Who waits here is to look at a track, too."""
 
     def begin_training(self) -> None:
         """A model has been sharded."""

@@ -9,8 +9,10 @@ from itertools import zip_longest
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError
 
+_HINT = "build the same model from the same configuration, and load the same weights, on every rank"
 
-def check_agreement(mesh: Mesh, lines: Sequence[str], *, what: str) -> None:
+
+def check_agreement(mesh: Mesh, lines: Sequence[str], *, what: str, hint: str = _HINT) -> None:
     """Compare `lines` over all ranks by digest; a collective.
 
     Raises:
@@ -28,5 +30,5 @@ def check_agreement(mesh: Mesh, lines: Sequence[str], *, what: str) -> None:
     raise CommunicationError(
         f"ranks disagree about {what}: rank 0 has [{first}], rank {rank} has [{other}] ({len(different)} of "
         f"{len(digests)} ranks differ from rank 0)",
-        hint="build the same model from the same configuration, and load the same weights, on every rank",
+        hint=hint,
     )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
+from fullshard.comm.base import OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError, NonFiniteError
 from fullshard.core.events import EventKind, EventSink
@@ -26,6 +27,7 @@ from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.additions import Additions
 from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.fingerprint import NBYTES, Fingerprint
 from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.parameter import ShardedParameter
@@ -86,6 +88,7 @@ class Schedule:
         self._reduce_order: dict[Unit, int] = {}
         self._forward: list[Unit] = []
         self._is_verified = self._is_order_verified = False
+        self.fingerprint: Fingerprint | None = None
         self._last_called: Unit | None = None
         self._participants: dict[Unit, None] = {}
         self._in_backward = False
@@ -105,8 +108,8 @@ class Schedule:
             self.steppers |= earlier.steppers
             self.loads += earlier.loads
         self.units = list(units)
-        for unit in units:
-            unit.schedule = self
+        for number, unit in enumerate(units):
+            unit.schedule, unit.number = self, number
             unit.reducing.watch = self.guard.watch
             self._part_handles += unit.watch_parts(is_outermost=unit is units[-1])
         self._additions = Additions(self.units)
@@ -132,6 +135,11 @@ class Schedule:
             self._begin_outermost()
         if self._activations is not None:
             self._activations.turn(unit)  # before the unit saves anything
+        if self.fingerprint is not None:
+            if not self._is_order_verified:  # before this rank may wait for the others in vain
+                self.fingerprint.compare_first(len(self._forward), unit)
+            elif unit.is_to_be_gathered:
+                self.fingerprint.note_gather(unit)
         self._forward.append(unit)
         if 1 < len(self._forward) == len(self._order):
             self.mesh.gather.pages.begin_last_unit()
@@ -143,6 +151,20 @@ class Schedule:
             self._activations.end()
         for unit in self.units:
             unit.abandon_forward()
+        self._end_track()
+
+    def _end_track(self) -> None:
+        if self.fingerprint is not None:
+            self.fingerprint.end_track()
+
+    def note_save(self) -> None:
+        """The model is about to be saved, by all ranks."""
+        if self.fingerprint is not None:
+            self.fingerprint.note_save()
+
+    def words(self, error: OutOfStep) -> str:
+        """What an error says, with names."""
+        return str(error) if self.fingerprint is None else self.fingerprint.words(error)
 
     def _begin_outermost(self) -> None:
         if self._in_backward:
@@ -165,6 +187,9 @@ class Schedule:
             loads = f"weights loaded into {self.loads} units"
             check_agreement(self.mesh, [*_describe_structure(self.units[::-1]), loads], what="the sharded model")
             self._is_verified = True
+            if self.fingerprint is None:
+                self.fingerprint = Fingerprint(self.mesh)
+            self.fingerprint.begin(self.units)
             for unit in self.units:
                 unit.warn_of_empty()
         # What the user may have done between steps: frozen something, loaded weights, cleared gradients.
@@ -217,9 +242,12 @@ class Schedule:
         """
         if not self.leave_forward():
             return
-        if not self._is_order_verified and not failed:
-            names = [f"forward {i}: unit {u.name!r}" for i, u in enumerate(self._forward)]
-            check_agreement(self.mesh, names, what="the order in which units run")
+        if failed:
+            self._end_track()
+        elif self._is_order_verified and self.fingerprint is not None:
+            self.fingerprint.note_end_of_forward()
+        elif self.fingerprint is not None:
+            self.fingerprint.compare_first(len(self._forward), None)
             self._is_order_verified = True
             ran = dict.fromkeys([*self._forward, *reversed(self.units)])
             self._reduce_order = {unit: -position for position, unit in enumerate(ran)}  # the last forward comes first
@@ -382,6 +410,8 @@ class Schedule:
             self._finish(bucket, used[bucket])
         for bucket in self._finished:  # not in `finish`: until here the message may have wanted to know
             _gradient(bucket).forget_used()
+        if self.fingerprint is not None:
+            self.fingerprint.note_end_of_backward()
         if used:
             self.guard.announce()
         for unit in self.units:
@@ -430,8 +460,11 @@ class Schedule:
         trainable = [(unit, bucket) for unit in self.units for bucket in unit.buckets if bucket.gradient is not None]
         launched = set(self._reductions.launched)
         loads = self.loads % 256
-        # Of each the largest: the first two add up to 255 where all ranks have loaded as often.
-        flags = bytearray((loads, 255 - loads, STOPPING.is_wanted))
+        # Of each the largest: a byte and what it lacks to 255 add up to that where all ranks have the same.
+        ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
+        steps = self.steps + self._stepped_since_forward
+        digest = bytes(NBYTES) if self.fingerprint is None else self.fingerprint.digest(ran, steps)
+        flags = bytearray((loads, 255 - loads, STOPPING.is_wanted, *digest, *(255 - byte for byte in digest)))
         for _, bucket in trainable:
             gradient, has_launched = _gradient(bucket), bucket in launched
             flags += bytes((has_launched, not has_launched, gradient.is_collecting)) + gradient.used
@@ -451,7 +484,7 @@ class Schedule:
                 "what one rank has",
             )
         used: dict[Bucket, bytearray] = {}
-        position = 3
+        position = 3 + 2 * NBYTES
         for unit, bucket in trainable:
             on_some, not_on_all, has_more = flags[position : position + 3]
             position += 3
@@ -466,6 +499,8 @@ class Schedule:
                 self._launch(bucket)
             used[bucket] = flags[position : position + len(bucket.slots)]
             position += len(bucket.slots)
+        if self.fingerprint is not None and any(a + b != 255 for a, b in zip(flags[3:11], flags[11:19], strict=True)):
+            self.fingerprint.compare(ran, steps)
         return used
 
     def set_reductions_in_flight(self, count: int) -> None:
@@ -479,6 +514,7 @@ class Schedule:
         for unit in self.units:
             unit.reset()  # first: it waits for reductions under way, which write into what is forgotten next
         self._depth = 0
+        self._end_track()
         self._end_backward()
 
     def recover(self) -> None:
@@ -508,6 +544,8 @@ class Schedule:
                 hint="call model.set_is_last_backward(True) before the last backward of a step",
             )
         self._stepped_since_forward = True  # once for several optimizers
+        if self.fingerprint is not None:
+            self.fingerprint.note_step()
         for unit in self.units:
             unit.reshard()
         self.settle()  # a peer may still be reading main weights where they are

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Collectives
+from fullshard.comm.base import Collectives, OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind, EventSink
@@ -94,6 +94,9 @@ class UnitSchedule(Protocol):
     @property
     def has_stepped(self) -> bool:
         """Whether an optimizer has."""
+
+    def words(self, error: OutOfStep) -> str:
+        """What an error says, with names."""
 
     def know_buckets(self) -> None:
         """A unit that was on the meta device has its buckets now."""
@@ -182,7 +185,7 @@ class Unit:
         self.reshard_after_backward = True
         self.reduce_gradients = self.unshard_in_backward = True
         self.reducing = Reducing(float(mesh.world_size))
-        self.name = ""
+        self.name, self.number = "", 0
         self.state = UnitState.SHARDED
         self.is_pinned = False
         self.neighbours: Collectives | None = None
@@ -435,6 +438,11 @@ class Unit:
     def is_left(self) -> bool:
         """Whether backward has left it for good and nothing unsharded is there any more."""
         return self.state is UnitState.SHARDED and not self.awaits_backward
+
+    @property
+    def is_to_be_gathered(self) -> bool:
+        """Whether a forward would have to wait for its parameters."""
+        return self.state is UnitState.SHARDED or self.state is UnitState.GATHERING
 
     @property
     def is_sharded(self) -> bool:
@@ -825,8 +833,9 @@ class Waiting:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
+            what = self._unit.schedule.words(error) if isinstance(error, OutOfStep) else error
             raise CommunicationError(
-                f"rank {self._unit.mesh.rank}, unit {self._unit.name!r}, {self._phase}: {error} "
+                f"rank {self._unit.mesh.rank}, unit {self._unit.name!r}, {self._phase}: {what} "
                 f"(step {self._unit.schedule.steps + 1} of this process)",
                 hint="see whether another rank failed first, or took another path through the model",
             ) from error

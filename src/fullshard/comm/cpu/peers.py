@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 import mmap
 import os
@@ -29,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
+from fullshard.comm.base import Track
+from fullshard.comm.cpu.track import MAX_TRACKS, PAGE_NBYTES, SharedTrack
 from fullshard.config.switches import COMM
 from fullshard.core.route import Route
 
@@ -63,6 +66,7 @@ class Peers:
         pids: process of each rank of this host.
         files: file descriptor of each one's file.
         timeout_seconds: how long to wait for one that does not move.
+        tracks: that who waits looks at.
     """
 
     rank: int
@@ -72,7 +76,9 @@ class Peers:
     pids: Sequence[int]
     files: Sequence[int]
     timeout_seconds: float
+    tracks: weakref.WeakSet[Track] = field(init=False, default_factory=weakref.WeakSet)
     _failures: npt.NDArray[np.uint8] = field(init=False)
+    _opened: itertools.count[int] = field(init=False, default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         if self.size > mmap.PAGESIZE:
@@ -83,6 +89,16 @@ class Peers:
     def group_rank(self, rank: int, host: int | None = None) -> int:
         """Position in the group of rank `rank` of this or another host."""
         return (self.host if host is None else host) * self.size + rank
+
+    def open_track(self) -> SharedTrack | None:
+        """A new one, the same on every rank; None if there is no room."""
+        number, nbytes = next(self._opened), self.size * PAGE_NBYTES
+        if number >= MAX_TRACKS:
+            return None
+        memory = self.map(0, _FAILURES_START - (number + 1) * nbytes, nbytes)
+        track = SharedTrack(memory, self.rank, self.group_rank(0))
+        self.tracks.add(track)
+        return track
 
     def report_failure(self) -> None:
         """Tell the other ranks of this host that nothing is to be expected of this one any more."""
@@ -128,6 +144,7 @@ class Peers:
 
         Raises:
             RuntimeError: a rank has ended or failed, or nothing came within the time-out.
+            OutOfStep: one has gone another way.
         """
         start = next_check = time.monotonic()
         looks = 0
@@ -140,6 +157,8 @@ class Peers:
             if (now := time.monotonic()) < next_check:
                 continue
             next_check = now + _SECONDS_BETWEEN_CHECKS
+            for track in list(self.tracks):
+                track.compare()
             for rank, pid in enumerate(self.pids):
                 # What it did before may be all that was wanted.
                 if _has_ended(pid) and not is_done():
@@ -199,6 +218,8 @@ def _ranks_per_host(offers: Sequence[_Offer]) -> int:
     Raises:
         OSError: they are not laid out so that memory is worth sharing.
     """
+    if problem := next((offer.problem for offer in offers if offer.problem), ""):
+        raise OSError(problem)
     if any(offer.descriptor is None for offer in offers):
         raise OSError(f"a rank has {COMM.name}=gloo, or a system without it")
     hosts = [(name, len(list(run))) for name, run in groupby(offers, key=lambda offer: offer.namespace)]
@@ -233,18 +254,27 @@ class _Offer:
         namespace: of process numbers; equal if and only if the ranks see one another's processes.
         pid: process.
         descriptor: its descriptor of the file; None if it has none to offer.
+        problem: why not, if it should have.
     """
 
     namespace: str
     pid: int
     descriptor: int | None
+    problem: str = ""
 
 
 def _offer() -> tuple[_Offer, int | None]:
     if not is_possible():
         return _Offer("", os.getpid(), None), None
-    descriptor = os.memfd_create("fullshard", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, FILE_NBYTES)
+    try:
+        descriptor = os.memfd_create("fullshard", os.MFD_CLOEXEC)
+    except OSError as error:  # a sandbox that has no such call
+        return _Offer("", os.getpid(), None, f"a rank has no file in memory: {error}"), None
+    try:
+        os.ftruncate(descriptor, FILE_NBYTES)
+    except OSError as error:
+        os.close(descriptor)
+        return _Offer("", os.getpid(), None, f"a rank's files must be small (ulimit -f): {error}"), None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return _Offer(f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid(), descriptor), descriptor
 

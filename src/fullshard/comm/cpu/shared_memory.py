@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, ResizedBuffer, Work, WorkOf
+from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, ResizedBuffer, Track, Work, WorkOf
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.cpu.pages import CpuPages
@@ -89,6 +89,14 @@ class SharedPages(CpuPages):
             heap().trim()
             self._queues.pool.trim()
         return full
+
+    def open_track(self) -> Track | None:
+        """In memory that the ranks of this host share."""
+        return self._buckets.peers.open_track()
+
+    def heed(self, track: Track) -> None:
+        """See `HostPages`."""
+        self._buckets.peers.tracks.add(track)
 
     def wait_for_readers(self) -> None:
         """Those of this host's ranks."""

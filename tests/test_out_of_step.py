@@ -1,0 +1,156 @@
+"""Ranks that do not do the same are told in that step, with what both of them do: eight ways to lose step.
+
+pytest tests/test_out_of_step.py
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.checkpoint import save_checkpoint
+from fullshard.comm.base import OutOfStep
+from fullshard.comm.cpu.track import SharedTrack
+from fullshard.core.journal import JOURNAL
+from fullshard.engine import shard_model
+from tests.distributed import run_ranks
+from tests.traps import rank_and_size
+
+WIDTH, LAYERS, STEPS = 8, 4, 8
+
+
+class Net(nn.Module):
+    """Layers that run in the order the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for number in order:
+            x = x + self.layers[number](x)
+        return x
+
+
+def lose_step(kind: str, seed: int, strategy: str, odd_rank: int, directory: str) -> tuple[str, int, float]:
+    """What a rank is told, in which step and how long after it was lost; the odd rank does something else."""
+    rank, _ = rank_and_size()
+    choice = random.Random(seed)
+    odd_step, layer = choice.randrange(2, STEPS - 2), choice.randrange(LAYERS)
+    swap = choice.randrange(LAYERS - 1)
+    odd_step = STEPS if kind == "layer drop" else odd_step
+    JOURNAL.close()
+    model: Any = Net()
+    model = shard_model(model, unit_modules=list(model.layers), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    drops = [random.Random(each) for each in (0, 1)]  # of each rank
+    begin = time.monotonic()
+    step = 0
+
+    def run(order: list[int]) -> None:
+        model(torch.ones(2, WIDTH), order).square().mean().backward()
+
+    try:
+        for step in range(STEPS):
+            odd = step == odd_step and rank == odd_rank
+            if step == odd_step:
+                begin = time.monotonic()
+            order = list(range(LAYERS))
+            if kind == "layer drop" and step >= 1:
+                orders = [[number for number in order if not number or drop.random() > 0.5] for drop in drops]
+                order, odd_step = orders[rank], min(odd_step, step if orders[0] != orders[1] else STEPS)
+            if odd and kind == "skipped module":
+                order.remove(layer)
+            if odd and kind == "order":
+                order[swap : swap + 2] = reversed(order[swap : swap + 2])
+            if odd and kind == "learning rate":
+                optimizer.param_groups[0]["lr"] = 0.2
+            if kind == "phase":
+                JOURNAL.tell(step + (step >= odd_step and rank == odd_rank))
+            if odd and kind == "more batches":
+                run(order)
+                optimizer.step()
+                optimizer.zero_grad()
+            if odd and kind == "more micro-batches":
+                run(order)
+            run(order)
+            if not (odd and kind == "no optimizer step"):
+                optimizer.step()
+            optimizer.zero_grad()
+            if step == odd_step and kind.startswith("more"):
+                save_checkpoint(Path(directory) / "saved", model=model)
+    except RuntimeError as error:
+        return str(error), step - odd_step, time.monotonic() - begin
+    finally:
+        JOURNAL.close()
+    return "", step - odd_step, time.monotonic() - begin
+
+
+KINDS = {
+    "skipped module": "unit 'layers.",
+    "order": "unit 'layers.",
+    "more batches": "",
+    "more micro-batches": "",
+    "no optimizer step": "optimizer step",
+    "learning rate": "learning rates",
+    "phase": "of the run",
+    "layer drop": "",
+}
+"""Each way, and what both sides are quoted with."""
+
+
+def check(kind: str, seed: int, strategy: str, tmp_path: Path) -> None:
+    odd_rank = seed % 2
+    found = run_ranks(lose_step, 2, kind, seed, strategy, odd_rank, str(tmp_path))
+    words = ("which is not so on all others", "] to [", "], rank ")
+    messages = [message for message, _, _ in found if any(word in message for word in words)]
+    assert messages, found
+    assert KINDS[kind] in messages[0], messages
+    # A step that was left out is seen at the next message, before anything else is stepped.
+    assert all(step <= (kind == "no optimizer step") for message, step, _ in found if message), found
+    assert all(message for message, _, _ in found), found
+
+
+# One rank is in a collective of Gloo's, and waits for its time-out as long as the other process is there.
+LONG = ("more batches", "more micro-batches")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LONG])
+def test_lost_step(kind: str, tmp_path: Path) -> None:
+    check(kind, 0, "FULL_SHARD", tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_lost_step_anywhere(kind: str, seed: int, strategy: str, tmp_path: Path) -> None:
+    check(kind, seed, strategy, tmp_path)
+
+
+def test_a_track_is_as_long_as_it_takes() -> None:
+    """What was written over is not compared, and neither is what one rank has not come to, or after an error."""
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    one, other = SharedTrack(memory, 0, 0), SharedTrack(memory, 1, 0)
+    for number in range(700):
+        one.note(number)
+    one.compare()
+    for number in range(699):
+        other.note(number)
+        other.compare()
+        one.compare()
+    other.note(-1)
+    with pytest.raises(OutOfStep) as error:
+        one.compare()
+    assert (error.value.rank, error.value.here, error.value.there) == (1, 699, -1)
+    other.end()
+    other.note(5)
+    one.compare()
+    other.compare()
