@@ -121,7 +121,7 @@ def test_failures_and_restarts(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FAILING)
     out = tmp_path / "out"
     arguments = ["--num_processes", "2", "--cpu", "--max_restarts", "1", "script.py", "out", "kill"]
-    done = launch(*arguments, cwd=tmp_path)
+    done = launch(*arguments, cwd=tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
     events = list(read_journal(out))
     assert [event["kind"] for event in events] == ["start", "failure", "restart", "start"]
@@ -130,12 +130,18 @@ def test_failures_and_restarts(tmp_path: Path) -> None:
     assert (restart["rank"], restart["number"], restart["of"]) == (None, 1, 1)
     assert events[3]["attempt"] == 1
 
-    assert launch(*arguments[:3], "script.py", "again", "raise", cwd=tmp_path).returncode == 1
+
+@pytest.mark.full
+def test_a_report_is_the_message(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILING)
+    arguments = ["--num_processes", "2", "--cpu", "script.py", "again", "raise"]
+    assert launch(*arguments, cwd=tmp_path).returncode == 1
     failure = list(read_journal(tmp_path / "again"))[-1]
     assert (failure["rank"], failure["how"]) == (1, "exit code 1")
     assert failure["message"] == "ValueError: no more data"
 
 
+@pytest.mark.full
 def test_preemption(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FAILING)
     command = [*LAUNCH, "--num_processes", "2", "--cpu", "script.py", "out", "signal"]
