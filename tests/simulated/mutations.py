@@ -175,7 +175,8 @@ MUTATIONS = (
     Mutation(
         "after a forward copies may still read main weights",
         "engine/schedule.py",
-        "            other.rest()\n        if not failed:\n            self.settle()\n",
+        "            other.rest()\n        if not failed:\n            self.settle()  # after a forward without "
+        "backward the user may change main weights at once\n",
         "            other.rest()\n",
         "changed at once",
     ),
