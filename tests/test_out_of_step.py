@@ -128,9 +128,16 @@ def test_lost_step(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        (kind, strategy)
+        for kind in KINDS
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+        if kind not in LONG or strategy != "NO_SHARD"  # which gathers nothing: its ranks learn by the time-out
+    ],
+)
 def test_lost_step_anywhere(kind: str, seed: int, strategy: str, tmp_path: Path) -> None:
     check(kind, seed, strategy, tmp_path)
 
