@@ -1,8 +1,8 @@
 """Well-known models by name: the fields of each one's published `config.json` that decide its shapes.
 
-Read from the `config.json` on each model's own page at Hugging Face: the organisation stands in the comment above its
-rows, with the date of the release. `tests/test_plan_models.py` compares parameters with those that the pages give.
-Where a model also sees pictures, its text part is here.
+The organisation stands in the comment above its rows, with the date of the release. `tests/test_plan_models.py` checks
+what the fields come to: the count of parameters, against the one that each model's page gives. Where a model also sees
+pictures, its text part is here.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ PERFORMANCE.md for collectives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -127,16 +128,14 @@ class StepTime:
 
 def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, repeats: int = 1) -> StepTime:
     """Run the clocks over one step, in which these events come `repeats` times."""
-    clock = _Clock(setting, cluster)
-    for event in events:
-        clock.apply(event)
+    compute, exposed, communication = _repeated(events, _Clock(setting, cluster), repeats)
     job = setting.job
     return StepTime(
-        clock.compute * repeats,
-        clock.exposed * repeats,
+        compute,
+        exposed,
         _copies(setting, cluster),
         _optimizer(setting, cluster),
-        clock.communication * repeats,
+        communication,
         job.tokens * job.accumulation * cluster.count,
         _step_flops(setting.model, job) * cluster.count,
         _masked_flops(setting.model, job) * cluster.count,
@@ -257,6 +256,24 @@ def _matrices(work: MatrixWork, cluster: Cluster) -> float:
     inside, across = work.links(cluster.per_host)
     sending = max(inside / device.link, across / device.network if across else 0.0) / device.link_efficiency
     return work.busiest_flops / (device.flops * device.efficiency) + sending
+
+
+def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> tuple[float, float, float]:
+    """Seconds of computing, of exposed communication and of all of it, until as many repetitions are over.
+
+    A repetition may begin with the host ahead of the device, so the first differs; once two are alike all others are.
+    """
+    passed = known = (0.0, 0.0, 0.0)
+    for left in reversed(range(repeats)):
+        for event in events:
+            clock.apply(event)
+        before, passed = passed, (clock.compute, clock.exposed, clock.communication)
+        taken = tuple(a - b for a, b in zip(passed, before, strict=True))
+        if left and all(math.isclose(*pair, rel_tol=1e-10, abs_tol=1e-12) for pair in zip(taken, known, strict=True)):
+            compute, exposed, communication = (a + left * b for a, b in zip(passed, taken, strict=True))
+            return compute, exposed, communication
+        known = taken
+    return passed
 
 
 @dataclass(slots=True)
