@@ -229,7 +229,7 @@ def test_home_is_the_same_at_every_border(tmp_path: Path, monkeypatch: pytest.Mo
     accelerator.save_model(model, "~/weights")
     checkpoint.export_hf(Path("~/exported"), model=model)
     assert accelerator.project_dir == str(home / "project")
-    assert sorted(path.name for path in home.iterdir()) == ["LATEST", "exported", "state", "weights"]
+    assert sorted(path.name for path in home.iterdir()) == ["LATEST", "exported", "project", "state", "weights"]
     assert CliRunner().invoke(app, ["ckpt", "verify", "~/state"]).exit_code == 0
     assert CliRunner().invoke(app, ["ckpt", "consolidate", "~/state", "~/whole"]).exit_code == 0
     assert (home / "whole" / "model.safetensors").is_file()

@@ -268,7 +268,7 @@ def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> tuple[flo
         for event in events:
             clock.apply(event)
         before, passed = passed, (clock.compute, clock.exposed, clock.communication)
-        taken = tuple(a - b for a, b in zip(passed, before, strict=True))
+        taken = (passed[0] - before[0], passed[1] - before[1], passed[2] - before[2])
         if left and all(math.isclose(*pair, rel_tol=1e-10, abs_tol=1e-12) for pair in zip(taken, known, strict=True)):
             compute, exposed, communication = (a + left * b for a, b in zip(passed, taken, strict=True))
             return compute, exposed, communication
