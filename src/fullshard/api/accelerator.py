@@ -108,6 +108,7 @@ class Accelerator(Loaders, Reporting):
 
     _gradient_state_class = GradientState
     _rolls_back = False
+    _records_events = True
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class Accelerator(Loaders, Reporting):
             self.project_configuration.project_dir = local_name(project_dir)
             if self.project_configuration.logging_dir is None:
                 self.project_configuration.logging_dir = local_name(project_dir)
-        if self.project_configuration.project_dir is not None:
+        if self.project_configuration.project_dir is not None and self._records_events:
             record_events(self.project_configuration.project_dir)
         self.log_with = wanted_trackers(log_with, self.logging_dir)
         self.trackers = []

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
 
@@ -30,7 +31,7 @@ def notebook_launcher(
     """
     accelerate = import_extra("accelerate", extra="sft", purpose="notebook_launcher")
     if num_processes is not None and num_processes > 1:
-        if torch.cuda.is_initialized():
+        if cuda.was_used():
             raise ConfigError(
                 "notebook_launcher: this notebook has used CUDA, which processes forked from it cannot use any more",
                 hint="restart it, and touch the device only inside the function",

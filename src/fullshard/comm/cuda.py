@@ -12,6 +12,11 @@ def is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def was_used() -> bool:
+    """Whether this process has: one that is forked from it cannot then."""
+    return bool(torch.cuda.is_initialized())
+
+
 def count() -> int:
     """Devices that torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -111,6 +111,7 @@ class RunAccelerator(Accelerator):
     """
 
     _rolls_back = True
+    _records_events = False  # the run does, once the directory is its own
 
     def __init__(self, arguments: TrainArguments, console: Console) -> None:
         self._console = console
