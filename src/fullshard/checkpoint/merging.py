@@ -19,6 +19,7 @@ from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_param
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
+from fullshard.core.user_class import user_class
 from fullshard.engine.module import clean_name
 from fullshard.wrap.quantized import is_exact
 
@@ -195,7 +196,8 @@ def copy_module(
             made[id(old)] = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
         return made[id(old)]
 
-    twin = module.__class__.__new__(module.__class__)
+    cls: type[nn.Module] = user_class(module)
+    twin: nn.Module = cls.__new__(cls)
     for key, value in module.__dict__.items():
         if key.endswith(torch_private.HOOK_NAMES):
             value = OrderedDict()
