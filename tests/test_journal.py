@@ -116,6 +116,7 @@ for step in range(2000):
 """
 
 
+@pytest.mark.full
 def test_failures_and_restarts(tmp_path: Path) -> None:
     """The launcher's part, in the file that its processes have chosen."""
     (tmp_path / "script.py").write_text(FAILING)

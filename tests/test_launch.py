@@ -71,6 +71,7 @@ def test_a_script_runs_as_under_plain_python(scripts: Path, target: list[str]) -
     assert json.loads(done.stdout) == json.loads(plain.stdout)
 
 
+@pytest.mark.full
 def test_training_on_two_ranks_with_every_kind_of_log(scripts: Path) -> None:
     """Rank 0 is plain, rank 1 has its prefix, and files hold the same; a torchrun command line does."""
     flags = ["--standalone", "--nproc-per-node=2", "--log-dir", "logs", "--cpu"]

@@ -62,6 +62,7 @@ def test_a_file_that_changed_meanwhile_is_refused() -> None:
         Mutant("some.py", 1, 0, "f", "a", "b", (1, 1), False).apply("c = 1\n")
 
 
+@pytest.mark.full
 def test_every_change_of_the_critical_files_can_be_parsed() -> None:
     everything = all_mutants()
     assert len(everything) > 4000

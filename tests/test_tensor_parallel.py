@@ -774,6 +774,7 @@ def check_coded(directory: str, splits: bool) -> torch.Tensor:
     return coded_moment(layer, optimizer)
 
 
+@pytest.mark.full
 def test_coded_state_of_tiles(tmp_path: Path) -> None:
     saved = run_ranks(check_coded, 2, str(tmp_path / "one"), True)[0]
     end_workers()

@@ -364,7 +364,7 @@ def check_gone(moment: str) -> tuple[str, float]:
     return str(error.value), time.monotonic() - start
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize("moment", ["forward", pytest.param("backward", marks=pytest.mark.full)])
 def test_a_message_to_a_rank_that_is_gone(moment: str) -> None:
     """Gloo refuses even to begin it; the error says unit and phase all the same."""
     message, seconds = run_hosts(check_gone, (1, 1), moment, dies=0)[1]

@@ -447,7 +447,7 @@ def check_wide_over(comm: str, steps: list[WideStep]) -> None:
         os.environ.pop("FULLSHARD_COMM", None)
 
 
-@pytest.mark.parametrize("comm", ["shared memory", "gloo"])
+@pytest.mark.parametrize("comm", ["shared memory", pytest.param("gloo", marks=pytest.mark.full)])
 def test_large_layers(comm: str) -> None:
     """The same bit for bit, whatever else happens to the layers."""
     run_ranks(check_wide_over, 2, comm, WIDE_STEPS)

@@ -70,6 +70,7 @@ def run_short_of_memory(output: str, ranks: tuple[int, ...]) -> Any:
     return logged(made) | {"sizes": sizes, "batch_size": made.state.train_batch_size}
 
 
+@pytest.mark.full
 def test_auto_find_batch_size_starts_again_on_all_ranks(tmp_path: Path) -> None:
     found, other = run_ranks(run_short_of_memory, 2, str(tmp_path), (0, 1))
     assert found["sizes"] == [6, 6, 6, 5, 4, 4, 4, 4] and found["batch_size"] == 4

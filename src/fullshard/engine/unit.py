@@ -366,6 +366,10 @@ class Unit:
         """
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
+        if self.state is UnitState.GATHERING:  # ahead, and not used: who else does not come is said here
+            with self.waiting("unshard"):
+                for bucket in self.buckets:
+                    bucket.wait_unshard()
         if self.state is UnitState.UNSHARDED:
             self._bind(unsharded=False)  # first, because it may refuse
         for bucket in self.buckets:
@@ -417,7 +421,8 @@ class Unit:
         self.is_kept_for_backward = False
         for bucket in self.buckets:
             if bucket.gradient is not None:
-                bucket.gradient.reset()
+                with self.waiting("reduce"):
+                    bucket.gradient.reset()
         self.reshard()
 
     @property
