@@ -52,6 +52,7 @@ print(f"helpers of rank {rank} agree")
 """
 
 
+@pytest.mark.full
 def test_accelerate_is_imported_after_the_accelerator_starts(tmp_path: Path) -> None:
     script = tmp_path / "helpers.py"
     script.write_text(HELPERS)

@@ -106,6 +106,7 @@ while time.monotonic() < end:
 """
 
 
+@pytest.mark.full
 def test_the_last_operation_does_not_abort_the_exit(tmp_path: Path) -> None:
     """Gloo's thread needs the interpreter to let go of its tensors, after the operation is over."""
     (tmp_path / "train.py").write_text(ENDS_EARLY)

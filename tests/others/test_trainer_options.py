@@ -77,6 +77,7 @@ def test_auto_find_batch_size_starts_again_on_all_ranks(tmp_path: Path) -> None:
     assert len(found["losses"]) == 4 and found == other
 
 
+@pytest.mark.full
 def test_auto_find_batch_size_on_one_rank_is_an_error(tmp_path: Path) -> None:
     stopped, found = run_ranks(run_short_of_memory, 2, str(tmp_path), (1,))
     assert stopped == "stopped"

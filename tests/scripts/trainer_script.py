@@ -1,6 +1,7 @@
 """A Trainer script as people have it: not a word about fullshard."""
 
 import argparse
+import sys
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,9 @@ def main() -> None:
     checkpoint = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=checkpoint)
     held = [p.to_local() if isinstance(p, DTensor) else p for p in trainer.model.parameters()]
-    print("PARAMETERS", trainer.is_fsdp_enabled, sum(part.numel() for part in held), flush=True)
+    # In one piece: another rank's line may come in between where a stream is not buffered.
+    sys.stdout.write(f"PARAMETERS {trainer.is_fsdp_enabled} {sum(part.numel() for part in held)}\n")
+    sys.stdout.flush()
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
