@@ -161,3 +161,34 @@ def test_a_track_is_as_long_as_it_takes() -> None:
     other.note(5)
     one.compare()
     other.compare()
+
+
+class OwnRates(torch.optim.SGD):
+    """Its learning rate is None between steps: Transformers' Adafactor makes its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = None
+        return loss
+
+
+def run_without_rates() -> list[float]:
+    model: Any = Net()
+    model = shard_model(model, unit_modules=list(model.layers))
+    optimizer = OwnRates(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, WIDTH), [0, 1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_learning_rates_that_are_none() -> None:
+    one, other = run_ranks(run_without_rates, 2)
+    assert one == other and len(set(one)) == 3

@@ -138,9 +138,9 @@ class Fingerprint:
         """Of each optimizer, as they are now. Those that are on a device are not waited for."""
         found = []
         for optimizer in list(self.optimizers):
-            rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
+            rates = [group.get("lr") for group in optimizer.param_groups]
             on_host = [r for r in rates if not isinstance(r, torch.Tensor) or r.device.type == "cpu"]
-            found.append([float(rate) for rate in on_host])
+            found.append([0.0 if rate is None else float(rate) for rate in on_host])  # None: its own rule
         return found
 
 
