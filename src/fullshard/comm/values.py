@@ -17,7 +17,7 @@ def has_values(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """Within it somebody does: what is asked of an accelerator is asked of the meta device, too (`api.virtual`)."""
+    """Within it somebody does: the meta device is asked what an accelerator is (`benchmarks.virtual`)."""
     _answering.append(None)
     try:
         yield

@@ -51,7 +51,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """What a unit makes of its own class, as a slice of an `nn.Sequential` is, is no unit."""
-        return cls.__dict__[USER_CLASS](*args, **kwargs)
+        return getattr(cls, USER_CLASS)(*args, **kwargs)  # of a subclass, as parametrizations make, too
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Make this unit's parameters whole, until `reshard()` or the next time the unit has run. A collective.
