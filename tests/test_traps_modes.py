@@ -17,7 +17,7 @@ from torch import nn
 
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.engine import MixedPrecisionPolicy, units_of, unsharded
-from fullshard.engine.unit import UnitState
+from fullshard.engine.unit_parameters import UnitState
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,

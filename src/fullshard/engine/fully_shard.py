@@ -39,7 +39,8 @@ from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.tile import check_tiles
-from fullshard.engine.unit import Unit, UnitState, owner_of
+from fullshard.engine.unit import Unit, owner_of
+from fullshard.engine.unit_parameters import UnitState
 from fullshard.wrap.partition import UnitPlan, check_types, partition
 from fullshard.wrap.quantized import expose_scales, outline
 

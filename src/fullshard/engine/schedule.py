@@ -31,7 +31,8 @@ from fullshard.engine.fingerprint import NBYTES, Fingerprint
 from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.unit import Call, Unit, UnitState, owner_of
+from fullshard.engine.unit import Call, Unit, owner_of
+from fullshard.engine.unit_parameters import UnitState
 
 
 class StepsInBackward(Protocol):

@@ -1,0 +1,368 @@
+"""A unit's parameters: sharded at rest, whole while something computes with them.
+
+Two moves make them whole, which other work may come between: `issue_unshard` launches the all-gathers, `unshard` waits
+for them and puts the original parameters into the modules. Resharding takes both back. When each is due is the
+business of `engine.unit`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+
+from fullshard.comm.base import Collectives, OutOfStep
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
+from fullshard.core.events import Event, EventKind, EventSink
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket_spec import Reducing, by_bucket
+from fullshard.engine.deferred import HINT, StandIns
+from fullshard.engine.extended import ExtendedBucket
+from fullshard.engine.materialize import Values
+from fullshard.engine.offload import Storage
+from fullshard.engine.parameter import mark_original
+from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.wrap.extended import is_extended
+from fullshard.wrap.partition import Slot, UnitPlan
+
+
+class UnitState(Enum):
+    """Where a unit's parameters are. Nothing else says whether they are whole."""
+
+    SHARDED = auto()
+    """no memory for the whole"""
+    GATHERING = auto()
+    """the all-gather is under way"""
+    GATHERED = auto()
+    """whole, but the modules hold sharded parameters, as before and after"""
+    UNSHARDED = auto()
+    """whole, and the modules hold the original parameters"""
+
+
+_TRANSITIONS = (  # not a set: an enum's hash is computed in Python
+    (UnitState.SHARDED, UnitState.GATHERING),
+    (UnitState.GATHERING, UnitState.GATHERED),
+    (UnitState.GATHERING, UnitState.SHARDED),
+    (UnitState.GATHERED, UnitState.UNSHARDED),
+    (UnitState.UNSHARDED, UnitState.GATHERED),
+    (UnitState.GATHERED, UnitState.SHARDED),
+)
+
+
+class UnitOwner(Protocol):
+    """What a unit's parameters ask of the model that they are part of."""
+
+    event_sink: EventSink | None
+    steps: int
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has."""
+
+    def words(self, error: OutOfStep) -> str:
+        """What an error says, with names."""
+
+    def know_buckets(self) -> None:
+        """A unit that was on the meta device has its buckets now."""
+
+
+class UnitParameters:
+    """The parameters of one unit, and where they are.
+
+    Args:
+        plan: the unit's modules and parameters.
+        mesh: the ranks that share it.
+        policy: dtypes per role.
+        storage: where its shards are.
+        schedule: the model it is part of.
+        weights: gives the values of parameters that are still on the meta device. Without, the unit waits for them.
+
+    Attributes:
+        slots: its parameters and where they are.
+        stand_ins: what its modules hold while it is on the meta device; it has no buckets then.
+        is_filled: whether it was given values, and not memory only.
+        neighbours: who share the parameters between forward and backward, instead of all ranks of the shard axis.
+        keeps_memory: resharding does.
+    """
+
+    buckets: list[Bucket]
+    full_nbytes: int
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        *,
+        mesh: Mesh,
+        policy: MixedPrecisionPolicy,
+        storage: Storage,
+        schedule: UnitOwner,
+        weights: Values | None = None,
+    ) -> None:
+        self.schedule, self.slots = schedule, plan.slots
+        self.modules, self.mesh, self.policy, self.storage = plan.modules, mesh, policy, storage
+        self.reducing = Reducing(float(mesh.world_size))
+        self.name, self.number = "", 0
+        self.state = UnitState.SHARDED
+        self.is_pinned = False
+        self.neighbours: Collectives | None = None
+        self.keeps_memory = False
+        self.stand_ins: StandIns | None = None
+        self.is_filled = True
+        if weights is None and any(slot.parameter.is_meta for slot in plan.slots):
+            self.stand_ins = StandIns.of_plan(plan, mesh=mesh, policy=policy, storage=storage)
+        else:
+            self._allocate(weights)
+
+    def _allocate(self, values: Values | None) -> None:
+        mesh, policy, storage = self.mesh, self.policy, self.storage
+        self.buckets = [
+            _bucket_type(slots)(
+                slots, mesh=mesh, policy=policy, storage=storage, owner=self, number=number, weights=values
+            )
+            for number, slots in enumerate(by_bucket(self.slots, policy))
+        ]
+        self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
+        self.take_keeps_memory()
+        for bucket in self.buckets:
+            for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
+                # An optimizer that was made before holds these, and is told which they have become.
+                for original in (slot.parameter, *slot.replaced):
+                    mark_original(original, sharded)
+            bucket.bind(unsharded=False)
+
+    def take_keeps_memory(self) -> None:
+        """Tell the buckets of `keeps_memory`."""
+        for bucket in self.buckets:
+            bucket.buffer.keeps_memory = self.keeps_memory
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for what the unit does not have, which are its buckets as long as nobody has given them memory.
+        if name in ("buckets", "full_nbytes"):
+            raise self._on_meta(getattr(self.stand_ins, "names_on_meta", []))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _on_meta(self, names: Sequence[str]) -> LifecycleError:
+        return LifecycleError(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {names} (rank {self.mesh.rank}, unit {self.name!r})",
+            hint=HINT,
+        )
+
+    @property
+    def entries(self) -> list[tuple[Slot, ShardedTensor]]:
+        """Each parameter's slot, and what the modules hold of it at rest."""
+        if self.stand_ins is not None:
+            return self.stand_ins.entries
+        return [entry for b in self.buckets for entry in zip(b.slots, b.sharded_parameters, strict=True)]
+
+    def make_real(self, *, is_filled: bool = True) -> None:
+        """Leave the meta device, with the values that the modules hold by now.
+
+        Args:
+            is_filled: whether there must be such; otherwise parameters without are NaN, for somebody to fill.
+
+        Raises:
+            LifecycleError: there are none for some parameters.
+        """
+        stand_ins = self.stand_ins
+        if stand_ins is None:
+            return
+        on_meta = stand_ins.names_on_meta
+        if is_filled and on_meta:
+            raise self._on_meta(on_meta)
+        stand_ins.settle()
+        self._allocate(stand_ins)
+        self.stand_ins, self.is_filled = None, is_filled
+        names = {id(slot): stand_in.names for slot, stand_in in stand_ins.entries}
+        for slot, sharded in self.entries:
+            sharded.span.name.names = names[id(slot)]
+        self.schedule.know_buckets()
+
+    def check_cast(self) -> None:
+        """See to it that nothing would be left behind by `cast`.
+
+        Raises:
+            LifecycleError: there are gradients, or an optimizer has stepped, which has state.
+        """
+        if self.stand_ins is None and (self.schedule.has_stepped or any(p.grad is not None for _, p in self.entries)):
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: cannot cast sharded parameters with gradients or "
+                "optimizer state",
+                hint="cast the model before the first step; for mixed precision use mp_policy",
+            )
+        if any(is_extended(slot.parameter) for slot in self.slots) or (
+            self.stand_ins is None and any(isinstance(bucket, ExtendedBucket) for bucket in self.buckets)
+        ):
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: cannot cast sharded parameters that say how they are "
+                "gathered",
+                hint="cast the model before fully_shard; for mixed precision use mp_policy",
+            )
+
+    def cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Turn the parameters into what `fn` makes of them: of another dtype, on the same device."""
+        is_real = self.stand_ins is None
+        if is_real:
+            self.reshard()
+        self.stand_ins = StandIns.cast(self.entries, fn)
+        if is_real:
+            self.make_real(is_filled=self.is_filled)
+
+    def warn_of_empty(self) -> None:
+        """Say which parameters were given memory, and no values before the first forward."""
+        if self.is_filled:
+            return
+        self.is_filled = True
+        empty = [p.name for _, p in self.entries if p.local.numel() and bool(p.local.isnan().all())]
+        if empty:
+            warnings.warn(
+                f"rank {self.mesh.rank}, unit {self.name!r}: to_empty() and then nobody has filled {', '.join(empty)}",
+                stacklevel=2,
+            )
+
+    # -- lifecycle ----------------------------------------------------------------------------------------------
+
+    def _move(self, state: UnitState) -> None:
+        if (self.state, state) not in _TRANSITIONS:
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: illegal move from {self.state.name} to {state.name}",
+                hint="unshard before use, reshard once",
+            )
+        self.state = state
+
+    def issue_unshard(self, *, exactly: bool = False) -> None:
+        """Launch the all-gathers of a sharded unit; nothing for any other. See `FullBuffer.gather` for `exactly`."""
+        if self.state is not UnitState.SHARDED:
+            return
+        self._move(UnitState.GATHERING)
+        self.emit(EventKind.UNSHARD_ISSUED, self.full_nbytes)
+        for bucket in self.buckets:
+            bucket.issue_unshard(exactly=exactly)
+
+    def unshard(self, *, exactly: bool = False) -> None:
+        """Make the parameters whole, waiting as long as it takes.
+
+        Args:
+            exactly: as main weights have them, although they are sent rounded otherwise.
+
+        Raises:
+            CommunicationError: the all-gather failed, for example because another rank runs another unit.
+        """
+        self.issue_unshard(exactly=exactly)
+        if self.state is UnitState.GATHERING:
+            with self.waiting("unshard"):
+                for bucket in self.buckets:
+                    bucket.wait_unshard()
+            self._move(UnitState.GATHERED)
+            self.emit(EventKind.UNSHARD_READY, self.full_nbytes)
+        if self.state is UnitState.GATHERED:
+            self._bind(unsharded=True)
+
+    def reshard(self, *, is_after_forward: bool = False) -> None:
+        """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already.
+
+        Args:
+            is_after_forward: backward may come, for which neighbours keep them if asked to.
+        """
+        if self.state is UnitState.SHARDED or self.is_pinned:
+            return
+        if self.state is UnitState.GATHERING:  # ahead, and not used: who else does not come is said here
+            with self.waiting("unshard"):
+                for bucket in self.buckets:
+                    bucket.wait_unshard()
+        if self.state is UnitState.UNSHARDED:
+            self._bind(unsharded=False)  # first, because it may refuse
+        for bucket in self.buckets:
+            bucket.reshard(kept_by=self.neighbours if is_after_forward else None)
+        self._move(UnitState.SHARDED)
+        self.emit(EventKind.RESHARDED, self.full_nbytes)
+
+    def reshard_if_outdated(self) -> None:
+        """Free parameters that are kept from step to step, if main weights have changed otherwise than by a step."""
+        if self.state is UnitState.GATHERED and any(bucket.is_outdated for bucket in self.buckets):
+            self.reshard()
+
+    @property
+    def freed_nbytes(self) -> int:
+        """Bytes that resharding gives back: none where ranks share memory, or one owns everything."""
+        return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.buffer.is_persistent)
+
+    def rest(self) -> None:
+        """Make the modules hold sharded parameters, whether the memory of the unsharded ones is kept or not.
+
+        Outside forward and backward `module.parameters()` always yields sharded parameters, or clipping and
+        `zero_grad()` would act on the original ones, which never hold a gradient.
+        """
+        if self.state is UnitState.UNSHARDED and not self.is_pinned:
+            self._bind(unsharded=False)
+
+    def _bind(self, *, unsharded: bool) -> None:
+        for bucket in self.buckets:
+            bucket.check_binding()  # all of them before any is changed, or a refusal would leave halves
+            if not unsharded:
+                bucket.check_unchanged()
+        for bucket in self.buckets:
+            bucket.bind(unsharded=unsharded)
+        self._move(UnitState.UNSHARDED if unsharded else UnitState.GATHERED)
+
+    @property
+    def is_to_be_gathered(self) -> bool:
+        """Whether a forward would have to wait for its parameters."""
+        return self.state is UnitState.SHARDED or self.state is UnitState.GATHERING
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing unsharded is there, or on its way."""
+        return self.state is UnitState.SHARDED
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether its modules hold sharded parameters, which nothing can be computed with."""
+        return self.state is not UnitState.UNSHARDED
+
+    def take_requires_grad(self) -> None:
+        """See `Bucket.take_requires_grad`."""
+        for bucket in self.buckets:
+            bucket.take_requires_grad()
+
+    def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
+        """Tell the sink, if there is one."""
+        if self.schedule.event_sink is not None:
+            self.schedule.event_sink(Event(kind, self.name, nbytes, what, bucket))
+
+    def waiting(self, phase: str) -> Waiting:
+        """Within it this rank waits for others in that phase."""
+        return Waiting(self, phase)
+
+
+class Waiting:
+    """Makes what torch raises within, because another rank has ended, an error with rank, unit and phase.
+
+    Running out of memory is no such error: who catches that is to catch it here, too.
+    """
+
+    __slots__ = ("_phase", "_unit")
+
+    def __init__(self, unit: UnitParameters, phase: str) -> None:
+        self._unit, self._phase = unit, phase
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
+            what = self._unit.schedule.words(error) if isinstance(error, OutOfStep) else error
+            raise CommunicationError(
+                f"rank {self._unit.mesh.rank}, unit {self._unit.name!r}, {self._phase}: {what} "
+                f"(step {self._unit.schedule.steps + 1} of this process)",
+                hint="see whether another rank failed first, or took another path through the model",
+            ) from error
+
+
+def _bucket_type(slots: Sequence[Slot]) -> type[Bucket]:
+    return ExtendedBucket if is_extended(slots[0].parameter) else Bucket
