@@ -2,7 +2,7 @@
 
     python -m benchmarks.virtual_time [--cases 8B-8 70B-64 ...] [--engines fullshard fsdp2]
 
-Each engine's own code runs, unchanged, on `benchmarks.virtual`: kernels, collectives and launches take what a model
+Each engine's own code runs, unchanged, on `fullshard.api.virtual`: kernels, collectives and launches take what a model
 of the device says, and memory comes from a model of torch's caching allocator. One unit per transformer layer, bfloat16
 with float32 main weights, reduction and optimizer state, torch's fused AdamW; the host waits at the end of each step.
 Writes `benchmarks/results/virtual-time.json`, case by case.
@@ -25,11 +25,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.record import RESULTS
-from benchmarks.virtual.attention import register
-from benchmarks.virtual.device import HostCosts, VirtualDevice, VirtualEvent, VirtualStream
-from benchmarks.virtual.ranks import name_groups, playing
-from benchmarks.virtual.step import Batch, fused_optimizers, last_step
 from fullshard.api.simulation import NoWeights, transformers_model
+from fullshard.api.virtual.attention import register
+from fullshard.api.virtual.device import HostCosts, VirtualDevice, VirtualEvent, VirtualStream
+from fullshard.api.virtual.ranks import name_groups, playing
+from fullshard.api.virtual.step import TokenBatch, fused_optimizers, last_step
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.sizes import GIB
 from fullshard.engine import MixedPrecisionPolicy, keep_head, meta_parameters, shard_model
@@ -207,7 +207,7 @@ def measure(engine: str, case: Case) -> dict[str, float | int]:
         model = ENGINES[engine](model, case)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
-        return last_step(device, model, optimizer, Batch(1, case.tokens)).figures()
+        return last_step(device, model, optimizer, TokenBatch(1, case.tokens)).figures()
 
 
 def main() -> None:

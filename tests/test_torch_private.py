@@ -723,6 +723,81 @@ def optimizer_state() -> None:
         assert calls_of(place, run) == 1, place.name
 
 
+@check("DispatchMode", "schema_of", "read_item", "leaves_of", "copy_all", "zero_all", "grouped_matmul")
+def every_operation_is_seen() -> None:
+    seen: list[Any] = []
+
+    class Seeing(torch_private.DispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            seen.append(function)
+            if function.overloadpacket is torch_private.copy_all:
+                assert torch_private.leaves_of(given) == [tensor, other]
+            return function(*given, **(named or {}))
+
+    tensor, other = torch.ones(4, 4), torch.zeros(4, 4)
+    with Seeing():
+        tensor.t()
+        tensor + tensor
+        tensor[0, 0].item()
+        torch._foreach_copy_([tensor], [other])
+        torch._foreach_zero_([tensor])
+    packets = [function.overloadpacket for function in seen]
+    for packet in (torch_private.read_item, torch_private.copy_all, torch_private.zero_all):
+        assert packet in packets
+    alias = {f.name(): torch_private.schema_of(f).returns[0].alias_info for f in seen[:2]}
+    assert alias["aten::t"] is not None and alias["aten::add.Tensor"] is None
+    assert hasattr(torch_private.grouped_matmul, "default")
+
+
+@check("shapes_learnt", "is_for_shapes")
+def tensors_made_to_learn_a_shape() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake, rebuild = torch_private.shapes_learnt
+
+    def add() -> None:
+        with FakeTensorMode():
+            assert torch_private.is_for_shapes(type(torch.ones(3) + 1))
+
+    assert calls_of(fake, add) > 0
+    assert not torch_private.is_for_shapes(torch.Tensor)
+
+    def shard() -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = distribute_tensor(torch.ones(37, 41), mesh, [Shard(0)])  # no shape that torch has learnt before
+        (weight @ distribute_tensor(torch.ones(41, 43), mesh, [Replicate()])).sum()
+
+    dist.init_process_group("fake", store=torch_private.store_of_nobody(), rank=0, world_size=1)
+    try:
+        assert calls_of(rebuild, shard) > 0
+    finally:
+        dist.destroy_process_group()
+
+
+@check("fused_devices")
+def which_devices_fuse() -> None:
+    place = torch_private.fused_devices
+    assert calls_of(place, torch.optim.AdamW([with_gradient()], fused=True).step) > 0
+    assert "cpu" in place.torchs()
+
+
+@check("attend")
+def attention_in_one_kernel() -> None:
+    query, key, value = torch.randn(3, 2, 4, 8, 16, generator=torch.Generator().manual_seed(0))
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    shapes = [tensor.to("meta") for tensor in (query, key, value)]
+    assert torch_private.attend(*shapes).shape == expected.shape
+
+
+@check("store_of_nobody")
+def one_rank_of_many() -> None:
+    dist.init_process_group("fake", store=torch_private.store_of_nobody(), rank=5, world_size=4096)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (5, 4096)
+    finally:
+        dist.destroy_process_group()
+
+
 @check("replace")
 def replaced_wherever_it_was_imported() -> None:
     import sys

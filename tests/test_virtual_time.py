@@ -10,11 +10,13 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from benchmarks.virtual.allocator import MIB, Allocator
-from benchmarks.virtual.clock import DEVICE, Clock
-from benchmarks.virtual.device import HostCosts
-from benchmarks.virtual.rehearsal import time_step
+from fullshard.api.virtual.allocator import MIB, Allocator
+from fullshard.api.virtual.clock import DEVICE, Clock
+from fullshard.api.virtual.device import HostCosts
+from fullshard.api.virtual.rehearsal import time_step
+from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
@@ -132,3 +134,30 @@ def test_a_trace_and_a_picture(tmp_path: Path) -> None:
 def test_what_has_no_virtual_time_is_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="no virtual time with"):
         time_step(SMALL, Job.of(settings), parse_cluster("8xH100"))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Figures in JSON are those of the trace; what cannot be timed is an error, and no file is written."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    usual = ["simulate", "-m", str(tmp_path / "config.json"), "--seq-len", "1024"]
+    trace = tmp_path / "step.json"
+    done = CliRunner().invoke(app, [*usual, "--devices", "8xH100", "--timeline", str(trace), "--rank", "7", "--json"])
+    assert done.exit_code == 0, done.output
+    figures = json.loads(done.stdout)
+    assert (figures["rank"], figures["devices"]) == (7, "8 x H100 in 1 host")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(figures["seconds"] * 1e6)
+    slow = CliRunner().invoke(app, [*usual, "-d", "8xH100", "--timeline", str(trace), "--launch-us", "500", "--json"])
+    assert json.loads(slow.stdout)["seconds"] > figures["seconds"]
+    text = CliRunner().invoke(app, [*usual, "--devices", "8xH100", "--timeline", str(trace)]).output
+    assert "a step in virtual time" in text and f"wrote {trace}" in text
+    trace.unlink()
+    for wrong, message in {
+        ("--timeline", str(trace)): "on what?",
+        ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "leave one out",
+        ("--timeline", str(trace), "-d", "8xH100", "--rank", "8"): "rank 8 of 8 ranks",
+        (): "how many ranks?",
+    }.items():
+        refused = CliRunner().invoke(app, [*usual, *wrong])
+        assert refused.exit_code != 0 and message in f"{refused.output} {refused.exception}", wrong
+    assert not trace.exists()

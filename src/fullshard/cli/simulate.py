@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fullshard.cli.options import options_from
+from fullshard.cli.options import options_from, path_word
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
 
@@ -15,13 +16,31 @@ DIFFERS = 1
 """Exit code when the engine does something else than the planner says."""
 
 
-@options_from(Job, "strategy", "shard_size", "precision", "checkpointing", "accumulation", "micro_batch")
+@options_from(
+    Job, "strategy", "shard_size", "precision", "checkpointing", "accumulation", "micro_batch", "wrap_embeddings"
+)
 def simulate(
     *,
     model: Annotated[
         str, typer.Option("--model", "-m", help="A known name (Llama-3-70B), a config.json or its directory")
     ],
-    world_size: Annotated[int, typer.Option(min=1, max=4096, help="Ranks to pretend")],
+    world_size: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Ranks to pretend", show_default="those of --devices")
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option("--devices", "-d", help="How many of what, for --timeline: 64xH100", show_default=False),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Time the step on --devices, and write a trace for Perfetto into .json", parser=path_word),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="The same as a picture: .png, .svg or .pdf", parser=path_word)
+    ] = None,
+    launch_us: Annotated[
+        float, typer.Option(min=0, help="Microseconds of the host per operation that it launches")
+    ] = 6.0,
     rank: Annotated[int, typer.Option(min=0, help="Which of them to be")] = 0,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence")] = 2048,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
@@ -31,7 +50,16 @@ def simulate(
 
     Prints how it is sharded, the bytes this rank would send, and the time the host needs per unit. Exit code 1 if the
     engine's events or bytes are not those that `fullshard plan` predicts.
+
+    With --timeline or --plot the step is run in virtual time: a clock per stream of one of --devices, on which kernels,
+    collectives and launches take what the planner's figures say. Prints the step's time, what of the communication
+    is exposed, and peak memory.
     """
+    if timeline is not None or plot is not None:
+        _time(model, devices, world_size, rank, {**settings, "seq_len": seq_len}, timeline, plot, launch_us, as_json)
+        return
+    if world_size is None:
+        raise ConfigError("how many ranks?", hint="give --world-size; or --devices and --timeline")
     from fullshard.api.simulation import simulate as run
     from fullshard.api.simulation import transformers_model
     from fullshard.core.sizes import format_nbytes
@@ -67,6 +95,55 @@ def simulate(
             typer.echo("events and bytes are those that fullshard plan predicts")
     if result.differences:
         raise typer.Exit(DIFFERS)
+
+
+def _time(
+    model: str,
+    devices: str | None,
+    world_size: int | None,
+    rank: int,
+    settings: dict[str, Any],
+    trace: Path | None,
+    picture: Path | None,
+    launch_us: float,
+    as_json: bool,
+) -> None:
+    from fullshard.api.virtual.device import HostCosts
+    from fullshard.api.virtual.rehearsal import time_step
+    from fullshard.core.sizes import format_nbytes
+    from fullshard.plan.hardware import parse_cluster
+
+    if devices is None:
+        raise ConfigError("--timeline and --plot: on what?", hint="give --devices, such as 64xH100")
+    cluster = parse_cluster(devices)
+    if world_size not in (None, cluster.count):
+        raise ConfigError(
+            f"--world-size {world_size} and --devices {devices}, which are {cluster.count}", hint="leave one out"
+        )
+    step = time_step(_config(model), Job.of(settings), cluster, rank=rank, host=HostCosts(launch=launch_us / 1e6))
+    if trace is not None:
+        step.write_trace(trace)
+    if picture is not None:
+        step.draw(picture)
+    if as_json:
+        typer.echo(json.dumps({"rank": rank, "devices": str(cluster), **step.figures()}, indent=2))
+        return
+    ms = {name: f"{1000 * seconds:.1f} ms" for name, seconds in step.figures().items() if isinstance(seconds, float)}
+    typer.echo(f"rank {rank} of {cluster}, a step in virtual time: {ms['seconds']}")
+    typer.echo(
+        f"device: computes {ms['compute']}, waits for communication {ms['exposed']} (of {ms['communication']}), "
+        f"waits for the host {ms['idle']}"
+    )
+    typer.echo(
+        f"host: {ms['host']} for {step.launches} operations and {step.collectives} collectives; waits {ms['blocked']}"
+    )
+    typer.echo(
+        f"memory: {format_nbytes(step.peak_allocated)} allocated and {format_nbytes(step.peak_reserved)} reserved at "
+        f"the peak; {format_nbytes(step.state)} between steps; a device has {format_nbytes(step.capacity)}"
+    )
+    for path in (trace, picture):
+        if path is not None:
+            typer.echo(f"wrote {path}")
 
 
 def _config(model: str) -> dict[str, Any]:

@@ -30,20 +30,21 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, _op_schema
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch, _pytree
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -445,6 +446,56 @@ distribute_tensors = Replaced.of(state_dict_utils, "_distribute_tensors")
 
 run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
 """Under `torch.autograd.grad` and `backward`, where a sharded parameter's gradient would be None. Since 2.3."""
+
+
+# -- a device that is not there ---------------------------------------------------------------------------------
+
+DispatchMode = _python_dispatch.TorchDispatchMode
+"""A context that sees every operation, for a class to derive from. Since 2.0."""
+
+leaves_of: Callable[[Any], list[Any]] = _pytree.tree_leaves
+"""What lists, tuples and dicts of arguments hold. Else memory that an operation takes in a list would not be
+counted. Since 2.0."""
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""An operation's arguments, and what it returns of them. Else a view would cost what a copy does. Since 2.0."""
+
+read_item = torch.ops.aten._local_scalar_dense
+"""Reads a number, for which the host waits. Since 2.0."""
+
+copy_all, zero_all = torch.ops.aten._foreach_copy_, torch.ops.aten._foreach_zero_
+"""Write their first argument, and do not read it. Since 2.0 and 1.x."""
+
+grouped_matmul = torch.ops.aten._grouped_mm
+"""Rows with the weights of experts; the counter of FLOP does not know it. Since 2.8."""
+
+shapes_learnt = (
+    Replaced.of(FakeTensorMode, "__torch_dispatch__"),
+    Replaced.of(_op_schema, "_rebuild_tensor_from_dtensor_meta"),
+)
+"""Under these torch makes tensors to learn a shape, which take no memory. Since 2.0, and 2.5 for DTensor."""
+
+fused_devices = Replaced.of(torch_optimizer, "_get_fused_kernels_supported_devices")
+"""Which devices have fused optimizers. Since 2.3."""
+
+
+def is_for_shapes(kind: type) -> bool:
+    """Whether tensors of this type are made to learn a shape. Since 2.0."""
+    return issubclass(kind, FakeTensor)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention in one kernel that keeps no scores, on a device that has none to choose from. Since 2.0."""
+    mixed: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+    return mixed
+
+
+def store_of_nobody() -> dist.Store:
+    """A store that one process alone can start any number of ranks with. Since 2.0."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store: dist.Store = FakeStore()
+    return store
 
 
 def replace(functions: Mapping[Replaced, Callable[..., Any]]) -> None:

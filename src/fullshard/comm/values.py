@@ -17,7 +17,7 @@ def has_values(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """Within it somebody does: the meta device is asked what an accelerator is (`benchmarks.virtual`)."""
+    """Within it somebody does: the meta device is asked what an accelerator is (`fullshard.api.virtual`)."""
     _answering.append(None)
     try:
         yield

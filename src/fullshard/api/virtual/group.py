@@ -11,14 +11,17 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.virtual.clock import Task
-from benchmarks.virtual.device import VirtualDevice, VirtualStream
+from fullshard.api.virtual.clock import Task
+from fullshard.api.virtual.device import VirtualDevice, VirtualStream
 
-_c10d: Any = torch._C._distributed_c10d
+# Without types: torch calls the methods by place, and declares overloads that nobody calls here.
+_WORK: Any = dist.Work
+_GROUP: Any = dist.ProcessGroup
 
 
-class VirtualWork(_c10d.Work):
+class VirtualWork(_WORK):  # type: ignore[misc]
     """A collective under way, and what must outlive it."""
 
     def __init__(self, device: VirtualDevice, task: Task | None, tensors: list[torch.Tensor]) -> None:
@@ -40,7 +43,7 @@ class VirtualWork(_c10d.Work):
         self.wait()
 
 
-class VirtualGroup(_c10d.ProcessGroup):
+class VirtualGroup(_GROUP):  # type: ignore[misc]
     """One communicator.
 
     Args:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.virtual.attention import register
-from benchmarks.virtual.device import HostCosts, VirtualDevice
-from benchmarks.virtual.ranks import name_groups, playing
-from benchmarks.virtual.step import Batch, fused_optimizers, last_step
-from benchmarks.virtual.timeline import Timeline
 from fullshard.api.simulation import _shard, transformers_model
+from fullshard.api.virtual.attention import register
+from fullshard.api.virtual.device import HostCosts, VirtualDevice
+from fullshard.api.virtual.ranks import name_groups, playing
+from fullshard.api.virtual.step import TokenBatch, fused_optimizers, last_step
+from fullshard.api.virtual.timeline import Timeline
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError
 from fullshard.engine import meta_parameters
@@ -55,7 +55,7 @@ def time_step(
         mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, job.shard_size)[1], device=torch.device("meta"))
         name_groups(mesh)
         _shard(model, job, mesh, device.note_event)
-        batch = Batch(job.micro_batch, job.seq_len, job.accumulation)
+        batch = TokenBatch(job.micro_batch, job.seq_len, job.accumulation)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         return last_step(device, model, optimizer, batch)
 

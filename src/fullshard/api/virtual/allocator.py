@@ -18,7 +18,7 @@ MEDIUM, MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
 ROUND = 2 * MIB
 
 
-class Block:
+class SegmentPart:
     """A part of a segment.
 
     Attributes:
@@ -33,8 +33,8 @@ class Block:
 
     def __init__(self, nbytes: int, stream: Any, number: int, *, is_small: bool) -> None:
         self.nbytes, self.stream, self.number, self.is_small = nbytes, stream, number, is_small
-        self.before: Block | None = None
-        self.after: Block | None = None
+        self.before: SegmentPart | None = None
+        self.after: SegmentPart | None = None
         self.is_free, self.asked = True, 0
 
 
@@ -57,14 +57,14 @@ class Allocator:
     peak_allocated: int = 0
     peak_reserved: int = 0
     segments: int = 0
-    _free: dict[tuple[Any, bool], list[tuple[int, int, Block]]] = field(default_factory=dict)
+    _free: dict[tuple[Any, bool], list[tuple[int, int, SegmentPart]]] = field(default_factory=dict)
     _count: int = 0
 
     def reset_peaks(self) -> None:
         """From now on."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
-    def take(self, nbytes: int, stream: Any) -> Block | None:
+    def take(self, nbytes: int, stream: Any) -> SegmentPart | None:
         """Memory for `nbytes` bytes on `stream`; None for none."""
         if nbytes == 0:
             return None
@@ -81,7 +81,7 @@ class Allocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def give(self, block: Block | None) -> None:
+    def give(self, block: SegmentPart | None) -> None:
         """It is free."""
         if block is None:
             return
@@ -94,7 +94,7 @@ class Allocator:
                 block = _joined(other, block) if other is block.before else _joined(block, other)
         bisect.insort(pool, (block.nbytes, block.number, block))
 
-    def _segment(self, size: int, stream: Any, *, is_small: bool) -> Block:
+    def _segment(self, size: int, stream: Any, *, is_small: bool) -> SegmentPart:
         nbytes = SMALL_SEGMENT if is_small else MEDIUM_SEGMENT if size < MEDIUM else -(-size // ROUND) * ROUND
         if self.reserved + nbytes > self.capacity:
             self.give_back()
@@ -102,7 +102,7 @@ class Allocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self.segments += 1
         self._count += 1
-        return Block(nbytes, stream, self._count, is_small=is_small)
+        return SegmentPart(nbytes, stream, self._count, is_small=is_small)
 
     def give_back(self) -> None:
         """Segments that nobody uses go back to the device."""
@@ -111,9 +111,9 @@ class Allocator:
             self.reserved -= sum(entry[0] for entry in pool) - sum(entry[0] for entry in kept)
             self._free[key] = kept
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: SegmentPart, size: int) -> None:
         self._count += 1
-        rest = Block(block.nbytes - size, block.stream, self._count, is_small=block.is_small)
+        rest = SegmentPart(block.nbytes - size, block.stream, self._count, is_small=block.is_small)
         rest.before, rest.after, block.nbytes = block, block.after, size
         if block.after is not None:
             block.after.before = rest
@@ -121,7 +121,7 @@ class Allocator:
         bisect.insort(self._free[block.stream, block.is_small], (rest.nbytes, rest.number, rest))
 
 
-def _joined(first: Block, second: Block) -> Block:
+def _joined(first: SegmentPart, second: SegmentPart) -> SegmentPart:
     first.nbytes += second.nbytes
     first.after = second.after
     if second.after is not None:

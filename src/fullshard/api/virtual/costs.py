@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fullshard.comm import torch_private
 from fullshard.plan.hardware import Device
 
 aten = torch.ops.aten
 
 _NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach,
-              aten.lift_fresh, aten._local_scalar_dense, aten.record_stream, aten.set_, aten.resize_}  # fmt: skip
+              aten.lift_fresh, torch_private.read_item, aten.record_stream, aten.set_, aten.resize_}  # fmt: skip
 """Allocate, or look at a tensor, and launch nothing."""
 
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 """Read as much as they write, whatever the size of what they look it up in."""
 
-_ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, aten._foreach_copy_, aten._foreach_zero_}
+_ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, torch_private.copy_all, torch_private.zero_all}
 """Their first argument is not read."""
 
 
@@ -30,13 +30,13 @@ def is_view(operation: Any) -> bool:
     """Whether it returns what it was given, unchanged."""
     if operation.overloadpacket in _NO_KERNEL:
         return True
-    returns = operation._schema.returns
+    returns = torch_private.schema_of(operation).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
     """All tensors in arguments or results."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in torch_private.leaves_of(values) if isinstance(leaf, torch.Tensor)]
 
 
 def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any, device: Device) -> float:
@@ -50,7 +50,7 @@ def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: A
 
 def _flops(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
     kind = operation.overloadpacket
-    if kind is aten._grouped_mm:  # each row with one expert's weights; or the gradient of those
+    if kind is torch_private.grouped_matmul:  # each row with one expert's weights; or the gradient of those
         rows, inner = given[0].shape[-2:]
         return 2.0 * int(rows) * int(inner) * int(given[1].shape[-1])
     formula = flop_registry.get(kind)
@@ -63,7 +63,7 @@ def _flops(operation: Any, given: Sequence[Any], named: dict[str, Any], made: An
 
 
 def _is_causal(operation: Any, given: Sequence[Any], named: dict[str, Any]) -> bool:
-    for value, argument in zip(given, operation._schema.arguments, strict=False):
+    for value, argument in zip(given, torch_private.schema_of(operation).arguments, strict=False):
         if argument.name == "is_causal":
             return bool(value)
     return bool(named.get("is_causal", False))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.virtual.clock import DEVICE
+from fullshard.api.virtual.clock import DEVICE
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
 from fullshard.observe.files import write_text

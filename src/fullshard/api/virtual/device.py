@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import _op_schema
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.virtual import costs
-from benchmarks.virtual.allocator import Allocator, Block
-from benchmarks.virtual.clock import DEVICE, Clock, Stream, Task
+from fullshard.api.virtual import costs
+from fullshard.api.virtual.allocator import Allocator, SegmentPart
+from fullshard.api.virtual.clock import DEVICE, Clock, Stream, Task
+from fullshard.comm import torch_private
 from fullshard.comm.values import answered
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
@@ -108,7 +106,7 @@ class VirtualStream:
 class _Memory:
     """What a storage has of the device."""
 
-    block: Block | None
+    block: SegmentPart | None
     stream: Stream
     death: weakref.ref[Any] | None = None
     users: list[Stream] = field(default_factory=list)
@@ -125,7 +123,7 @@ class _Begin:
     allocated: int = 0
 
 
-class VirtualDevice(TorchDispatchMode):
+class VirtualDevice(torch_private.DispatchMode):
     """One rank's device.
 
     Args:
@@ -179,11 +177,11 @@ class VirtualDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         named = named or {}
-        if self._imagined or any(issubclass(kind, FakeTensor) for kind in types):  # somebody wants to know a shape
+        if self._imagined or any(map(torch_private.is_for_shapes, types)):  # somebody wants to know a shape
             return function(*given, **named)
         if any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types):
             return NotImplemented  # a subclass takes it apart first
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function is torch_private.read_item.default:
             if given[0].is_meta:
                 self.clock.block(self.current.queue.last)
                 return 0.0 if given[0].is_floating_point() else 0
@@ -234,16 +232,15 @@ class VirtualDevice(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor, given: Any) -> None:
         if not tensor.is_meta:
             return
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._known or any(
-            other.untyped_storage()._cdata == storage._cdata for other in costs.tensors_of(given)
-        ):
+        storage, id_of = tensor.untyped_storage(), torch_private.storage_id
+        key = id_of(storage)
+        if key in self._known or any(id_of(t.untyped_storage()) == key for t in costs.tensors_of(given)):
             return
         self._take(storage, storage.nbytes())
 
     def _take(self, storage: Any, nbytes: int) -> None:
         self._collect()
-        key = storage._cdata
+        key = torch_private.storage_id(storage)
         memory = self._known.get(key)
         if memory is None:
             memory = self._known[key] = _Memory(None, self.current.queue)
@@ -273,14 +270,14 @@ class VirtualDevice(TorchDispatchMode):
 
     def resize(self, storage: Any, nbytes: int) -> None:
         """A storage is about to have another size."""
-        memory = self._known.get(storage._cdata)
+        memory = self._known.get(torch_private.storage_id(storage))
         if memory is not None and memory.block is not None:
             self._give(memory)
         self._take(storage, nbytes)
 
     def used_by(self, tensor: torch.Tensor, stream: VirtualStream) -> None:
         """`tensor.record_stream(stream)`."""
-        memory = self._known.get(tensor.untyped_storage()._cdata)
+        memory = self._known.get(torch_private.storage_id(tensor.untyped_storage()))
         if memory is not None and stream.queue is not memory.stream and stream.queue not in memory.users:
             memory.users.append(stream.queue)
 
@@ -312,11 +309,6 @@ class VirtualDevice(TorchDispatchMode):
     @contextlib.contextmanager
     def _knowing_shapes(self) -> Iterator[None]:
         """Within it, what torch makes to learn a shape is no memory: fake tensors, and DTensor's on the meta device."""
-        places: list[tuple[Any, str]] = [
-            (FakeTensorMode, "__torch_dispatch__"),
-            (_op_schema, "_rebuild_tensor_from_dtensor_meta"),
-        ]
-        before = [getattr(place, name) for place, name in places]
 
         def imagined(function: Any) -> Any:
             def imagine(*given: Any) -> Any:
@@ -328,10 +320,10 @@ class VirtualDevice(TorchDispatchMode):
 
             return imagine
 
-        for (place, name), function in zip(places, before, strict=True):
-            setattr(place, name, imagined(function))
+        for place in torch_private.shapes_learnt:
+            setattr(place.owner, place.name, imagined(place.torchs))
         try:
             yield
         finally:
-            for (place, name), function in zip(places, before, strict=True):
-                setattr(place, name, function)
+            for place in torch_private.shapes_learnt:
+                setattr(place.owner, place.name, place.torchs)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.virtual.device import VirtualDevice
-from benchmarks.virtual.group import VirtualGroup
+from fullshard.api.virtual.device import VirtualDevice
+from fullshard.api.virtual.group import VirtualGroup
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 
 _NAME = "virtual"
@@ -23,7 +23,7 @@ def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]
     if not hasattr(dist.Backend, _NAME.upper()):
         dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=["cpu", "meta"])
     _playing.append(device)
-    dist.init_process_group(_NAME, rank=rank, world_size=world_size, store=FakeStore())
+    dist.init_process_group(_NAME, rank=rank, world_size=world_size, store=torch_private.store_of_nobody())
     try:
         with device.running():
             yield

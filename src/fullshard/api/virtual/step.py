@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.virtual.clock import DEVICE
-from benchmarks.virtual.device import VirtualDevice
-from benchmarks.virtual.timeline import Slice, Timeline, joined, length
+from fullshard.api.virtual.clock import DEVICE
+from fullshard.api.virtual.device import VirtualDevice
+from fullshard.api.virtual.timeline import Slice, Timeline, joined, length
+from fullshard.comm import torch_private
 
 STEPS = 2
 """The first makes the optimizer's state and learns the order of units; the second is like all that follow."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TokenBatch:
     """Token ids of one micro-batch, and how often it comes in a step."""
 
     sequences: int
@@ -35,7 +34,7 @@ class Batch:
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
 
 
-def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Timeline:
+def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, batch: TokenBatch) -> Timeline:
     """Train for `STEPS` steps, each of which begins when the one before is over, as if the loss were read."""
     for step in range(STEPS):
         if step == STEPS - 1:
@@ -87,10 +86,9 @@ def _timeline(device: VirtualDevice, launched: float, blocked: float) -> Timelin
 @contextlib.contextmanager
 def fused_optimizers() -> Iterator[None]:
     """Within it torch's optimizers may be fused on the meta device, as on what it stands for."""
-    place: Any = importlib.import_module("torch.optim.optimizer")
-    devices = place._get_fused_kernels_supported_devices
-    place._get_fused_kernels_supported_devices = lambda: [*devices(), "meta"]
+    place = torch_private.fused_devices
+    setattr(place.owner, place.name, lambda: [*place.torchs(), "meta"])
     try:
         yield
     finally:
-        place._get_fused_kernels_supported_devices = devices
+        setattr(place.owner, place.name, place.torchs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.core.imports import import_extra
 
 NAME = "virtual"
@@ -37,5 +38,4 @@ def _attend(
             tensor[:, :, None].expand(-1, -1, groups, -1, -1).reshape(*query.shape[:2], *tensor.shape[2:])
             for tensor in (key, value)
         )
-    mixed = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
-    return mixed.transpose(1, 2).contiguous(), None
+    return torch_private.attend(query, key, value).transpose(1, 2).contiguous(), None
