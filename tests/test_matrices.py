@@ -74,6 +74,23 @@ def test_matrices_stay_where_they_are() -> None:
     assert sent < 0.2 * 2 * (2 - 1) / 2 * sum(matrix.numel for matrix in dealing.matrices)
 
 
+@pytest.mark.parametrize(("shard_size", "count"), [(1, 32), (2, 32), (8, 8), (64, 1), (1024, 1)])
+def test_buckets_that_travel_together(shard_size: int, count: int) -> None:
+    """A rank sends no more than half a bucket at once; the more ranks, the more buckets that is."""
+    dealing = llama(32, shard_size=shard_size)
+    assert [number for numbers in dealing.exchanges for number in numbers] == list(range(32))
+    assert len(dealing.exchanges) == count
+    for numbers in dealing.exchanges:
+        sent = sum(dealing.layouts[number].shard_numel for number in numbers)
+        assert len(numbers) == 1 or sent <= dealing.layouts[0].full_numel / 2
+
+
+def test_no_rank_waits_long_for_another_in_an_exchange() -> None:
+    """What arrives at the busiest rank of 64 is within 15 % of the mean: its links are as busy as all others."""
+    dealing = llama(32, shard_size=64)
+    assert dealing.busiest_numel <= 1.15 * dealing.moved_numel / 64
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_are_the_matrices(seed: int) -> None:
     """Whatever the shapes: what is sent is what is gathered, and every element of a matrix comes once."""

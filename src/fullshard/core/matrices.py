@@ -121,6 +121,26 @@ class Dealing:
         """Numbers of the matrices there."""
         return self._by_bucket[bucket]
 
+    @cached_property
+    def exchanges(self) -> list[list[int]]:
+        """Numbers of the buckets whose pieces travel together.
+
+        A bucket has a few matrices, so a few owners would receive while all others wait. Several buckets have one for
+        each, and cost no memory: a rank has little of each bucket. What it sends is at most half of the largest.
+        """
+        numbers = [number for number in range(len(self.layouts)) if self.in_bucket(number)]
+        most = max((self.layouts[number].full_numel for number in numbers), default=0) // 2
+        found: list[list[int]] = []
+        held = most
+        for number in numbers:
+            shard_numel = self.layouts[number].shard_numel
+            if held + shard_numel > most:
+                found.append([])
+                held = 0
+            found[-1].append(number)
+            held += shard_numel
+        return found
+
     def pieces(self, number: int) -> list[tuple[int, MatrixPiece]]:
         """(rank of the shard group, what it has) for each part of a matrix, in the matrix's order."""
         matrix = self.matrices[number]
@@ -184,6 +204,19 @@ class Dealing:
             own = self.layouts[matrix.bucket].rank_interval(rank)
             moved += matrix.numel - matrix.interval.intersect(own).numel
         return moved
+
+    @property
+    def busiest_numel(self) -> int:
+        """Elements that arrive at the busiest rank, which the others wait for, in each exchange; and leave it again."""
+        total = 0
+        for buckets in self.exchanges:
+            arriving: dict[tuple[int, int], int] = {}
+            for number in (number for bucket in buckets for number in self.in_bucket(bucket)):
+                matrix, owner = self.matrices[number], self.owners[number]
+                own = self.layouts[matrix.bucket].rank_interval(owner[1])
+                arriving[owner] = arriving.get(owner, 0) + matrix.numel - matrix.interval.intersect(own).numel
+            total += max(arriving.values())
+        return total
 
     def sent_numel(self, row: int, rank: int) -> tuple[int, int, int]:
         """Elements that a rank sends in a step: to owners, back from owners, and to the other rows."""

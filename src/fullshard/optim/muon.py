@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, OptimizerError
-from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, matrix_shape
+from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, Dealing, matrix_shape
 from fullshard.engine.parameter import ShardedParameter, are_same
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.matrices import MatrixOptimizer, WholeMatrices
@@ -144,6 +144,11 @@ class Muon(MatrixOptimizer):
             )
         self._step_adamw()
         return loss
+
+    @property
+    def dealings(self) -> list[Dealing]:
+        """Which rank owns which matrix, for each mesh that parameters are on; none before the first step."""
+        return [whole.dealing for whole in self._whole]
 
     def _deal(
         self, parameters: list[ShardedParameter], members: dict[torch.Tensor, dict[str, Any]]

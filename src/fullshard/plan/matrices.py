@@ -11,7 +11,7 @@ from fullshard.core.dtypes import Dtypes, itemsize
 from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, Dealing, Matrix, deal, matrices_in, matrix_shape
 from fullshard.plan.layout import ModelLayout, grouped
 from fullshard.plan.shapes import ModelShape, ParameterShape
-from fullshard.plan.traffic import carried
+from fullshard.plan.traffic import exchanged
 
 SENT_AS = "bfloat16"
 """What matrices are sent and computed in."""
@@ -75,11 +75,11 @@ class MatrixWork:
         return (self.dealing.replicate_size - 1) * self.numel * itemsize(SENT_AS) / self.ranks
 
     def links(self, ranks_per_host: int) -> tuple[float, float]:
-        """Bytes on each device's link inside its host, and on that between hosts."""
+        """Bytes on the busiest device's link inside its host, and on that between hosts."""
         shard, replicas = self.dealing.shard_size, self.dealing.replicate_size
-        buffer, own = self.sent_nbytes * shard / max(1, shard - 1), self.replicated_nbytes * replicas
-        one = carried(buffer, shard, stride=1, ranks_per_host=ranks_per_host)
-        other = carried(own / max(1, replicas - 1), replicas, stride=shard, ranks_per_host=ranks_per_host)
+        busiest = 2 * self.dealing.busiest_numel * itemsize(SENT_AS)
+        one = exchanged(busiest, shard, stride=1, ranks_per_host=ranks_per_host)
+        other = exchanged(self.replicated_nbytes, replicas, stride=shard, ranks_per_host=ranks_per_host)
         return one[0] + other[0], one[1] + other[1]
 
 

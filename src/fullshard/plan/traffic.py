@@ -133,3 +133,14 @@ def host_link_nbytes(nbytes: float, ranks: int, ranks_per_host: int) -> float:
         return 0.0
     hosts = ranks / ranks_per_host
     return nbytes * (1 - 1 / hosts) / ranks_per_host
+
+
+def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
+    """Bytes on a device's link inside the host and on that between hosts, of an exchange in which it gets `nbytes`.
+
+    They come from all others evenly. Other than in a gather each rank gets something else, so that no device's link
+    carries a part for its neighbours.
+    """
+    neighbours = max(1, min(ranks, ranks_per_host // stride))
+    others = max(1, ranks - 1)
+    return nbytes * (neighbours - 1) / others, nbytes * (ranks - neighbours) / others

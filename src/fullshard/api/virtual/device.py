@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from fullshard.comm.values import answered
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.time import CONTENTION, STEP_LATENCY
-from fullshard.plan.traffic import carried
+from fullshard.plan.traffic import carried, exchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +217,17 @@ class VirtualDevice(torch_private.DispatchMode):
 
     def collective_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
         """Which link, seconds of it, and latency of an all-gather or reduce-scatter (twice: an all-reduce)."""
+        return self._link_cost(carried, nbytes, ranks, stride, times)
+
+    def exchange_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
+        """The same of an exchange in which each rank gets `nbytes`."""
+        return self._link_cost(exchanged, nbytes, ranks, stride, times)
+
+    def _link_cost(
+        self, on_links: Callable[..., tuple[float, float]], nbytes: int, ranks: int, stride: int, times: int
+    ) -> tuple[str, float, float]:
         device = self.cluster.device
-        inside, across = carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
+        inside, across = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
         inside /= device.link * device.link_efficiency
         across /= device.network * device.link_efficiency
         return (

@@ -77,8 +77,10 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         """For torch."""
         return self.name
 
-    def _meet(self, what: str, whole: list[torch.Tensor], options: Any, *, times: int = 1) -> VirtualWork:
-        """A collective of all that `whole` has, over the ranks."""
+    def _meet(
+        self, what: str, whole: list[torch.Tensor], options: Any, *, times: int = 1, is_exchange: bool = False
+    ) -> VirtualWork:
+        """A collective of all that `whole` has, over the ranks; in an exchange each has something else."""
         device, nbytes = self._device, sum(t.nbytes for t in whole)
         if whole and not whole[0].is_meta:
             device.clock.host += device.host.message * math.ceil(math.log2(max(2, self._members)))
@@ -93,7 +95,8 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
             stream = self._stream
             stream.wait_stream(device.current)
         device.clock.have_wait(stream.queue, self._last)
-        resource, work, latency = device.collective_cost(nbytes, self._members, stride=self._stride, times=times)
+        cost = device.exchange_cost if is_exchange else device.collective_cost
+        resource, work, latency = cost(nbytes, self._members, stride=self._stride, times=times)
         with stream:
             self._last = device.clock_task(what, resource, work, latency)
         return VirtualWork(device, self._last, whole if is_async else [])
@@ -124,7 +127,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         self, output: torch.Tensor, given: torch.Tensor, source: list[int], to: list[int], options: Any = None
     ) -> Any:
         """See `torch.distributed`."""
-        return self._meet("all-to-all", [output], options)
+        return self._meet("all-to-all", [max(output, given, key=torch.numel)], options, is_exchange=True)
 
     def barrier(self, opts: Any = None) -> Any:
         """See `torch.distributed`."""

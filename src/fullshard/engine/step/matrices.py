@@ -1,10 +1,11 @@
 """Whole matrices for optimizers: pieces go to each matrix's owner, and pieces of what it makes of them come back.
 
-    to the owners    one exchange per bucket: of what each rank has, what belongs to matrices of another
+    to the owners    of what each rank has, what belongs to matrices of another: an exchange per bucket, or of several
+                     together, where a rank has little of each
     at the owners    every rank computes with its own matrices, all ranks at once
-    back             one exchange per bucket, and one along the replicate axis, where matrices are dealt, too
+    back             the same exchanges, and one each along the replicate axis, where matrices are dealt, too
 
-So a rank holds its own matrices and what one bucket sends, never more. Who owns what is `core.matrices`.
+So a rank holds its own matrices and what one bucket has, never more. Who owns what is `core.matrices`.
 """
 
 from __future__ import annotations
@@ -91,35 +92,36 @@ class WholeMatrices:
             compute: called for each matrix that this rank owns.
             take: called on every rank for each of `given` of which it has elements.
         """
-        travel = _Travel(self, {id(parameter) for parameter in given}, dtype)
-        by_bucket: list[list[ShardedParameter]] = [[] for _ in self._buckets]
-        for parameter in given:
-            by_bucket[self._buckets.index(bucket_of(parameter))].append(parameter)
-        matrices = travel.to_owners(by_bucket, give)
+        travel = _Travel(self, given, dtype)
+        matrices = travel.to_owners(give)
         for number in list(matrices):
             matrices[number] = compute(self._owners_of[number], matrices[number]).reshape(-1)
-        for parameter, update in travel.back(by_bucket, matrices):
+        for parameter, update in travel.back(matrices):
             take(parameter, update)
 
 
 class _Travel:
     """The exchanges of one step."""
 
-    def __init__(self, whole: WholeMatrices, given: set[int], dtype: torch.dtype) -> None:
-        self._whole, self._given, self._dtype = whole, given, dtype
+    def __init__(self, whole: WholeMatrices, given: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
+        self._whole, self._given, self._dtype = whole, {id(parameter) for parameter in given}, dtype
         self._mesh, self._dealing = whole.mesh, whole.dealing
+        by_bucket: dict[Bucket, list[ShardedParameter]] = {bucket: [] for bucket in whole._buckets}
+        for parameter in given:
+            by_bucket[bucket_of(parameter)].append(parameter)
+        present = [[n for n in numbers if by_bucket[whole._buckets[n]]] for numbers in self._dealing.exchanges]
+        self._exchanges = [
+            (numbers, [p for n in numbers for p in by_bucket[whole._buckets[n]]]) for numbers in present if numbers
+        ]
 
-    def to_owners(self, by_bucket: Sequence[Sequence[ShardedParameter]], give: Give) -> dict[int, torch.Tensor]:
+    def to_owners(self, give: Give) -> dict[int, torch.Tensor]:
         """This rank's matrices, each whole, by number."""
-        mesh, matrices = self._mesh, dict[int, torch.Tensor]()
-        for number, parameters in enumerate(by_bucket):
-            if not parameters:
-                continue
-            bucket, local = self._whole._buckets[number], {p._index: give(p) for p in parameters}
-            leaving = self._present(self._dealing.sent(number, mesh.replicate_rank, mesh.shard_rank))
-            arriving = self._present(self._dealing.gathered(number, mesh.replicate_rank, mesh.shard_rank))
-            sent = [self._part_of(bucket, local, piece) for pieces in leaving for piece in pieces]
-            received = self._exchange(mesh.reduce, bucket, sent, leaving, arriving, "to owners")
+        matrices = dict[int, torch.Tensor]()
+        for numbers, parameters in self._exchanges:
+            local = {id(p): give(p) for p in parameters}
+            leaving, arriving = self._sent(numbers), self._gathered(numbers)
+            sent = [self._part_of(local, piece) for pieces in leaving for piece in pieces]
+            received = self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners")
             pieces_of: dict[int, list[torch.Tensor]] = {}
             for piece, part in received:
                 pieces_of.setdefault(piece.matrix, []).append(part)
@@ -128,22 +130,15 @@ class _Travel:
                 matrices[matrix] = torch.cat(parts).view(shape)
         return matrices
 
-    def back(
-        self, by_bucket: Sequence[Sequence[ShardedParameter]], results: dict[int, torch.Tensor]
-    ) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
+    def back(self, results: dict[int, torch.Tensor]) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
         """This rank's intervals of the parameters' updates."""
-        mesh = self._mesh
-        for number, parameters in enumerate(by_bucket):
-            if not parameters:
-                continue
-            bucket = self._whole._buckets[number]
-            leaving = self._present(self._dealing.gathered(number, mesh.replicate_rank, mesh.shard_rank))
-            arriving = self._present(self._dealing.sent(number, mesh.replicate_rank, mesh.shard_rank))
+        for numbers, parameters in self._exchanges:
+            leaving, arriving = self._gathered(numbers), self._sent(numbers)
             made = [self._part_of_matrix(results, piece) for pieces in leaving for piece in pieces]
             for piece in (piece for pieces in leaving for piece in pieces):
                 results.pop(piece.matrix, None)
-            received = self._exchange(mesh.reduce, bucket, made, leaving, arriving, "from owners")
-            received += self._across(number, bucket, received)
+            received = self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners")
+            received += self._across(numbers, received)
             pieces_of: dict[int, list[tuple[MatrixPiece, torch.Tensor]]] = {}
             for piece, part in received:
                 pieces_of.setdefault(id(self._whole._owners_of[piece.matrix]), []).append((piece, part))
@@ -153,7 +148,7 @@ class _Travel:
                     yield parameter, own[0][1] if len(own) == 1 else torch.cat([part for _, part in own])
 
     def _across(
-        self, number: int, bucket: Bucket, own: Sequence[tuple[MatrixPiece, torch.Tensor]]
+        self, numbers: Sequence[int], own: Sequence[tuple[MatrixPiece, torch.Tensor]]
     ) -> list[tuple[MatrixPiece, torch.Tensor]]:
         """What the other rows, which have the same interval, got from their owners; they get what this one has."""
         mesh = self._mesh
@@ -163,24 +158,22 @@ class _Travel:
         pieces = [piece for piece, _ in own]
         leaving = [[] if row == mesh.replicate_rank else pieces for row in rows]
         arriving = [
-            [p for ps in self._present(self._dealing.sent(number, row, mesh.shard_rank)) for p in ps]
-            if row != mesh.replicate_rank
-            else []
-            for row in rows
+            [] if row == mesh.replicate_rank else [p for ps in self._sent(numbers, row) for p in ps] for row in rows
         ]
         sent = [part for pieces in leaving if pieces for _, part in own]
-        return self._exchange(mesh.replicate, bucket, sent, leaving, arriving, "to replicas")
+        return self._exchange(mesh.replicate, numbers[0], sent, leaving, arriving, "to replicas")
 
     def _exchange(
         self,
         collectives: Collectives,
-        bucket: Bucket,
+        first: int,
         sent: Sequence[torch.Tensor],
         leaving: Sequence[Sequence[MatrixPiece]],
         arriving: Sequence[Sequence[MatrixPiece]],
         what: str,
     ) -> list[tuple[MatrixPiece, torch.Tensor]]:
-        """Send pieces to ranks, and have those that come."""
+        """Send pieces to ranks, and have those that come. It is called after the `first` of its buckets."""
+        bucket = self._whole._buckets[first]
         sizes = [[sum(piece.interval.numel for piece in pieces) for pieces in each] for each in (leaving, arriving)]
         parts, device = Parts(*sizes), self._mesh.device
         buffer = collectives.pages.staging(sum(parts.leaving), self._dtype, device)
@@ -195,16 +188,30 @@ class _Travel:
         pieces = [piece for each in arriving for piece in each]
         return list(zip(pieces, cut(received, [piece.interval.numel for piece in pieces]), strict=True))
 
-    def _present(self, by_rank: Sequence[Sequence[MatrixPiece]]) -> list[list[MatrixPiece]]:
-        """Those of parameters that are updated in this step."""
-        owners_of = self._whole._owners_of
-        return [[p for p in pieces if id(owners_of[p.matrix]) in self._given] for pieces in by_rank]
+    def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:
+        """Of the matrices that are dealt to this row, or another: what this rank has of them, by owner."""
+        row = self._mesh.replicate_rank if row is None else row
+        return self._present([self._dealing.sent(number, row, self._mesh.shard_rank) for number in numbers])
 
-    def _part_of(self, bucket: Bucket, local: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
+    def _gathered(self, numbers: Sequence[int]) -> list[list[MatrixPiece]]:
+        """The pieces of this rank's own matrices, by the rank that has them."""
+        mesh = self._mesh
+        return self._present([self._dealing.gathered(n, mesh.replicate_rank, mesh.shard_rank) for n in numbers])
+
+    def _present(self, of_buckets: Sequence[Sequence[Sequence[MatrixPiece]]]) -> list[list[MatrixPiece]]:
+        """By rank, those of parameters that are updated in this step."""
+        owners_of = self._whole._owners_of
+        return [
+            [piece for pieces in of_rank for piece in pieces if id(owners_of[piece.matrix]) in self._given]
+            for of_rank in zip(*of_buckets, strict=True)
+        ]
+
+    def _part_of(self, local: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
         """A piece out of what `give` has given."""
-        index = self._whole._owners_of[piece.matrix]._index
-        first = bucket.layout.offsets[index] + bucket.layout.interval(index, self._mesh.shard_rank).start
-        return local[index][piece.interval.start - first : piece.interval.stop - first]
+        parameter = self._whole._owners_of[piece.matrix]
+        layout, index = bucket_of(parameter).layout, parameter._index
+        first = layout.offsets[index] + layout.interval(index, self._mesh.shard_rank).start
+        return local[id(parameter)][piece.interval.start - first : piece.interval.stop - first]
 
     def _part_of_matrix(self, results: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
         """A piece of what `compute` has made."""
