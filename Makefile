@@ -54,11 +54,21 @@ test-full: $(VENV)/.dev  ## run the default and the slow tests
 test-gpu: $(VENV)/.dev  ## run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# Of its own, because torch_xla needs a torch that is too old for the engine; so without the constraints, too.
-$(XLA_VENV)/.xla:
+# Of its own, because torch_xla needs a torch that is too old for the engine; so without the constraints, and fullshard
+# without its torch. That of the default index brings CUDA's libraries with it, 6 GB in all; an index of CPU-only wheels
+# does not.
+XLA_PIP_INSTALL := $(XLA_VENV)/bin/python -m pip install --quiet
+XLA_NEEDS := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	needs = [*project["dependencies"], *project["optional-dependencies"]["xla"]]; \
+	print(*(need for need in needs if not need.startswith("torch>")), sep="\n")
+
+$(XLA_VENV)/.xla: pyproject.toml
 	$(PYTHON) -m venv $(XLA_VENV)
-	$(XLA_VENV)/bin/python -m pip install --quiet '.[xla]' pytest pytest-timeout 'transformers==4.57.*' accelerate
-	$(XLA_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.9.*'
+	$(XLA_PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.9.*'
+	$(XLA_VENV)/bin/python -c '$(XLA_NEEDS)' > $(XLA_VENV)/needs.txt
+	$(XLA_PIP_INSTALL) --requirement $(XLA_VENV)/needs.txt 'torch==2.9.*' \
+		pytest pytest-timeout 'transformers==4.57.*' accelerate
+	$(XLA_PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
 test-xla: $(XLA_VENV)/.xla $(VENV)/.dev  ## run the tests of PyTorch/XLA, on 4 virtual devices of the CPU
