@@ -201,8 +201,8 @@ def test_environment_is_read_or_refused() -> None:
 
 def test_device_of_a_rank() -> None:
     assert rank_device(RankEnvironment(), "cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match="unknown device 'tpu'"):
-        rank_device(RankEnvironment(), "tpu")
+    with pytest.raises(ConfigError, match="unknown device 'npu'"):
+        rank_device(RankEnvironment(), "npu")
     if not torch.cuda.is_available():
         assert rank_device(RankEnvironment(), "auto") == torch.device("cpu")
         with pytest.raises(ConfigError, match="has no CUDA device: this host has 0"):

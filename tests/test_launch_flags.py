@@ -158,7 +158,11 @@ def plan(*argv: str, **environ: str) -> Any:
 def test_plan_fills_in_what_is_not_said() -> None:
     made = plan("--cpu", "--num_processes", "4", "--num_cpu_threads_per_process", "3")
     assert (made.device, made.per_host, made.world_size, made.mesh()) == ("cpu", 4, 4, (1, 4))
-    assert made.variables == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}
+    assert made.variables == {
+        "OMP_NUM_THREADS": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     made = plan("--gpu_ids", "1,3", "--debug", OMP_NUM_THREADS="5")
     assert (made.device, made.per_host) == ("cuda", 2)
     assert made.variables["CUDA_VISIBLE_DEVICES"] == "1,3"

@@ -10,6 +10,7 @@
 //   Host       a rank's program. One runs at a time; it hands over when it must wait for another one, so that a run is
 //              the same each time, and so that a deadlock is found when it is there and not by a time-out
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -40,6 +41,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   S getDefaultStream(D d) const override { return at(index_of(d), 0); }
   S getStreamFromGlobalPool(D d, bool) const override { return getNewStream(d, 0); }
   S getNewStream(D d, int) const override {
+    TORCH_CHECK(!has_stubs, "this device makes no streams");
     std::lock_guard guard(lock);
     auto id = ++devices[index_of(d)].last;
     stream_at(index_of(d), id);
@@ -50,20 +52,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_streams[s.device_index()] = s.id();
     return at(s.device_index(), before);
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
+  c10::DeviceIndex deviceCount() const noexcept override { return device_count; }
   void record(void** event, const S& s, const c10::DeviceIndex, const c10::EventFlag) const override {
     std::lock_guard guard(lock);
     if (!*event) *event = new Event;
     static_cast<Event*>(*event)->point = {s.device_index(), s.id(), stream_at(s.device_index(), s.id()).queued};
   }
   void block(void* event, const S& s) const override {
-    if (!event) return;
+    if (!event || has_stubs) return;
     auto point = static_cast<Event*>(event)->point;
     if (point.device == s.device_index() && point.stream == s.id()) return;
     launch(s.device_index(), s.id(), {"wait", nullptr, point});
   }
   bool queryEvent(void* event) const override {
-    if (!event) return true;
+    if (!event || has_stubs) return true;
     auto point = static_cast<Event*>(event)->point;
     std::lock_guard guard(lock);
     auto& stream = stream_at(point.device, point.stream);
@@ -79,7 +81,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const S& s) const override { ::block(s.device_index(), s.id(), "stream.synchronize"); }
   void synchronizeEvent(void* event) const override {
-    if (!event) return;
+    if (!event || has_stubs) return;
     auto point = static_cast<Event*>(event)->point;
     ::block(point.device, point.stream, point.at, "event.synchronize");
   }
@@ -98,7 +100,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return DEVICES; }
+  c10::DeviceIndex deviceCount() const override { return device_count; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(c10::DeviceIndex d) const override { current_device = d; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override { auto before = current_device; current_device = d; return before; }
@@ -124,13 +126,25 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
+// An allocator that counts nothing.
+struct Uncounted final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override { return memory.allocate(nbytes); }
+  void copy_data(void* to, const void* from, size_t count) const override { memory.copy_data(to, from, count); }
+} uncounted;
+
+void check_dtype(at::ScalarType dtype) {
+  TORCH_CHECK(!has_stubs || dtype != at::kHalf, "this device has no ", c10::toString(dtype));
+}
+
 Tensor empty_memory_format(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                            std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  check_dtype(c10::dtype_or_default(dtype));
   c10::DeviceGuard guard(c10::Device(SIM, device ? index_of(*device) : current_device));
   return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
 }
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                      std::optional<at::Device> device, std::optional<bool>) {
+  check_dtype(c10::dtype_or_default(dtype));
   c10::DeviceGuard guard(c10::Device(SIM, device ? index_of(*device) : current_device));
   return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
@@ -159,6 +173,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());                // the CPU's own kernels
   m.impl("record_stream", [](Tensor& x, at::Stream s) { memory.recordStream(x.storage().data_ptr(), s); });
 }
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // products, as everywhere
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+}
 TORCH_LIBRARY(simulated, m) {
   m.def("meet(int communicator, int member, int size, str what, Tensor[] outputs, Tensor[] inputs, int reduce, int root) -> int", meet);
   m.def("wait_on_host(int communicator, int upto) -> ()", wait_on_host);
@@ -169,9 +188,13 @@ TORCH_LIBRARY(simulated, m) {
 // -- what Python calls ------------------------------------------------------------------------------------------------
 
 extern "C" {
-void simulated_start() {
+// With stubs: as a TPU is, see `has_stubs`.
+void simulated_start(int count, int with_stubs) {
+  device_count = count;
+  has_stubs = with_stubs;
+  if (has_stubs) policy = AS_ISSUED;
   arena();
-  c10::SetAllocator(SIM, &memory, 0);
+  c10::SetAllocator(SIM, has_stubs ? (c10::Allocator*)&uncounted : &memory, 0);
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
   static Guard guard;

@@ -206,6 +206,11 @@ def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=0.01, foreach=case.optimizer == "foreach")
 
 
+def place_of(kind: str) -> torch.device:
+    """Where this rank computes. Of TPUs a process has one."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, 0 if kind == "tpu" else dist.get_rank())
+
+
 def batch(step: int, micro: int, place: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
     tokens = torch.randint(0, TOKENS, (2, 7), generator=generator).to(place)
@@ -224,7 +229,7 @@ def small_activations() -> Iterator[None]:
 
 def train(case: Case, kind: str) -> list[torch.Tensor]:
     """Losses, norms and final weights of this rank, on a device of this kind."""
-    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    place = place_of(kind)
     model: Any = made(case, place)
     optimizer = optimizer_of(case, model)
     if case.loop == "in backward":
@@ -256,7 +261,7 @@ def train(case: Case, kind: str) -> list[torch.Tensor]:
 
 def change(case: Case, kind: str) -> list[torch.Tensor]:
     """The same where the script itself changes main weights, at once after a forward or a backward."""
-    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    place = place_of(kind)
     model: Any = made(case, place)
     found = []
 
@@ -285,7 +290,7 @@ def change(case: Case, kind: str) -> list[torch.Tensor]:
 
 def hook(case: Case, kind: str) -> list[torch.Tensor]:
     """The same with a hook of the script's on what is reduced, on a stream of its own."""
-    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    place = place_of(kind)
     model: Any = made(case, place)
     stream = torch.Stream(place) if kind != "cpu" else None
     model.set_all_reduce_hook(lambda reduced: reduced.mul_(3).add_(0.5), stream=stream)
@@ -299,7 +304,7 @@ def hook(case: Case, kind: str) -> list[torch.Tensor]:
 
 def stage(case: Case, kind: str) -> list[torch.Tensor]:
     """What a background save would write, read as soon as it has been copied."""
-    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    place = place_of(kind)
     memory = HostMemory()
     model: Any = made(case, place)
     found = []
@@ -315,7 +320,7 @@ def stage(case: Case, kind: str) -> list[torch.Tensor]:
 
 def look(case: Case, kind: str) -> list[torch.Tensor]:
     """The optimizer's state, read on the host as soon as it has stepped."""
-    place = torch.device(kind, dist.get_rank()) if kind != "cpu" else torch.device(kind)
+    place = place_of(kind)
     model: Any = made(case, place)
     optimizer = optimizer_of(case, model)
     found: list[torch.Tensor] = []

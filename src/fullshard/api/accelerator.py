@@ -48,6 +48,7 @@ from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.comm import cuda, torch_private
+from fullshard.comm import device as devices
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.paths import local_name
@@ -512,6 +513,8 @@ class Accelerator(Loaders, Reporting):
 
 
 def _check_precision(mode: str, device: torch.device) -> None:
+    if mode == "fp16":
+        devices.require_dtype(device, torch.float16, "mixed_precision = fp16")
     if mode == "bf16" and device.type == "cuda" and not cuda.computes_bfloat16(device):
         raise ConfigError(
             f"mixed_precision = bf16 on {cuda.name(device)}, which has no bfloat16 arithmetic",

@@ -47,7 +47,7 @@ def calibrate(path: Path, *, nproc: int | None = None) -> Device:
     device = default_device()
     if nproc is None:
         nproc = 2 if device.type == "cpu" else torch.accelerator.device_count()
-    code = launch_local("fullshard.api.calibration", [str(path.absolute())], nproc=nproc)
+    code = launch_local("fullshard.api.calibration", [str(path.absolute())], nproc=nproc, device=device.type)
     if code:
         raise CommunicationError(
             f"calibration failed: its processes ended with code {code}", hint="see above what they said"

@@ -24,6 +24,7 @@ from fullshard.api.dispatching import dispatched
 from fullshard.api.forwarding import forwarded
 from fullshard.api.state import GradientState
 from fullshard.comm import torch_private
+from fullshard.comm.device import traits_of
 from fullshard.core.errors import ConfigError, DataError
 
 _END = object()
@@ -31,6 +32,18 @@ _INHERITED = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
 )  # fmt: skip
+
+
+def _without_fork(context: Any, device: torch.device) -> Any:
+    """How workers are started beside a device that a forked process may hang on: anew, unless the script says how."""
+    if context is None:
+        return "spawn"
+    if context.get_start_method() == "fork":
+        raise ConfigError(
+            f"multiprocessing_context = fork: a process that uses a {device.type.upper()} is not to be forked",
+            hint="leave it out: workers are spawned then",
+        )
+    return context
 
 
 class ShardedDataLoader(DataLoader[Any]):
@@ -59,7 +72,7 @@ class ShardedDataLoader(DataLoader[Any]):
 
     Raises:
         ConfigError: `split_batches` with a batch size that is not a multiple of the world size, or with batches of the
-            user's own making.
+            user's own making; or workers that are forked, beside a device that does not bear it.
         DataError: the loader divides its data over the ranks already, or has no length where one is needed.
     """
 
@@ -84,6 +97,8 @@ class ShardedDataLoader(DataLoader[Any]):
         share.deal.for_all = dispatch_batches and world_size > 1
         share.deal.even = even_batches or share.is_always_even
         inherited = {name: getattr(loader, name) for name in _INHERITED if hasattr(loader, name)}
+        if device is not None and inherited["num_workers"] and not traits_of(device).may_fork:
+            inherited["multiprocessing_context"] = _without_fork(inherited["multiprocessing_context"], device)
         super().__init__(**share.arguments(loader), **inherited)
         self.share = share
         self._epoch = [0]  # in a list, so that copies made by `skipping` share it

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import cuda
+from fullshard.comm import device as devices
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
 
@@ -31,6 +32,12 @@ def notebook_launcher(
     """
     accelerate = import_extra("accelerate", extra="sft", purpose="notebook_launcher")
     if num_processes is not None and num_processes > 1:
+        kind = devices.accelerator()
+        if kind is not None and not devices.traits_of(torch.device(kind)).may_fork:
+            raise ConfigError(
+                f"notebook_launcher forks the notebook, which a {kind.upper()} does not bear",
+                hint=f"put the function into a script and start it with `fullshard launch --device {kind}`",
+            )
         if cuda.was_used():
             raise ConfigError(
                 "notebook_launcher: this notebook has used CUDA, which processes forked from it cannot use any more",

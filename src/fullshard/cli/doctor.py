@@ -21,7 +21,7 @@ def doctor(
     nproc: Annotated[
         int | None, typer.Option("--nproc", "-n", min=1, help="Ranks. Default: one per GPU, else 2.")
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks compute on.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda", "tpu"], typer.Option(help="What the ranks compute on.")] = "auto",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a rank waits for the others.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -39,7 +39,7 @@ def doctor(
     hardware = detect_hardware()
     report = make_report(hardware, os.environ)
     count = nproc or (len(hardware.accelerators) if hardware.accelerators and device != "cpu" else 2)
-    findings = examine(hardware, os.environ, report, count)
+    findings = examine(hardware, os.environ, report, count, device)
     trial = None
     if not as_json:
         _print_report(report)

@@ -123,13 +123,14 @@ def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
     from fullshard.launch.bootstrap import CHECK_PLAN, STEP_IN_BACKWARD, TRAINER_HOOK
     from fullshard.launch.local import Hosts, LaunchJob, run_job
+    from fullshard.launch.tpu import prepare_host
 
     gc.freeze()
     gc.enable()
     launch = plan.launch
     hosts = Hosts(
         launch.num_machines,
-        launch.machine_rank,
+        prepare_host(plan.device, plan.per_host, launch.num_machines, launch.machine_rank),
         launch.main_process_ip or "",
         launch.main_process_port or 0,
         plan.join_timeout,

@@ -38,11 +38,14 @@ def train(
         return
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc must be at least 1, got {nproc}")
-    count = _default_nproc(arguments.device) if nproc is None else nproc
+    from fullshard.comm import device as devices
+
+    kind = devices.kind_of(arguments.device)
+    count = _default_nproc(kind) if nproc is None else nproc
     if count == 1:
         _take_part(arguments)
     else:
-        sys.exit(_launch(arguments, count))
+        sys.exit(_launch(arguments, count, kind))
 
 
 def _take_part(arguments: TrainArguments) -> None:
@@ -51,7 +54,7 @@ def _take_part(arguments: TrainArguments) -> None:
     run(arguments)
 
 
-def _launch(arguments: TrainArguments, nproc: int) -> int:
+def _launch(arguments: TrainArguments, nproc: int, kind: str) -> int:
     from fullshard.launch.local import launch_local
 
     with tempfile.TemporaryDirectory(prefix="fullshard-train-") as directory:
@@ -61,15 +64,16 @@ def _launch(arguments: TrainArguments, nproc: int) -> int:
             _WORKER,
             [str(path)],
             nproc=nproc,
+            device=kind,
             max_restarts=arguments.max_restarts,
             grace_period=arguments.grace_period,
         )
 
 
-def _default_nproc(device: str) -> int:
-    from fullshard.comm import cuda
+def _default_nproc(kind: str) -> int:
+    from fullshard.comm import device as devices
     from fullshard.launch.processes import usable_cpu_count
 
-    if device == "cuda" or (device == "auto" and cuda.is_available()):
-        return max(1, cuda.count())
+    if kind != "cpu":
+        return max(1, devices.count(kind))
     return min(2, usable_cpu_count())

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
+from fullshard.comm.device import require_gloo
 from fullshard.comm.select import collectives_for
 from fullshard.core.errors import CommunicationError, ConfigError
 
@@ -129,6 +130,7 @@ def init_mesh(
     device = device or default_device()
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group()
+    require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:
         return _from_device_mesh(device_mesh, device)
     if not dist.is_initialized():

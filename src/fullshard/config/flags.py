@@ -29,7 +29,7 @@ from fullshard.config.load import load_file, load_fsdp_config, load_fsdp_words
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.schema import SETTINGS
 from fullshard.config.settings import closest
-from fullshard.config.xla import asks_for_xla
+from fullshard.config.xla import XLA_TRAINS, asks_for_xla
 from fullshard.core.errors import ConfigError
 
 Kind = Literal["script", "module", "program"]
@@ -88,7 +88,7 @@ _LAUNCHER_KEYS = (
     Key("start_method", Status.NO_EFFECT, read=_start_method),
     Key("shutdown_timeout", Status.NO_EFFECT, because="processes have 3 seconds to end after a signal"),
     *refused("models are divided by sharding alone", "use_megatron_lm"),
-    Key("tpu", Status.TRANSLATED, because="PyTorch/XLA on a TPU; needs the extra `fullshard[xla]`", read=asks_for_xla),
+    Key("tpu", Status.TRANSLATED, "launch.device", because=XLA_TRAINS, read=asks_for_xla),
     *refused(ON_EACH_HOST, "tpu_cluster", "vm"),
     *no_effect("the launcher starts processes on its own host alone", "no_tpu_cluster"),
     *refused("set the variables where the launcher is started: processes have them, too", "env"),

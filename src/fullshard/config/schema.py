@@ -27,7 +27,7 @@ from fullshard.core.paths import refuse_url
 PrecisionMode = Literal["no", "fp32", "bf16", "fp16"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Packing = Literal["int8", "bfloat16"]
-Device = Literal["auto", "cpu", "cuda"]
+Device = Literal["auto", "cpu", "cuda", "tpu"]
 RendezvousBackend = Literal["c10d", "static"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 CheckpointFormat = Literal["native", "dcp"]
@@ -181,6 +181,7 @@ class LaunchConfig(Settings):
         ask="What will the job run on?",
         answers={
             "cuda": "NVIDIA GPUs",
+            "tpu": "Google TPUs, through torch_tpu",
             "cpu": "processors",
             "auto": "whatever the machine has when the job starts",
         },

@@ -106,7 +106,7 @@ class _Writer:
             document["gpu_ids"] = ",".join(launch.gpu_ids)
         if parallelism:
             document["parallelism_config"] = parallelism
-        if launch.device == "cuda":
+        if launch.device in ("cuda", "tpu"):
             self._say("launch.device", "Accelerate chooses accelerators itself, unless use_cpu is true")
         if launch.num_processes is None:
             self._say("launch.num_processes", "accelerate launch needs --num_processes, because none is set")

@@ -12,7 +12,7 @@ from typing import Any
 from fullshard.config import values
 from fullshard.config.dialect import Dialect, Key, Settings, Status, no_effect, refused
 from fullshard.core.errors import ConfigError
-from fullshard.core.requirements import XLA_TORCH, why_no_xla
+from fullshard.core.requirements import XLA_TORCH, is_installed, why_no_xla
 
 
 def _fp32_reduce(value: Any) -> Settings | str:
@@ -55,8 +55,13 @@ XLA_SETTINGS = Dialect(
     ),
 )
 
-XLA_TRAINS = "PyTorch/XLA trains instead of fullshard's engine; needs the extra `fullshard[xla]`"
+XLA_TRAINS = (
+    "fullshard's engine trains on TPUs through torch_tpu; with the extra `fullshard[xla]` PyTorch/XLA does instead"
+)
 """What becomes of a key that asks for PyTorch/XLA."""
+
+
+OR_LEAVE_OUT = "pip install torch_tpu on a host with TPUs, or leave it out"
 
 
 def require_xla(what: str, otherwise: str) -> None:
@@ -75,16 +80,28 @@ def require_xla(what: str, otherwise: str) -> None:
         raise ConfigError(f"{what} asks for PyTorch/XLA, and {why}", hint=hint)
 
 
-def asks_for_xla(value: Any) -> Settings:
-    """Reader of a truth value that asks for PyTorch/XLA. It sets nothing: the adapter reads it itself."""
-    if values.boolean(value):
-        require_xla("true", "leave it out: fullshard's engine trains on the devices that it finds")
+def tpus_or_xla(what: str, otherwise: str) -> Settings:
+    """What asks for TPUs in PyTorch/XLA's words: those of torch_tpu if that is installed, for fullshard's engine.
+
+    Where PyTorch/XLA is installed it sets nothing: the adapter reads it itself.
+
+    Raises:
+        ConfigError: see `require_xla`; neither is installed.
+    """
+    if why_no_xla() is not None and is_installed("torch_tpu"):
+        return {"launch.device": "tpu"}
+    require_xla(what, otherwise)
     return {}
 
 
+def asks_for_xla(value: Any) -> Settings:
+    """Reader of a truth value that asks for PyTorch/XLA."""
+    return tpus_or_xla("true", OR_LEAVE_OUT) if values.boolean(value) else {}
+
+
 XLA_KEYS = (
-    Key("xla", because=XLA_TRAINS, read=asks_for_xla),
-    Key("xla_fsdp_v2", because=XLA_TRAINS, read=asks_for_xla),
+    Key("xla", Status.TRANSLATED, "launch.device", because=XLA_TRAINS, read=asks_for_xla),
+    Key("xla_fsdp_v2", Status.TRANSLATED, "launch.device", because=XLA_TRAINS, read=asks_for_xla),
     Key("xla_fsdp_settings", section=XLA_SETTINGS),
     Key("xla_fsdp_grad_ckpt", Status.TRANSLATED, "sharding.activation_checkpointing"),
 )

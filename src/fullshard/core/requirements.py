@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+from pathlib import Path
 
 from fullshard.core.errors import VersionError
 
@@ -37,6 +39,15 @@ def require_torch() -> None:
         raise VersionError(f"fullshard needs torch {oldest} or later, got {version}", hint=hint)
 
 
+def is_installed(distribution: str) -> bool:
+    """Whether a distribution is, whatever it is good for here."""
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def why_no_xla() -> str | None:
     """What keeps this environment from training through PyTorch/XLA, as the end of a sentence; None if nothing does.
 
@@ -50,6 +61,32 @@ def why_no_xla() -> str | None:
             return f"{name} is not installed"
     if _release(found["torch_xla"]) != _release(found["torch"]):
         return f"torch_xla {found['torch_xla']} does not go with torch {found['torch']}"
+    return None
+
+
+INSTALL_TPU = "pip install torch_tpu on a host that shows its TPUs, or leave the device out"
+
+
+def tpu_nodes() -> list[str]:
+    """Files through which this host shows its TPUs."""
+    shown = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return sorted(str(path) for path in shown)
+
+
+def why_no_tpu() -> str | None:
+    """What keeps torch from a TPU here, as the end of a sentence; None if nothing that can be seen does.
+
+    Looks at what is installed and at what the host shows, and imports neither torch nor torch_tpu, which torch imports
+    itself.
+    """
+    try:
+        version = importlib.metadata.version("torch_tpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch_tpu is not installed"
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        return "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from importing torch_tpu"
+    if not tpu_nodes():
+        return f"torch_tpu {version} finds no TPU: this host has neither /dev/accel* nor /dev/vfio/*"
     return None
 
 

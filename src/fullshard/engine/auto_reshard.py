@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fullshard.comm.device import counts_memory
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import format_nbytes
@@ -133,6 +134,11 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
         ConfigError: this system does not say.
     """
     if device.type != "cpu":
+        if not counts_memory(device.type):
+            raise ConfigError(
+                f"reshard_after_forward = auto: {device.type} does not tell how much of its memory is free",
+                hint="give it true or false",
+            )
         free, _ = torch.accelerator.get_memory_info(device)
         idle = torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(device)
         return max(0, free + idle)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fullshard.comm.base import Watch
+from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.packing import Packing, packing_for
 from fullshard.core.bucket import BucketKey, BucketPlan
@@ -111,6 +112,9 @@ class BucketSpec:
         self.dtype, self.compute_dtype, self.reduce_dtype, self.compute_shard_dtype = map(
             torch_dtype, (plan.dtype, plan.compute_dtype, plan.reduce_dtype, plan.compute_shard_dtype)
         )
+        require_dtype(mesh.device, self.dtype, "parameters")
+        require_dtype(mesh.device, self.compute_dtype, "param_dtype")
+        require_dtype(mesh.device, self.reduce_dtype, "reduce_dtype")
         self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
         self.main_is_on_host = plan.main_is_on_host
         self.is_gathered_from_host = plan.is_gathered_from_host

@@ -30,6 +30,7 @@ from torch.nn.utils import clip_grad as torch_clip
 from torch.optim import optimizer as torch_optimizer
 
 from fullshard.comm import torch_private
+from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.bucket import bucket_of
@@ -178,6 +179,8 @@ def _unscale_grads(
 ) -> dict[torch.device, torch.Tensor]:
     """Torch's unscaling, then agree on whether any rank found an overflow."""
     parameters = sharded_parameters(optimizer)
+    for parameter in parameters[:1]:
+        require_dtype(parameter.mesh.device, torch.float16, "a GradScaler is for float16")
     if any(bucket_of(p).main_is_on_host for p in parameters):  # gradients are there, and torch waits for no copy
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     found: dict[torch.device, torch.Tensor] = torch_private.unscale.torchs(

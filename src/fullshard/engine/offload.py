@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fullshard.comm.base import Work
+from fullshard.comm.device import traits_of
 from fullshard.config.switches import OFFLOAD
 from fullshard.core.offload import Offload
 
@@ -115,7 +116,7 @@ class Host:
     def __init__(self, device: torch.device, *, pins: bool, overlaps: bool) -> None:
         self._device = device
         self._place = torch.device("meta" if device.type == "meta" else "cpu")
-        self._has_streams = device.type not in ("cpu", "meta")
+        self._has_streams = traits_of(device).has_streams
         self._pins = pins and self._has_streams
         self._to_device, self._to_host = (
             torch.Stream(device) if overlaps and self._has_streams else None for _ in ("to device", "to host")

@@ -14,7 +14,7 @@ from typing import Any
 
 from fullshard.config.hardware import Hardware
 from fullshard.config.load import load_environment
-from fullshard.core.requirements import OLDEST_TORCH, is_too_old
+from fullshard.core.requirements import INSTALL_TPU, OLDEST_TORCH, is_too_old, tpu_nodes, why_no_tpu
 from fullshard.core.sizes import MIB, format_nbytes
 from fullshard.launch.report import Report, open_files_limit, shared_memory_nbytes
 
@@ -65,7 +65,9 @@ class Trial:
     facts: dict[str, Any]
 
 
-def examine(hardware: Hardware, environ: Mapping[str, str], report: Report, nproc: int) -> list[Finding]:
+def examine(
+    hardware: Hardware, environ: Mapping[str, str], report: Report, nproc: int, device: str = "auto"
+) -> list[Finding]:
     """All that can be seen without starting a rank.
 
     Args:
@@ -73,6 +75,7 @@ def examine(hardware: Hardware, environ: Mapping[str, str], report: Report, npro
         environ: the variables to look at.
         report: the environment report.
         nproc: ranks that a job here would have.
+        device: what it would compute on.
     """
     return [
         *_variables(environ),
@@ -81,6 +84,7 @@ def examine(hardware: Hardware, environ: Mapping[str, str], report: Report, npro
         *_threads(environ, nproc, hardware.cpu_count),
         *_limits(shared_memory_nbytes(), open_files_limit()),
         *_torch(hardware, report),
+        *_tpu(report, device),
         *_clock(time.time()),
     ]
 
@@ -207,6 +211,17 @@ def _torch(hardware: Hardware, report: Report) -> Iterator[Finding]:
         )
 
 
+def _tpu(report: Report, device: str) -> Iterator[Finding]:
+    """A TPU that is here and not used, or asked for and not here."""
+    if report["torch"]["accelerator"].startswith("tpu"):
+        return
+    why, nodes = why_no_tpu(), tpu_nodes()
+    if device == "tpu":
+        yield Finding(f"device = tpu, and {why or 'torch shows none'}", INSTALL_TPU)
+    elif nodes and nodes[0].startswith("/dev/accel"):  # what is in /dev/vfio may be anything
+        yield Finding(f"this host shows a TPU ({nodes[0]}), and {why or 'torch shows none'}", INSTALL_TPU)
+
+
 def _clock(now: float) -> Iterator[Finding]:
     installed = Path(__file__).stat().st_mtime
     if now < installed - 86400:
@@ -228,7 +243,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
 
     Args:
         nproc: how many.
-        device: `cpu`, `cuda` or `auto`.
+        device: `cpu`, `cuda`, `tpu` or `auto`.
         timeout_seconds: how long a rank waits for the others.
 
     Raises:
@@ -238,7 +253,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
 
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as directory:
         path = Path(directory) / "outcome.json"
-        code = launch_local(_WORKER, [str(path), device, str(timeout_seconds)], nproc=nproc)
+        code = launch_local(_WORKER, [str(path), device, str(timeout_seconds)], nproc=nproc, device=device)
         outcome = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return Trial(code, outcome.get("checks", {}), outcome.get("measurements", []), outcome.get("facts", {}))
 

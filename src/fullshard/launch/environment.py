@@ -12,8 +12,9 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import cuda
+from fullshard.comm import device as devices
 from fullshard.core.errors import ConfigError
+from fullshard.launch.tpu import check_tpu_environment
 
 T = TypeVar("T")
 
@@ -79,28 +80,25 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
 
 
 def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.device:
-    """The device this rank computes on, made current if it is a CUDA device.
+    """The device this rank computes on, made current if it is an accelerator.
 
     Args:
         environment: the place of this process.
-        kind: `cpu`, `cuda`, or `auto`: CUDA where there is a device, else the CPU.
+        kind: `cpu`, `cuda`, `tpu`, or `auto`: the accelerator where there is one, else the CPU.
 
     Raises:
-        ConfigError: another kind, no CUDA device at all, or fewer than this host's ranks.
+        ConfigError: another kind, no such device at all, or fewer than this host's ranks.
     """
-    if kind not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"unknown device {kind!r}", hint="use auto, cpu or cuda")
-    if kind == "cpu" or (kind == "auto" and not cuda.is_available()):
+    kind = devices.kind_of(kind)
+    if kind == "cpu":
         return torch.device("cpu")
-    count = cuda.count()
-    if environment.local_rank >= count:
+    count = devices.count(kind)
+    if environment.local_rank >= count and not devices.traits_of(torch.device(kind)).is_one_per_process:
         raise ConfigError(
-            f"local rank {environment.local_rank} has no CUDA device: this host has {count}",
+            f"local rank {environment.local_rank} has no {kind.upper()} device: this host has {count}",
             hint=f"start at most {count} processes per host, or use --device cpu" if count else "use --device cpu",
         )
-    device = torch.device("cuda", environment.local_rank)
-    cuda.select(device)
-    return device
+    return devices.select(kind, environment.local_rank)
 
 
 def init_process_group_from_environment(
@@ -109,8 +107,8 @@ def init_process_group_from_environment(
     """Join the job's process group; nothing happens in a single process that no launcher started, or when called again.
 
     Args:
-        device: where this rank computes; `rank_device(...)` by default. CUDA gets NCCL and, for tensors in host memory,
-            Gloo; a CPU gets Gloo.
+        device: where this rank computes; `rank_device(...)` by default. An accelerator gets its own backend (CUDA:
+            NCCL) and, for tensors in host memory, Gloo; a CPU gets Gloo.
         timeout_seconds: how long a collective waits for the other ranks.
 
     Returns:
@@ -123,8 +121,10 @@ def init_process_group_from_environment(
     if not environment.launched or dist.is_initialized():
         return environment
     device = device or rank_device(environment)
+    if device.type == "tpu":
+        check_tpu_environment(environment.world_size)
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        backend=devices.backends_of(device.type),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timedelta(seconds=timeout_seconds),

@@ -41,6 +41,7 @@ from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRe
 from fullshard.launch.rendezvous_server import RendezvousClient, RendezvousServer
 from fullshard.launch.scene import Scene, is_of_a_hang
 from fullshard.launch.streams import STREAMS, StreamPlan
+from fullshard.launch.tpu import prepare_host
 
 SHUTDOWN_SECONDS = 3
 """How long a process may take to end after a signal before it is killed."""
@@ -103,7 +104,13 @@ class LaunchJob:
 
 
 def launch_local(
-    module: str, arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, grace_period: float = 30.0
+    module: str,
+    arguments: Sequence[str],
+    *,
+    nproc: int,
+    device: str = "auto",
+    max_restarts: int = 0,
+    grace_period: float = 30.0,
 ) -> int:
     """Run `python -m module arguments...` in `nproc` processes on this host until all end or one fails.
 
@@ -111,6 +118,7 @@ def launch_local(
         module: what to run; it should call `fullshard.launch.worker.run_worker`.
         arguments: its command-line arguments.
         nproc: number of processes, the world size.
+        device: what they compute on, if that wants something set before they start.
         max_restarts: how often all of them are started again after one failed.
         grace_period: see `LaunchJob`.
 
@@ -122,6 +130,7 @@ def launch_local(
     """
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
+    prepare_host(device, nproc)
     variables = worker_variables(nproc)
     return run_job(
         LaunchJob(

@@ -63,7 +63,7 @@ class LaunchPlan:
         """One line: what is started, where."""
         hosts = self.launch.num_machines
         where = "this host" if hosts == 1 else f"{hosts} hosts ({self.per_host} each)"
-        backend = "cpu (gloo)" if self.device == "cpu" else "cuda (nccl)"
+        backend = f"{self.device} ({_BACKENDS.get(self.device, self.device)})"
         replicas, shards = self.mesh()
         strategy = self.resolved.config.sharding.resolved_strategy().name
         return (
@@ -88,20 +88,31 @@ def make_plan(
         ConfigError: something is wrong or missing.
     """
     launch = resolve(readings).config.launch
+    if elsewhere and launch.device == "tpu":
+        raise ConfigError(
+            "--print with device = tpu: clusters name kinds and topologies of TPUs, which are not known here",
+            hint="start `fullshard launch --device tpu` on each host of the slice",
+        )
     if elsewhere and launch.device == "cuda" and launch.num_processes is not None:
         device, devices = "cuda", launch.num_processes // launch.num_machines
     else:
         device, devices = _devices(launch, environ)
-    per_host = devices if device == "cuda" else min(2, usable_cpu_count())
+    per_host = min(2, usable_cpu_count()) if device == "cpu" else devices
     found = Reading(settings=[Setting("launch.num_processes", per_host * launch.num_machines, DETECTED, "devices")])
     resolved = resolve([found, *readings])
     launch = resolved.config.launch
     per_host = (launch.num_processes or 1) // launch.num_machines
-    if device == "cuda" and per_host > devices:
+    if device != "cpu" and per_host > devices:
+        what = "GPU" if device == "cuda" else device.upper()
         raise ConfigError(
             f"{resolved.origin('launch.num_processes')}: {per_host} processes per host, and this host has {devices} "
-            f"GPU{'s' if devices > 1 else ''}",
+            f"{what}{'s' if devices > 1 else ''}",
             hint=f"use {devices * launch.num_machines}, or --cpu",
+        )
+    if device == "tpu" and resolved.config.precision.mode == "fp16":
+        raise ConfigError(
+            f"{resolved.origin('precision.mode')}: fp16, and a TPU computes in bfloat16 and float32",
+            hint="use bf16, without a scaler",
         )
     if launch.num_machines > 1 and launch.main_process_ip is None and not elsewhere:
         raise ConfigError(
@@ -116,6 +127,10 @@ def make_plan(
         worker_environment(launch, device, per_host, environ),
         worker_command(line),
     )
+
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist", "xpu": "xccl"}
+"""Of collectives."""
 
 
 def worker_command(line: CommandLine) -> tuple[str, ...]:
@@ -133,7 +148,7 @@ def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ
     if launch.gpu_ids is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpu_ids)
     if device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     if launch.debug:
         variables |= {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_SHOW_CPP_STACKTRACES": "1"}
     return variables
@@ -150,14 +165,17 @@ def _devices(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, int
         return "cpu", 0
     if launch.gpu_ids is not None:
         return "cuda", len(launch.gpu_ids)
-    count = devices_per_host(environ)
-    if count is None:
-        from fullshard.comm import cuda
+    count = None if launch.device == "tpu" else devices_per_host(environ)
+    if count is not None:
+        kind = "cuda"
+    else:
+        from fullshard.comm import device as devices
 
-        count = cuda.count()
+        kind = devices.kind_of(launch.device)
+        count = 0 if kind == "cpu" else devices.count(kind)
     if count == 0 and launch.device == "cuda":
         raise ConfigError("device = cuda, and this host has no GPU that torch can use", hint="use --cpu")
-    return ("cuda", count) if count else ("cpu", 0)
+    return (kind, count) if count else ("cpu", 0)
 
 
 def _join_timeout(text: str) -> float:

@@ -115,10 +115,12 @@ def _torch() -> dict[str, str]:
     import torch.distributed as dist
 
     from fullshard.comm import cuda
+    from fullshard.comm import device as devices
 
     lines = {
         "built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors only",
         "CUDA available": str(cuda.is_available()).lower(),
+        "accelerator": f"{kind}, {devices.count(kind)} here" if (kind := devices.accelerator()) else "none",
         "backends": ", ".join(
             name
             for name, available in (

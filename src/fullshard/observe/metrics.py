@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fullshard.comm.device import counts_memory
 from fullshard.core.sizes import GIB
 
 
@@ -126,15 +127,18 @@ class RateMeter:
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Bytes this rank uses: the resident set of the process on a CPU, the allocator's peak on an accelerator."""
+    """Bytes this rank uses: the resident set of the process on a CPU, the allocator's peak on an accelerator.
+
+    0 where the device's allocator does not count.
+    """
     if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device)
+        return torch.accelerator.max_memory_allocated(device) if counts_memory(device.type) else 0
     return _resident_nbytes()
 
 
 def reset_memory_peak(device: torch.device) -> None:
     """Start the allocator's peak anew; a resident set has no peak to reset."""
-    if device.type != "cpu":
+    if device.type != "cpu" and counts_memory(device.type):
         torch.accelerator.reset_peak_memory_stats(device)
 
 

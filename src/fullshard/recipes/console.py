@@ -15,7 +15,7 @@ import torch
 
 from fullshard import __version__
 from fullshard.api import Accelerator
-from fullshard.comm import cuda
+from fullshard.comm import device as devices
 from fullshard.launch import RankEnvironment
 from fullshard.observe import (
     ConsoleSink,
@@ -109,7 +109,7 @@ def _environment(accelerator: Accelerator) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "host": socket.gethostname(),
-        "device": cuda.name(device) if device.type == "cuda" else device.type,
+        "device": devices.name_of(device),
         "ranks": accelerator.num_processes,
     }
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.api.collectives import send_to_device
-from fullshard.comm import cuda
+from fullshard.comm import device as devices
 from fullshard.core.errors import ConfigError, DataError
 
 DEFAULT_PADDING: Mapping[str, float] = {"input_ids": 0, "attention_mask": 0, "labels": -100}
@@ -170,8 +170,8 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
 
 def _fetch(source: AsyncLoader, iterator: Iterator[Any], into: queue.Queue[Any], stop: threading.Event) -> None:
     """Body of the thread."""
-    if source.device.type == "cuda":
-        cuda.select(source.device)  # the current device is the thread's own
+    if source.device.type != "cpu":
+        devices.select(source.device.type, source.device.index or 0)  # the current device is the thread's own
     while not stop.is_set():
         item: tuple[Any, Any, BaseException | None]
         try:

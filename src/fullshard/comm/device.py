@@ -1,0 +1,157 @@
+"""One layer for every kind of device: a CPU, CUDA, what is plugged into torch as a device of its own, a TPU.
+
+What the kinds have in common is asked of `torch.accelerator`. What sets one apart is a row here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import cuda
+from fullshard.core.errors import ConfigError
+from fullshard.core.requirements import INSTALL_TPU, why_no_tpu
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What sets a kind of device apart.
+
+    Attributes:
+        has_streams: copies go on beside computing, in streams that wait for one another. Where they do not, everything
+            happens in the order in which it was issued, and the engine makes no streams and no events.
+        computes_float16: float16, and so the scaling of losses, is of use there.
+        may_fork: a process that has started the device may be forked, if the child leaves it alone.
+        is_one_per_process: a process has one device, whatever its local rank.
+        sends_objects: its backend sends Python's objects, too; else only Gloo does.
+    """
+
+    has_streams: bool = True
+    computes_float16: bool = True
+    may_fork: bool = True
+    is_one_per_process: bool = False
+    sends_objects: bool = True
+
+
+_COMMON = Traits()
+_TRAITS = {
+    "cpu": Traits(has_streams=False),
+    "meta": Traits(has_streams=False),
+    "tpu": Traits(False, False, False, is_one_per_process=True, sends_objects=False),
+}
+_WITHOUT_RANKS = ("mps",)
+"""Kinds that torch has no collectives for."""
+
+
+def traits_of(device: torch.device) -> Traits:
+    """The row of a device."""
+    return _TRAITS.get(device.type, _COMMON)
+
+
+def accelerator() -> str | None:
+    """The kind of accelerator that ranks can use here; None if there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in _WITHOUT_RANKS else found.type
+
+
+def kind_of(wanted: str) -> str:
+    """The kind to compute on.
+
+    Args:
+        wanted: `auto`: the accelerator if there is one, else the CPU; or a kind by its name.
+
+    Raises:
+        ConfigError: there is none of that kind, and what is missing.
+    """
+    if wanted in ("cpu", "cuda"):
+        return wanted
+    here = accelerator()
+    if wanted in ("auto", here):
+        return here or "cpu"
+    if wanted == "tpu":
+        raise ConfigError(f"device = tpu, and {why_no_tpu() or 'torch shows none'}", hint=INSTALL_TPU)
+    raise ConfigError(f"unknown device {wanted!r}", hint="use auto, cpu, cuda or tpu")
+
+
+def count(kind: str) -> int:
+    """Devices of that kind on this host, as far as this process may use them."""
+    if kind == "cuda":
+        return cuda.count()
+    return 0 if kind != accelerator() else int(torch.get_device_module(kind).device_count())
+
+
+def select(kind: str, local_rank: int) -> torch.device:
+    """The device of a rank of this host, made the current one."""
+    if _TRAITS.get(kind, _COMMON).is_one_per_process:
+        return torch.device(kind, torch.accelerator.current_device_index())
+    device = torch.device(kind, local_rank)
+    if kind == "cuda":
+        cuda.select(device)
+    else:
+        torch.accelerator.set_device_index(local_rank)
+    return device
+
+
+def backend_of(kind: str) -> str:
+    """The backend of a kind's own collectives: `gloo`, `nccl`, `tpu_dist`."""
+    return str(dist.get_default_backend_for_device(kind))
+
+
+def backends_of(kind: str) -> str:
+    """What `init_process_group` is given: that, and Gloo for what is in host memory."""
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend_of(kind)}"
+
+
+def require_gloo(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Where only Gloo sends objects, see that a group has it. Called before the first message.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if group is None or traits_of(device).sends_objects:
+        return
+    if "gloo" not in str(dist.get_backend_config(group)):
+        raise ConfigError(
+            f"the process group has {dist.get_backend_config(group)} and no Gloo: {device.type} sends tensors alone",
+            hint=f'init_process_group("{backends_of(device.type)}")',
+        )
+
+
+def require_dtype(device: torch.device, dtype: torch.dtype, what: str) -> None:
+    """Refuse float16 where it is of no use.
+
+    Args:
+        device: which computes.
+        dtype: what `what` would have.
+        what: the beginning of the message.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if dtype == torch.float16 and not traits_of(device).computes_float16:
+        kind = device.type.upper()
+        raise ConfigError(
+            f"{what}: float16, and a {kind} computes in bfloat16 and float32", hint="use bf16, without a scaler"
+        )
+
+
+@cache
+def counts_memory(kind: str) -> bool:
+    """Whether torch knows what is allocated there; an allocator of a device need not count."""
+    try:
+        torch.accelerator.memory_stats(torch.device(kind))
+    except RuntimeError:
+        return False
+    return True
+
+
+def name_of(device: torch.device) -> str:
+    """What its maker calls it; its kind if it does not tell."""
+    if device.type == "cuda":
+        return cuda.name(device)
+    tell: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if tell is None else str(tell(device))
