@@ -154,9 +154,10 @@ def test_workers_of_a_loader_are_not_forked() -> None:
     tpu = devices.Traits(may_fork=False)
     with pytest.MonkeyPatch.context() as within:
         within.setitem(devices._TRAITS, "cpu", tpu)
-        loader = DataLoader(torch.arange(8), num_workers=2)  # type: ignore[arg-type]
+        data: Any = torch.arange(8)
+        loader: Any = DataLoader(data, num_workers=2)
         sharded = ShardedDataLoader(loader, device=torch.device("cpu"))
         assert sharded.multiprocessing_context.get_start_method() == "spawn"
-        forking = DataLoader(torch.arange(8), num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
+        forking: Any = DataLoader(data, num_workers=2, multiprocessing_context="fork")
         with pytest.raises(ConfigError, match="not to be forked"):
             ShardedDataLoader(forking, device=torch.device("cpu"))

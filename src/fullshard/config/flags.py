@@ -88,7 +88,7 @@ _LAUNCHER_KEYS = (
     Key("start_method", Status.NO_EFFECT, read=_start_method),
     Key("shutdown_timeout", Status.NO_EFFECT, because="processes have 3 seconds to end after a signal"),
     *refused("models are divided by sharding alone", "use_megatron_lm"),
-    Key("tpu", Status.TRANSLATED, "launch.device", because=XLA_TRAINS, read=asks_for_xla),
+    Key("tpu", Status.TRANSLATED, because=XLA_TRAINS, read=asks_for_xla),
     *refused(ON_EACH_HOST, "tpu_cluster", "vm"),
     *no_effect("the launcher starts processes on its own host alone", "no_tpu_cluster"),
     *refused("set the variables where the launcher is started: processes have them, too", "env"),

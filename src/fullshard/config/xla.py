@@ -55,13 +55,10 @@ XLA_SETTINGS = Dialect(
     ),
 )
 
-XLA_TRAINS = (
-    "fullshard's engine trains on TPUs through torch_tpu; with the extra `fullshard[xla]` PyTorch/XLA does instead"
-)
+XLA_TRAINS = "TPUs: fullshard's engine trains on them through torch_tpu; PyTorch/XLA needs the extra `fullshard[xla]`"
 """What becomes of a key that asks for PyTorch/XLA."""
 
-
-OR_LEAVE_OUT = "pip install torch_tpu on a host with TPUs, or leave it out"
+_OR_LEAVE_OUT = "pip install torch_tpu on a host with TPUs, or leave it out"
 
 
 def require_xla(what: str, otherwise: str) -> None:
@@ -96,12 +93,12 @@ def tpus_or_xla(what: str, otherwise: str) -> Settings:
 
 def asks_for_xla(value: Any) -> Settings:
     """Reader of a truth value that asks for PyTorch/XLA."""
-    return tpus_or_xla("true", OR_LEAVE_OUT) if values.boolean(value) else {}
+    return tpus_or_xla("true", _OR_LEAVE_OUT) if values.boolean(value) else {}
 
 
 XLA_KEYS = (
-    Key("xla", Status.TRANSLATED, "launch.device", because=XLA_TRAINS, read=asks_for_xla),
-    Key("xla_fsdp_v2", Status.TRANSLATED, "launch.device", because=XLA_TRAINS, read=asks_for_xla),
+    Key("xla", Status.TRANSLATED, because=XLA_TRAINS, read=asks_for_xla),
+    Key("xla_fsdp_v2", Status.TRANSLATED, because=XLA_TRAINS, read=asks_for_xla),
     Key("xla_fsdp_settings", section=XLA_SETTINGS),
     Key("xla_fsdp_grad_ckpt", Status.TRANSLATED, "sharding.activation_checkpointing"),
 )

@@ -12,6 +12,7 @@ With this folder in PYTHONPATH torch imports it by itself, as it does torch_tpu.
 from __future__ import annotations
 
 import os
+from importlib import import_module
 
 
 def load() -> None:
@@ -19,4 +20,4 @@ def load() -> None:
     if not int(os.environ.get("SIMULATED_TPUS", "0")):
         return
     os.environ["SIMULATED_DEVICE"] = "tpu"
-    from torch_tpu import distributed  # noqa: F401 -- makes the device the accelerator
+    import_module("torch_tpu.distributed")  # makes the device the accelerator

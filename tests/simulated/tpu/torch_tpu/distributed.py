@@ -59,7 +59,7 @@ class TpuGroup(_c10d.ProcessGroup):
             f"{ADDRESSES} has {len(addresses)} addresses, not {size}"
         )
         self._member, self._members = rank, size
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:
         return "tpu_dist"
