@@ -77,6 +77,11 @@ def unsynced(model: nn.Module) -> Iterator[None]:
 # -- whole tensors, whatever the engine -------------------------------------------------------------------------
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of what this rank has of a sharded tensor. To compare the whole, all ranks would send messages."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
 def whole(tensor: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
     """The unsharded form of a parameter, its gradient or its optimizer state; a collective for the sharded ones."""
     if tensor is None:

@@ -20,7 +20,8 @@ from torch import nn
 
 from fullshard.checkpoint import full_state_dict, load_checkpoint, load_full_state_dict, save_checkpoint
 from fullshard.engine import clip_grad_norm_, no_sync, shard_model, unsharded
-from tests.differential import whole
+from tests.differential import own_part
+from tests.traps import own_elements, sharded_parameters
 
 WIDTH = 6
 BLOCKS = 3
@@ -188,6 +189,7 @@ class Run:
             name, *arguments = operation
             getattr(self, f"do_{name}")(*arguments)
             self.compare(f"operation {index}, {operation}")
+        self.compare_whole()
 
     def tokens(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -324,22 +326,30 @@ class Run:
                 assert_close(name, parameter.detach(), self.plain.get_parameter(name).detach())
 
     def compare(self, place: str) -> None:
-        """Weights and gradients, whole."""
+        """Weights and gradients: each rank its elements."""
         expected = dict(self.plain.named_parameters())
-        weights = full_state_dict(self.sharded, rank0_only=False)
-        for name, parameter in self.sharded.named_parameters():
-            assert_close(f"{place}: {name}", weights[name], expected[name].detach())
+        for name, parameter in sharded_parameters(self.sharded).items():
+            own = own_part(parameter).reshape(-1)
+            assert_close(f"{place}: {name}", own, own_elements(parameter, expected[name]))
             if self.is_kept:
                 continue
             grad, reference = parameter.grad, expected[name].grad
             assert (grad is None) == (reference is None), f"{place}: gradient of {name}: {grad}, expected {reference}"
             if grad is not None and reference is not None:
-                found = whole(grad, parameter)
-                assert found is not None
-                assert_close(f"{place}: gradient of {name}", found, reference)
+                own = own_part(grad).reshape(-1)
+                assert_close(f"{place}: gradient of {name}", own, own_elements(parameter, reference))
+
+    def compare_whole(self) -> None:
+        """Weights as they are saved."""
+        expected = self.plain.state_dict()
+        for name, value in full_state_dict(self.sharded, rank0_only=False).items():
+            assert_close(f"at the end: {name}", value, expected[name])
 
 
 def assert_close(name: str, value: torch.Tensor, expected: torch.Tensor) -> None:
+    if not expected.numel():
+        assert not value.numel(), name
+        return
     scale = max(expected.abs().max().item(), 1e-6)
     apart = (value - expected).abs().max().item() / scale
     assert apart <= EXACT, f"{name}: {apart:.2e} apart"

@@ -55,6 +55,18 @@ def test_a_mesh_is_made_once() -> None:
     assert run_ranks(_meshes, 2) == [True, True]
 
 
+def _groups_of(strategy: str) -> int:
+    before = len(dist.distributed_c10d._world.pg_map)
+    shard_model(nn.Linear(4, 4), unit_modules=[], strategy=strategy)
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize(("strategy", "groups"), [("FULL_SHARD", 3), ("NO_SHARD", 2)])
+def test_no_group_is_made_that_the_strategy_has_no_use_for(strategy: str, groups: int) -> None:
+    """Each has threads and memory: one for messages, one or two to gather and reduce, one for replicas."""
+    assert run_ranks(_groups_of, 2, strategy) == [groups] * 2
+
+
 def _train_on(ranks: list[Any]) -> None:
     """On a mesh that lists its ranks in an order of its own, whatever their groups make of that."""
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from torch import nn, optim
 from fullshard.config.switches import OPTIMIZER
 from fullshard.engine import no_sync
 from fullshard.engine.step.segments import ELEMENT_WISE
+from tests.differential import own_part
 from tests.distributed import run_ranks
 from tests.optimizers import Make, makers
 from tests.traps import BLOCKS, Stack, build_sharded, run_squared, sharded_step
@@ -122,8 +123,8 @@ def train(make: str, between: Between, how: str, *, accumulate: bool = False) ->
             optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         for parameter in model.parameters():
-            history += [parameter.detach().clone()]
-            history += [(key, torch.as_tensor(value).clone()) for key, value in optimizer.state[parameter].items()]
+            history += [own_part(parameter)]
+            history += [(key, own_part(torch.as_tensor(value))) for key, value in optimizer.state[parameter].items()]
         assert set(map(id, optimizer.state)) <= {id(p) for p in model.parameters()}
     optimizer.state_dict()
     return history, seen

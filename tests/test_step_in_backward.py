@@ -28,6 +28,7 @@ from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import FSDPModule, fully_shard, no_sync, shard_model, step_in_backward, unsharded
+from tests.differential import own_part
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
 from tests.optimizers import in_groups
@@ -40,8 +41,8 @@ def snapshot(model: nn.Module, optimizer: optim.Optimizer) -> list[Any]:
     """Weights and state."""
     found: list[Any] = []
     for parameter in model.parameters():
-        found.append(parameter.detach().clone())
-        found += [(key, torch.as_tensor(value).clone()) for key, value in optimizer.state.get(parameter, {}).items()]
+        found.append(own_part(parameter))
+        found += [(key, own_part(torch.as_tensor(value))) for key, value in optimizer.state.get(parameter, {}).items()]
     return found
 
 

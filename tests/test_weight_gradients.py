@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fullshard.config.switches import GRADIENTS
 from fullshard.engine import MixedPrecisionPolicy, fully_shard, no_sync
+from tests.differential import own_part
 from tests.distributed import end_workers, run_ranks
 from tests.memory import PeakGrowth
 
@@ -143,7 +143,7 @@ def gradients(step: Step, switch: str, policy: MixedPrecisionPolicy | None = Non
     fully_shard(model, mp_policy=policy)
     step(model, torch.tensor([[1, 2, 2, 49], [7, 1, 1, 1], [0, 48, 3, 3], [5, 6, 5, 6]]))
     assert not model.embedding.sparse
-    return [parameter.grad for parameter in model.parameters()]
+    return [None if parameter.grad is None else own_part(parameter.grad) for parameter in model.parameters()]
 
 
 def check(policy: MixedPrecisionPolicy | None) -> None:
@@ -228,7 +228,7 @@ def many(switch: str, accumulates: bool) -> list[torch.Tensor | None]:
         losses[0].backward()
     else:
         (losses[0] + losses[1]).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return [None if parameter.grad is None else own_part(parameter.grad) for parameter in model.parameters()]
 
 
 def check_many() -> None:
@@ -423,7 +423,7 @@ def wide_gradients(
     names = {"_LinearBackward"} if switch == "uses" else {"ViewBackward0", "UnsafeViewBackward0"}
     if policy is None and step is wide_plain:
         assert set(model.names) == names
-    return [parameter.grad for parameter in model.parameters()]
+    return [None if parameter.grad is None else own_part(parameter.grad) for parameter in model.parameters()]
 
 
 def check_wide(steps: list[WideStep]) -> None:
@@ -494,16 +494,12 @@ def head_in_parts(model: Tied, tokens: torch.Tensor) -> None:
     (parts + model.head(hidden).float().square().mean()).backward()
 
 
-def whole(gradient: Any) -> list[float]:
-    return gradient.full_tensor().tolist()  # type: ignore[no-any-return]
-
-
 def mixed_gradients(comm: str) -> list[list[float]]:
     """Of steps that add to what they have collected within one backward."""
     os.environ["FULLSHARD_COMM"] = comm
-    found = [whole(g) for g in gradients(unreduced, "uses", MIXED) if g is not None]
+    found = [g.tolist() for g in gradients(unreduced, "uses", MIXED) if g is not None]
     for wide in (wide_twice, wide_checkpointed, wide_in_a_backward_inside, wide_unreduced):
-        found += [whole(g) for g in wide_gradients(wide, "uses", MIXED) if g is not None]
+        found += [g.tolist() for g in wide_gradients(wide, "uses", MIXED) if g is not None]
     return found
 
 
@@ -550,7 +546,7 @@ def uneven_gradients(comm: str) -> list[list[float] | None]:
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * adding + 2 * rank + last))
             with contextlib.nullcontext() if last else no_sync(model):
                 model(x, takes_first=not last or rank == adding).float().square().mean().backward()
-        found += [None if p.grad is None else whole(p.grad) for p in model.parameters()]
+        found += [None if p.grad is None else own_part(p.grad).tolist() for p in model.parameters()]
         model.zero_grad()
     return found
 

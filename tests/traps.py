@@ -15,6 +15,8 @@ from torch import nn
 
 from fullshard.core.events import Event
 from fullshard.engine import ShardedParameter, shard_model
+from fullshard.engine.sharded_tensor import ShardedTensor
+from tests.differential import own_part
 
 Build = Callable[[], nn.Module]
 Run = Callable[[nn.Module, int, int], torch.Tensor]
@@ -121,6 +123,12 @@ def whole_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
     return None if parameter.grad is None else parameter.grad.full_tensor()
 
 
+def own_elements(sharded: ShardedTensor, whole: torch.Tensor) -> torch.Tensor:
+    """Those of `whole`, flattened, that this rank has of a tensor that is sharded like `sharded`."""
+    interval = sharded.span.interval
+    return whole.detach().reshape(-1)[interval.start : interval.stop]
+
+
 def sharded_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
     """All parameters by name; every one must be sharded."""
     found: dict[str, ShardedParameter] = {}
@@ -145,16 +153,19 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module, tolerance: flo
     parameters = sharded_parameters(model)
     assert parameters.keys() == expected.keys()
     for name, parameter in parameters.items():
-        want, got = expected[name].grad, whole_gradient(parameter)
+        want, got = expected[name].grad, parameter.grad
         assert (want is None) == (got is None), f"{name}: reference {want is not None}, sharded {got is not None}"
-        assert_close(got, want, tolerance, what=f"gradient of {name}")
+        if want is not None and got is not None:
+            own = own_part(got).reshape(-1)
+            assert_close(own, own_elements(parameter, want), tolerance, what=f"gradient of {name}")
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module, tolerance: float = 1e-9) -> None:
-    """Every parameter of the sharded model, gathered, equals the reference's."""
+    """Every parameter of the sharded model equals the reference's: each rank compares its elements."""
     expected = dict(reference.named_parameters())
     for name, parameter in sharded_parameters(model).items():
-        assert_close(parameter.full_tensor(), expected[name].detach(), tolerance, what=f"parameter {name}")
+        own = own_part(parameter).reshape(-1)
+        assert_close(own, own_elements(parameter, expected[name]), tolerance, what=f"parameter {name}")
 
 
 def assert_trains_alike(

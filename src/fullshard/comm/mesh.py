@@ -111,6 +111,13 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def world_size() -> int:
+    """How many ranks there are. Initialises the default group as `init_mesh` does, and makes no other."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group()
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def init_mesh(
     *, shard_size: int | None = None, device: torch.device | None = None, device_mesh: DeviceMesh | None = None
 ) -> Mesh:
@@ -128,8 +135,7 @@ def init_mesh(
         ConfigError: the size does not divide the world size, or the mesh has other than 1 or 2 axes.
     """
     device = device or default_device()
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group()
+    ranks = world_size()
     require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:
         return _from_device_mesh(device_mesh, device)
@@ -137,11 +143,10 @@ def init_mesh(
         alone = collectives_for(None, device)
         device_mesh = torch_private.mesh_without_groups(device.type, [0], 0)
         return Mesh(device, gather=alone, reduce=alone, replicate=alone, device_mesh=device_mesh)
-    world_size = dist.get_world_size()
-    shard_size = world_size if shard_size is None else shard_size
-    if world_size % shard_size:
+    shard_size = ranks if shard_size is None else shard_size
+    if ranks % shard_size:
         raise ConfigError(
-            f"shard size {shard_size} does not divide world size {world_size}", hint="use a divisor of the world size"
+            f"shard size {shard_size} does not divide world size {ranks}", hint="use a divisor of the world size"
         )
     key = (dist.group.WORLD, device, shard_size)
     if key not in _CACHE:
@@ -149,7 +154,7 @@ def init_mesh(
         for old, mesh in list(_CACHE.items()):
             if old[0] is not dist.group.WORLD and mesh.thread == get_ident():
                 del _CACHE[old]
-        _CACHE[key] = _build(world_size // shard_size, shard_size, device)
+        _CACHE[key] = _build(ranks // shard_size, shard_size, device)
     return _CACHE[key]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fullshard.comm import torch_private
-from fullshard.comm.mesh import Mesh, data_parallel, init_mesh
+from fullshard.comm.mesh import Mesh, data_parallel, init_mesh, world_size
 from fullshard.config.switches import check_switches
 from fullshard.core.errors import ConfigError, LifecycleError, PlacementError, RepeatedError, WrapError
 from fullshard.core.events import EventSink
@@ -171,8 +171,7 @@ def shard_model(
     """
     row = parse_strategy(strategy)
     if mesh is None:
-        world = init_mesh(device=device)
-        mesh = init_mesh(shard_size=row.mesh_shape(world.world_size, shard_size)[1], device=device)
+        mesh = init_mesh(shard_size=row.mesh_shape(world_size(), shard_size)[1], device=device)
     try:
         prefetch = BackwardPrefetch(str(backward_prefetch).upper())
     except ValueError:
