@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -522,36 +523,42 @@ SCRIPT = Path(__file__).parent / "scripts" / "trainer_script.py"
 
 def script(command: list[str], output: Path, *options: str) -> tuple[list[float], list[list[str]]]:
     """Losses, and whether the model was sharded and how many parameters each rank held."""
-    words = [
-        *command,
-        str(SCRIPT),
-        "--output_dir",
-        str(output),
-        "--report_to",
-        "none",
-        "--logging_steps",
-        "1",
-        *options,
-    ]
+    words = [*command, str(SCRIPT), "--output_dir", str(output), *LOGGING, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    lines = [line.removeprefix("[rank 1] ").split() for line in done.stdout.splitlines()]
+    return read(done.stdout)
+
+
+def read(output: str) -> tuple[list[float], list[list[str]]]:
+    lines = [line.removeprefix("[rank 1] ").split() for line in output.splitlines()]
     losses = [float(line[1]) for line in lines if line[:1] == ["LOSS"]]
     return losses, [line[1:] for line in lines if line[:1] == ["PARAMETERS"]]
 
 
+LOGGING = ("--report_to", "none", "--logging_steps", "1")
 COMMON = ("--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2")
 FULLSHARD = str(Path(sys.executable).parent / "fullshard")
 LAUNCHED = [FULLSHARD, "launch", "--num_processes", "2", "--mixed_precision", "no"]
 ON_TWO = (*COMMON, "--per_device_train_batch_size", "2")
 
 
+def run_alone(output: Path, options: tuple[str, ...]) -> str:
+    """What the script prints without any launcher, in a process that has imported Transformers already."""
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    sys.argv = [str(SCRIPT), "--output_dir", str(output), *LOGGING, *options]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return printed.getvalue()
+
+
 def test_an_unchanged_script_under_fullshard_launch(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    plain = [sys.executable]
-    expected, parameters = script(plain, tmp_path / "plain", *COMMON, "--per_device_train_batch_size", "4")
+    [output] = run_ranks(run_alone, 1, tmp_path / "plain", (*COMMON, "--per_device_train_batch_size", "4"))
+    expected, parameters = read(output)
     assert parameters == [["False", "24800"]]
     losses, parameters = script(LAUNCHED, tmp_path / "sharded", *ON_TWO)
     assert close(losses, expected) and parameters == [["True", "12400"]] * 2
