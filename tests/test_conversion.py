@@ -127,7 +127,7 @@ def check_round_trips(directory: Path, families: dict[str, str]) -> None:
         assert_same(sharded_state(cls, path / "export")[1], expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_what_transformers_renames_or_converts_comes_back_bit_for_bit(world_size: int, tmp_path: Path) -> None:
     for model_type, name in FAMILIES.items():
         if world_size == 1 or model_type in SHARDED:

@@ -616,6 +616,7 @@ def test_the_position_is_that_of_the_loop_not_of_the_thread() -> None:
     assert loader.dataset is dataset
 
 
+@pytest.mark.full
 def test_a_process_ends_although_a_loader_is_in_the_middle() -> None:
     import subprocess
 

@@ -150,7 +150,12 @@ def check_graphs(how: str, most: int) -> None:
 
 @pytest.mark.parametrize(
     ("how", "most"),
-    [("blocks before", 1), ("blocks after", 1), ("whole", 3), ("one unit", 1)],
+    [
+        ("blocks before", 1),
+        pytest.param("blocks after", 1, marks=pytest.mark.full),
+        ("whole", 3),
+        pytest.param("one unit", 1, marks=pytest.mark.full),
+    ],
 )
 def test_one_graph_for_all_units_of_a_class(how: str, most: int) -> None:
     """Equal to the bit to the model that is not compiled; `whole`: the embedding's, the blocks' and the head's."""

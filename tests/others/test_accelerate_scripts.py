@@ -130,6 +130,7 @@ def test_the_page_has_every_function_once() -> None:
         assert page[script].keys() == functions(script), script
 
 
+@pytest.mark.full
 def test_operations(tmp_path: Path) -> None:
     assert run("test_ops.py", tmp_path) == passing("test_ops.py")
 
