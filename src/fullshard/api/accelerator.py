@@ -61,7 +61,6 @@ from fullshard.engine import (
     step_in_backward,
     with_sync,
 )
-from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS
 from fullshard.launch.journal import record_events
 
 if TYPE_CHECKING:
@@ -168,9 +167,8 @@ class Accelerator(Loaders, Reporting):
         )
         if accumulation.num_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {accumulation.num_steps}")
-        timeout_seconds = handlers.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
         super().__init__(
-            ProcessState.start(device=self._config.launch.device, timeout_seconds=timeout_seconds),
+            ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds),
             self._gradient_state_class(
                 accumulation.num_steps,
                 accumulation.sync_with_dataloader,

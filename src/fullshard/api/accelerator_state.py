@@ -22,7 +22,6 @@ from fullshard.api.refused import ONE_ENGINE
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.config.handover import handed_over
 from fullshard.core.imports import after_import
-from fullshard.launch.environment import DEFAULT_TIMEOUT_SECONDS
 
 _TOLD: list[PartialState] = []
 """The state that was made last, for when Accelerate is imported after it."""
@@ -53,7 +52,7 @@ class PartialState(Processes):
         else:
             config = handed_over()
             device = "cpu" if cpu else "auto" if config is None else config.launch.device
-            seconds = DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout.total_seconds()
+            seconds = None if timeout is None else timeout.total_seconds()
             super().__init__(ProcessState.start(device=device, timeout_seconds=seconds))
         if not _TOLD:
             self.tell_accelerate()

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.launch.environment import (
-    DEFAULT_TIMEOUT_SECONDS,
     RankEnvironment,
     init_process_group_from_environment,
     rank_device,
@@ -153,12 +152,12 @@ class ProcessState:
     device: torch.device
 
     @classmethod
-    def start(cls, *, device: str = "auto", timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> ProcessState:
+    def start(cls, *, device: str = "auto", timeout_seconds: float | None = None) -> ProcessState:
         """Join the job: take a device and, if a launcher started this process, the process group.
 
         Args:
             device: `auto`, `cpu` or `cuda`.
-            timeout_seconds: how long a collective waits for the other ranks.
+            timeout_seconds: how long a rank waits for the others; see `init_process_group_from_environment`.
         """
         environment = read_rank_environment()
         if not environment.launched and dist.is_initialized():

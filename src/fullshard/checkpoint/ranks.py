@@ -19,6 +19,7 @@ from torch import nn
 from fullshard.comm import torch_private
 from fullshard.comm.torch_dist import all_gather_single
 from fullshard.core.errors import CheckpointError
+from fullshard.core.place import PLACE
 from fullshard.engine import ShardedParameter
 
 T = TypeVar("T")
@@ -171,7 +172,8 @@ class Ranks:
 def _peers(doing: str) -> Iterator[None]:
     """Say what a failed collective means: another rank is gone or stuck."""
     try:
-        yield
+        with PLACE.waiting(f"a checkpoint, {doing}"):
+            yield
     except RuntimeError as error:
         raise CheckpointError(
             f"lost the other ranks while {doing}: {error}", hint="see the log of the rank that stopped first"

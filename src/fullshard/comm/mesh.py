@@ -21,9 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
+from fullshard.comm.cpu.gloo import end_waits
 from fullshard.comm.device import require_gloo
 from fullshard.comm.select import collectives_for
+from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError, ConfigError
+from fullshard.core.place import PLACE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +76,16 @@ class Mesh:
             self._neighbours[size] = collectives_for(group, self.device, only_all_reduce=True)
         return self._neighbours[size]
 
+    def watch(self) -> None:
+        """Have waits in its groups watched."""
+        own = (getattr(collectives, "group", None) for collectives in (self.gather, self.reduce, self.replicate))
+        STALLS.watch([self.control_group, *own], self.device)
+
+    def end_waits(self) -> None:
+        """This rank comes to nothing of what others wait for: those that compare notes are told so at once."""
+        if self.control_group is not None:
+            end_waits(self.control_group)
+
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
         """`device_mesh` with one more axis, that of tensor parallelism, say. Raises `RuntimeError` if it cannot be."""
         if axis not in self._joined:
@@ -89,7 +102,7 @@ class Mesh:
             return [value]
         values: list[Any] = [None] * self.world_size
         try:
-            with torch_private.without_transforms():  # torch.func's, which has no message's memory
+            with PLACE.waiting("comparing notes"), torch_private.without_transforms():  # those have no message's memory
                 dist.all_gather_object(values, value, group=self.control_group)
         except RuntimeError as error:
             raise CommunicationError(
@@ -99,6 +112,7 @@ class Mesh:
         return values
 
 
+_MARGIN = timedelta(seconds=5)
 _CACHE: dict[tuple[object, ...], Mesh] = {}
 
 
@@ -155,6 +169,7 @@ def init_mesh(
             if old[0] is not dist.group.WORLD and mesh.thread == get_ident():
                 del _CACHE[old]
         _CACHE[key] = _build(ranks // shard_size, shard_size, device)
+        _CACHE[key].watch()
     return _CACHE[key]
 
 
@@ -232,9 +247,9 @@ def _device_mesh(
 
 
 def _timeout(device: torch.device) -> timedelta:
-    """What the user gave `init_process_group`; torch would use the backend's default for further groups."""
+    """A little more than the user gave `init_process_group`: who watches the waits ends them first, and says more."""
     assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
-    return torch_private.timeout_of(dist.group.WORLD, device)
+    return torch_private.timeout_of(dist.group.WORLD, device) + _MARGIN
 
 
 def _control_backend(device: torch.device) -> str | None:
@@ -307,4 +322,5 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
         replicate=collectives_for(replicate_group, device, only_all_reduce=True),
         device_mesh=device_mesh,
     )
+    _CACHE[key].watch()
     return _CACHE[key]

@@ -176,6 +176,10 @@ class LaunchConfig(Settings):
     grace_period: float = setting(30.0, gt=0)
     """Seconds that processes have to save and end after the launcher got SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."""
 
+    timeout: float | None = setting(None, gt=0)
+    """Seconds a rank waits for another before it fails. None: 120 once the first step is over, longer where steps take
+    long; 1800 before that, in saves, and while another rank saves or compiles."""
+
     device: Device = setting(
         "auto",
         ask="What will the job run on?",

@@ -76,18 +76,38 @@ OPTIMIZER = Switch(
     "what torch's element-wise optimizers update",
     {"segments": "neighbouring slices as one tensor", "slices": "each parameter's slice by itself"},
 )
+TIMEOUT = Switch("FULLSHARD_TIMEOUT", "seconds that a rank waits for another, where the script does not say")
 TOKEN = Switch("FULLSHARD_TOKEN", "what the launchers of a job on several hosts must all know")
 CONFIG = Switch("FULLSHARD_CONFIG", "file with the resolved configuration")
+PREEMPTION_DIR = Switch(
+    "FULLSHARD_PREEMPTION_DIR", "where ranks say that they listen to signals, stop because of one, and where they are"
+)
 HANDED_OVER = (
     Switch("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan"),
     CONFIG,
     Switch("FULLSHARD_LAUNCHER_PID", "the launcher's process, with which workers end"),
-    Switch("FULLSHARD_PREEMPTION_DIR", "where ranks say that they listen to signals, and stop because of one"),
+    PREEMPTION_DIR,
     Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
 )
-SWITCHES = {switch.name: switch for switch in (COMM, GRADIENTS, HEAP, OFFLOAD, OPTIMIZER, TOKEN, *HANDED_OVER)}
+SWITCHES = {switch.name: switch for switch in (COMM, GRADIENTS, HEAP, OFFLOAD, OPTIMIZER, TIMEOUT, TOKEN, *HANDED_OVER)}
 """All of them, by name; those that the launcher sets come last."""
+
+
+def timeout_of_environment() -> float | None:
+    """Seconds that `TIMEOUT` asks for; None if it does not.
+
+    Raises:
+        ConfigError: that is no time.
+    """
+    text = TIMEOUT.read()
+    try:
+        seconds = float(text) if text else None
+    except ValueError:
+        seconds = -1.0
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ConfigError(f"${TIMEOUT.name} = {text!r}", hint="use a number of seconds, or leave it out")
+    return seconds
 
 
 def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:

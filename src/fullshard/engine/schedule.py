@@ -8,6 +8,7 @@ which reduces what never became ready (zeros where nothing was used).
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from fullshard.comm.base import OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError, NonFiniteError
 from fullshard.core.events import EventKind, EventSink
+from fullshard.core.place import PLACE
 from fullshard.core.schedule import BackwardPrefetch, Reductions, gathered_ahead
 from fullshard.core.stopping import STOPPING
 from fullshard.engine.activations import Activations, Page, check_pages
@@ -180,6 +182,7 @@ class Schedule:
         self._thread = threading.get_ident()
         if self._stepped_since_forward and torch.is_grad_enabled():
             self.steps, self._stepped_since_forward = self.steps + 1, False
+            PLACE.begin_step(time.monotonic())
             if self.after_step is not None:
                 self.after_step(self.steps)
         if not self._is_verified:

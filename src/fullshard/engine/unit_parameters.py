@@ -18,6 +18,7 @@ from fullshard.comm.base import Collectives, OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind, EventSink
+from fullshard.core.place import PLACE
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import Reducing, by_bucket
 from fullshard.engine.deferred import HINT, StandIns
@@ -352,11 +353,16 @@ class Waiting:
         self._unit, self._phase = unit, phase
 
     def __enter__(self) -> None:
-        return
+        PLACE.enter(f"unit {self._unit.name!r}, {self._phase}", self._unit.schedule.steps + 1)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        PLACE.leave()
         if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
-            what = self._unit.schedule.words(error) if isinstance(error, OutOfStep) else error
+            what: object = PLACE.given_up or error
+            if isinstance(error, OutOfStep):
+                what = self._unit.schedule.words(error)
+                self._unit.mesh.end_waits()  # the other rank may wait for this one elsewhere
+            PLACE.given_up = ""
             raise CommunicationError(
                 f"rank {self._unit.mesh.rank}, unit {self._unit.name!r}, {self._phase}: {what} "
                 f"(step {self._unit.schedule.steps + 1} of this process)",

@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import device as devices
+from fullshard.config.switches import timeout_of_environment
 from fullshard.core.errors import ConfigError
+from fullshard.core.patience import FIRST_SECONDS, PATIENCE
 from fullshard.launch.tpu import check_tpu_environment
 
 T = TypeVar("T")
-
-DEFAULT_TIMEOUT_SECONDS = 1800.0
-"""How long a collective waits for the other ranks before it fails."""
-
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
@@ -102,20 +100,21 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
 
 
 def init_process_group_from_environment(
-    device: torch.device | None = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    device: torch.device | None = None, *, timeout_seconds: float | None = None
 ) -> RankEnvironment:
     """Join the job's process group; nothing happens in a single process that no launcher started, or when called again.
 
     Args:
         device: where this rank computes; `rank_device(...)` by default. An accelerator gets its own backend (CUDA:
             NCCL) and, for tensors in host memory, Gloo; a CPU gets Gloo.
-        timeout_seconds: how long a collective waits for the other ranks.
+        timeout_seconds: how long a rank waits for the others. None: what `FULLSHARD_TIMEOUT` and the launcher's
+            `--timeout` say, else as long as `core.patience` has it.
 
     Returns:
         The place of this process.
 
     Raises:
-        ConfigError: see `read_rank_environment` and `rank_device`.
+        ConfigError: see `read_rank_environment` and `rank_device`; or the variable holds no time.
     """
     environment = read_rank_environment()
     if not environment.launched or dist.is_initialized():
@@ -123,6 +122,8 @@ def init_process_group_from_environment(
     device = device or rank_device(environment)
     if device.type == "tpu":
         check_tpu_environment(environment.world_size)
+    PATIENCE.asked = timeout_seconds
+    timeout_seconds = timeout_seconds or timeout_of_environment() or FIRST_SECONDS
     dist.init_process_group(
         backend=devices.backends_of(device.type),
         rank=environment.rank,

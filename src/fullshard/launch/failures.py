@@ -40,8 +40,8 @@ def order_of(failure: ProcessFailure) -> tuple[int, float]:
     return (2 if -failure.exitcode == signal.SIGTERM else 0), float(failure.timestamp)
 
 
-def failure_report(rank: int, failure: ProcessFailure, *, world_size: int) -> str:
-    """What is printed about the rank that failed first: its whole traceback where it left one.
+def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last: str = "") -> str:
+    """What is printed about the rank that failed first: its whole traceback where it left one, else what it did last.
 
     Of a mistake in the settings or the data, which every rank finds alike, only the message is of use.
     """
@@ -55,7 +55,9 @@ def failure_report(rank: int, failure: ProcessFailure, *, world_size: int) -> st
     text = f"\nrank {rank} of {world_size} (process {failure.pid} on {socket.gethostname()}) {how}\n"
     if -failure.exitcode == signal.SIGKILL:
         text += "hint: if nobody killed it, the system was out of memory; use more processes or a smaller batch\n"
-    return text if traceback is None else f"{text}{traceback.rstrip()}\n"
+    if traceback is None:
+        return f"{text}it did last: {last}\n" if last else text
+    return f"{text}{traceback.rstrip()}\n"
 
 
 def left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:

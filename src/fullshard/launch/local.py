@@ -30,6 +30,7 @@ from fullshard.comm import torch_private
 from fullshard.config.switches import TOKEN
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
+from fullshard.core.place import read_place
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause, what_others_said
 from fullshard.launch.journal import told_by_processes
@@ -266,7 +267,8 @@ class Agent(LocalElasticAgent):
         self._note(Happening.FAILURE, message or "", rank=rank, pid=failure.pid, how=how)
 
     def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
-        text = failure_report(rank, failure, world_size=self._job.nproc * self._job.hosts.count)
+        last = read_place(self._preemption / f"place-{failure.pid}")
+        text = failure_report(rank, failure, world_size=self._job.nproc * self._job.hosts.count, last=last)
         if left_report(failure)[1] is None:
             return text + what_others_said(rank, failures)
         return text + (self._missing() if is_of_a_hang(text) else "")

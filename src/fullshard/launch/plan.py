@@ -13,6 +13,7 @@ from fullshard.config.flags import CommandLine
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS, LaunchConfig, RunConfig
+from fullshard.config.switches import TIMEOUT
 from fullshard.core.errors import ConfigError
 from fullshard.launch import bootstrap
 from fullshard.launch.processes import threads_of_each, usable_cpu_count
@@ -147,6 +148,8 @@ def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ
         variables["OMP_NUM_THREADS"] = str(threads_of_each(per_host))
     if launch.gpu_ids is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpu_ids)
+    if launch.timeout is not None:
+        variables[TIMEOUT.name] = f"{launch.timeout:g}"
     if device == "cpu":
         variables |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     if launch.debug:

@@ -145,7 +145,7 @@ class TrainArguments(View):
     export: bool = Field(True, description="Write the model as a Hugging Face directory")
     prompt: str = Field("def __init__(self", description="What the sample text begins with")
     sample_tokens: int = Field(100, ge=0, description="Tokens of sample text to generate at the end; 0 for none")
-    timeout: float = Field(1800.0, gt=0, description="Seconds a rank waits for the others before it fails")
+    timeout: float | None = of_run("launch.timeout")
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

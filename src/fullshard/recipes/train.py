@@ -115,7 +115,7 @@ class RunAccelerator(Accelerator):
 
     def __init__(self, arguments: TrainArguments, console: Console) -> None:
         self._console = console
-        timeout = timedelta(seconds=arguments.timeout)
+        timeout = None if arguments.timeout is None else timedelta(seconds=arguments.timeout)
         super().__init__(
             # What micro-batches there are only the run knows: it watches the plan itself.
             fsdp_plugin=arguments.run_config(check_plan=False),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import HostPages, Parts, Reduction, Work, WorkOf, cut, own_interval
 from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.pages import CpuPages
@@ -69,6 +72,10 @@ class GlooCollectives(NativeCollectives):
         return [((self.rank + k) % self.size, (self.rank - k) % self.size) for k in range(1, self.size)]
 
 
+_NEVER_SENT = 2**31 - 1
+"""A tag."""
+
+
 class FailedWork(dist.Work):
     """A message that could not even be begun, because its rank has ended. Who waits for it learns that."""
 
@@ -79,6 +86,18 @@ class FailedWork(dist.Work):
     def wait(self, timeout: object = None) -> NoReturn:
         """Fail, as waiting for a message does whose rank ends later."""
         raise self._error
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """Have everything fail that waits in a group, here and on its other ranks: the group is of no use after that.
+
+    For Gloo a message that does not arrive in time is the end of all connections of its group.
+    """
+    if torch_private.backend_of(group, torch.device("cpu")) is None or group.size() == 1:
+        return
+    other = (group.rank() + 1) % group.size()
+    with contextlib.suppress(RuntimeError):
+        receive(torch.empty(1), group, other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> dist.Work:

@@ -33,6 +33,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.base import Track
 from fullshard.comm.cpu.track import MAX_TRACKS, PAGE_NBYTES, SharedTrack
 from fullshard.config.switches import COMM
+from fullshard.core.place import PLACE
 from fullshard.core.route import Route
 
 logger = logging.getLogger(__name__)
@@ -165,6 +166,8 @@ class Peers:
                     raise RuntimeError(f"rank {self.group_rank(rank)} of the group (process {pid}) has ended")
                 if self._failures[rank] and not is_done():
                     raise RuntimeError(f"rank {self.group_rank(rank)} of the group (process {pid}) has failed")
+            if PLACE.given_up:
+                raise RuntimeError(PLACE.given_up)
             if now - start > self.timeout_seconds:
                 raise RuntimeError(f"no answer from another rank of the group for {self.timeout_seconds:g} s")
 

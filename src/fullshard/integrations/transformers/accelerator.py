@@ -20,6 +20,7 @@ from fullshard.api import (
 from fullshard.api.state import GradientState
 from fullshard.config.resolve import Resolved
 from fullshard.core.errors import ConfigError
+from fullshard.integrations.transformers.arguments import asked_timeout
 
 _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
@@ -60,6 +61,7 @@ class TrainerAccelerator(Accelerator):
                 hint="set max_grad_norm=0, or leave step_in_backward out of the launcher's configuration",
             )
         self._trainer_steps = args.gradient_accumulation_steps
+        timeout = asked_timeout(args)
         super().__init__(
             mixed_precision=args.mixed_precision if args.bf16 or args.fp16 else None,
             cpu=bool(args.use_cpu),
@@ -67,7 +69,7 @@ class TrainerAccelerator(Accelerator):
             fsdp_plugin=plugin,
             # Trainer divides the loss itself
             gradient_accumulation_plugin=GradientAccumulationPlugin(1, sync_each_batch=True),
-            kwargs_handlers=[InitProcessGroupKwargs(timedelta(seconds=args.ddp_timeout))],
+            kwargs_handlers=[InitProcessGroupKwargs(None if timeout is None else timedelta(seconds=timeout))],
             dynamo_backend=args.torch_compile_backend if args.torch_compile else None,
         )
         if not dataloader_config.even_batches and self.num_processes > 1:

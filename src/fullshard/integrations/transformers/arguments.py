@@ -22,6 +22,7 @@ from fullshard.config.dialect import Reading, refuse
 from fullshard.config.load import load_fsdp_config, load_fsdp_words
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
+from fullshard.core.patience import FIRST_SECONDS
 from fullshard.launch.environment import read_rank_environment
 
 _PREPARED: dict[str, Any] = {
@@ -96,7 +97,7 @@ class ShardedArguments:
         join_accelerate()
         if read_rank_environment().launched:
             device = "cpu" if self.use_cpu else resolve([launched()]).config.launch.device
-            ProcessState.start(device=device, timeout_seconds=float(self.ddp_timeout))
+            ProcessState.start(device=device, timeout_seconds=asked_timeout(self))
         return super()._setup_devices  # type: ignore[misc, no-any-return]
 
     def __reduce__(self: Any) -> Any:
@@ -115,3 +116,9 @@ def _plain(reading: Reading) -> dict[str, Any]:
     """What was read, as an `fsdp_config` that means the same: arguments are copied by their fields."""
     values = {_WORDS[s.path]: s.value for s in reading.settings if s.path in _WORDS}
     return values | {name.removeprefix("fsdp_"): entry.plain for name, entry in reading.entries.items()}
+
+
+def asked_timeout(args: Any) -> float | None:
+    """Seconds that `ddp_timeout` asks a rank to wait for another; None where it is its default, which nobody has written."""
+    seconds = float(args.ddp_timeout)
+    return None if seconds == FIRST_SECONDS else seconds

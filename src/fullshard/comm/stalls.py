@@ -1,0 +1,205 @@
+"""Watches how long this process waits for others: says who is waited for, and ends the wait when its time is over.
+
+A thread looks once a second. While a rank has not moved for some seconds, whether it waits or computes, its thread
+leaves in the job's store where it is. So a rank that waits for long can read which others do not, and what they do
+instead. As long as steps follow one another nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import torch_private
+from fullshard.comm.cpu.gloo import end_waits
+from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
+from fullshard.core.patience import FIRST_SECONDS, PATIENCE, seconds_to_wait, stall_seconds
+from fullshard.core.place import PLACE
+
+_PROCESS, _WORD = "fullshard/process/{}", "fullshard/place/{}"
+"""Keys in the store, by rank: who it is, and where it is if that has not changed for a while."""
+_LOOKS = 15
+"""Looks before a wait is worth a line; after the first five others leave word."""
+_NAMED = 3
+_FRAMES = 3
+_BUSY = {
+    "compiles": ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"),
+    "saves": ("/fullshard/checkpoint/", "/torch/serialization.py", "/torch/distributed/checkpoint/"),
+}
+"""What may take long and is no fault, by files that are on the stack then."""
+_LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
+
+Word = dict[str, Any]
+"""What a rank leaves: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`."""
+
+
+class Stalls:
+    """Of this process.
+
+    Attributes:
+        groups: that it may wait in.
+    """
+
+    def __init__(self) -> None:
+        self.groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._pid = 0
+        self._asked: float | None = None
+        self._trainer = threading.main_thread().ident
+        self._moves, self._since = -1, 0.0
+        self._next_line = 0.0
+        self._beat = 0
+
+    def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+        """Watch waits in these groups, too; None stands for a rank alone. All are parts of the default group."""
+        world = dist.group.WORLD
+        if world is None or world.size() == 1 or torch_private.backend_of(world, device) is None:
+            return  # a group that is written in Python may have threads for ranks
+        self.groups.update(group for group in groups if group is not None)
+        self._asked = _asked_seconds(torch_private.timeout_of(world, device).total_seconds(), device)
+        self._trainer = threading.get_ident()
+        with contextlib.suppress(RuntimeError):
+            name = f"process {os.getpid()} on {socket.gethostname()}"
+            torch_private.default_store().set(_PROCESS.format(dist.get_rank()), name)
+        if self._pid != os.getpid():  # a forked process has none of its parent's threads
+            self._pid = os.getpid()
+            if directory := PREEMPTION_DIR.read():
+                with contextlib.suppress(OSError):  # of a job that is over
+                    PLACE.keep_in(Path(directory) / f"place-{os.getpid()}")
+            threading.Thread(target=self._run, name="fullshard stalls", daemon=True).start()
+
+    @property
+    def limit(self) -> float:
+        """Seconds that the wait which is under way may take."""
+        return self._asked or seconds_to_wait(0 if PLACE.is_patient else PLACE.step - 1, PLACE.slowest)
+
+    def _run(self) -> None:
+        """Body of the thread."""
+        while not sys.is_finalizing():
+            limit = self.limit
+            time.sleep(min(1.0, stall_seconds(limit) / _LOOKS))
+            if not dist.is_initialized():
+                continue
+            with contextlib.suppress(RuntimeError):  # a store that is gone: others have ended, which waits notice
+                self._look(limit, time.monotonic())
+
+    def _look(self, limit: float, now: float) -> None:
+        stall = stall_seconds(limit)
+        if self._moves != PLACE.moves:
+            if self._beat:
+                torch_private.default_store().delete_key(_WORD.format(dist.get_rank()))
+            self._moves, self._since, self._next_line, self._beat = PLACE.moves, now, stall, 0
+            return
+        idle = now - self._since
+        if idle < stall / 3:
+            return
+        self._leave_word()
+        if not PLACE.is_waiting or idle < min(self._next_line, limit):
+            return
+        self._next_line = 2 * max(idle, stall)
+        words = self._words(2.5 * min(1.0, stall / _LOOKS))
+        if self._moves != PLACE.moves:
+            return  # somebody has come meanwhile
+        if idle >= limit:
+            self._give_up(limit, words)
+        elif not any(word.get("is_waiting") for rank, word in words.items() if rank < dist.get_rank()):
+            self._say(f"has waited {idle:.0f} s", words)
+
+    def _leave_word(self) -> None:
+        here, busy = [], ""
+        frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
+        while frame is not None and not PLACE.is_waiting:
+            file = frame.f_code.co_filename
+            busy = next((what for what, files in _BUSY.items() if any(name in file for name in files)), busy)
+            if len(here) < _FRAMES and not any(name in file for name in _LIBRARIES):
+                here.append(f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}")
+            frame = frame.f_back
+        self._beat += 1
+        word = {"what": PLACE.what, "step": PLACE.step, "is_waiting": PLACE.is_waiting, "here": here, "busy": busy}
+        torch_private.default_store().set(_WORD.format(dist.get_rank()), json.dumps(word | {"beat": self._beat}))
+
+    def _words(self, seconds: float) -> dict[int, Word]:
+        """What other ranks have left, by rank, with `is_alive`: whether they have left it again some seconds later."""
+        before = _read_words()
+        time.sleep(seconds)
+        now = _read_words()
+        return {
+            rank: word | {"is_alive": word.get("beat") != before.get(rank, {}).get("beat") or not word}
+            for rank, word in now.items()
+        }
+
+    def _give_up(self, limit: float, words: dict[int, Word]) -> None:
+        missing = [word for word in words.values() if not word.get("is_waiting")]
+        is_late = time.monotonic() - self._since >= FIRST_SECONDS
+        if self._asked is None and not is_late and missing and _are_busy(missing):
+            return
+        PLACE.given_up = f"no answer from another rank for {limit:g} s: {_named(words)}"
+        for group in list(self.groups):
+            end_waits(group)
+
+    def _say(self, how: str, words: dict[int, Word]) -> None:
+        missing = [word for word in words.values() if not word.get("is_waiting")]
+        if missing and _are_busy(missing):
+            return
+        step = f" (step {PLACE.step} of this process)" if PLACE.step else ""
+        sys.stderr.write(f"fullshard: rank {dist.get_rank()} {how}, in {PLACE.what}{step}: {_named(words)}\n")
+        sys.stderr.flush()
+
+
+def _read_words() -> dict[int, Word]:
+    store, found = torch_private.default_store(), dict[int, Word]()
+    for rank in range(dist.get_world_size()):
+        if rank != dist.get_rank():
+            key = _WORD.format(rank)
+            found[rank] = json.loads(store.get(key)) if store.check([key]) else {}
+    return found
+
+
+def _named(words: dict[int, Word]) -> str:
+    """Which ranks are waited for, and what they do: those that do not wait, else all."""
+    missing = {rank: word for rank, word in words.items() if not word.get("is_waiting")} or words
+    lines = [_described(rank, word) for rank, word in list(missing.items())[:_NAMED]]
+    return "; ".join(lines) + (f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+
+
+def _described(rank: int, word: Word) -> str:
+    store, key = torch_private.default_store(), _PROCESS.format(rank)
+    name = f"rank {rank}" + (f" ({store.get(key).decode()})" if store.check([key]) else "")
+    if not word:
+        return f"{name} gives no sign of life, or goes on elsewhere"
+    step = f" (step {word['step']})" if word["step"] else ""
+    if word["is_waiting"]:
+        return f"{name} waits in {word['what']}{step}"
+    if not word["is_alive"]:
+        return f"{name} gives no sign of life any more; it did {word['what'] or 'nothing yet'}{step}"
+    where = ", called from ".join(word["here"]) or "an unknown place"
+    return f"{name} {word['busy'] or 'is running'}, at {where}; it did {word['what'] or 'nothing yet'}{step} before"
+
+
+def _are_busy(words: list[Word]) -> bool:
+    """Whether all of them do what may take long."""
+    return all(word.get("busy") and word["is_alive"] for word in words)
+
+
+def _asked_seconds(group: float, device: torch.device) -> float | None:
+    """The time-out that somebody has asked for, of fullshard, in the environment or of the default group; else None."""
+    default = _NCCL_SECONDS if device.type == "cuda" else dist.default_pg_timeout.total_seconds()
+    return PATIENCE.asked or timeout_of_environment() or (None if group in (default, FIRST_SECONDS) else group)
+
+
+_NCCL_SECONDS = 600.0
+"""Torch's default for it; else it is `default_pg_timeout`."""
+STALLS = Stalls()
+"""That of this process."""

@@ -1,0 +1,46 @@
+"""How long a rank waits for another before it gives up.
+
+Until the first step is over ranks load and compile, each at its own pace. After that two minutes without a sign are
+long, unless steps themselves take so long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_SECONDS = 1800.0
+"""Until the first step is over, in a save, and for a rank that is seen to save or compile."""
+LATER_SECONDS = 120.0
+_STEPS = 3
+"""A rank may be as late as this many of the slowest steps."""
+_STALL_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class Patience:
+    """Of this process.
+
+    Attributes:
+        asked: seconds that the script has asked for, which are kept to; None: it has not.
+    """
+
+    asked: float | None = None
+
+
+PATIENCE = Patience()
+"""That of this process."""
+
+
+def seconds_to_wait(steps: int, slowest: float) -> float:
+    """How long a wait may take where nobody has asked for a time-out.
+
+    Args:
+        steps: that are over.
+        slowest: seconds that the slowest of them has taken, the first left out.
+    """
+    return FIRST_SECONDS if steps < 1 else min(FIRST_SECONDS, max(LATER_SECONDS, _STEPS * slowest))
+
+
+def stall_seconds(limit: float) -> float:
+    """Seconds after which a wait that may take so long is worth a line."""
+    return min(_STALL_SECONDS, limit / 2)

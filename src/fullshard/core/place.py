@@ -1,0 +1,109 @@
+"""Where this process is: what it waits for from other ranks, or last did, told by who waits and read by who watches.
+
+Telling costs well under a microsecond. Where the launcher has asked for it, it is also written to a page of a file: what a
+process did last can be read there when it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_NBYTES = 512
+_ENCODING = "utf-8"
+
+
+@dataclass(slots=True)
+class Place:
+    """Of this process.
+
+    Attributes:
+        moves: how often a wait has begun or ended.
+        what: what this process waits in, or did last; empty: it has done nothing yet.
+        step: of this process, counted from 1.
+        is_waiting: whether it waits.
+        is_patient: the wait is one that may take long: comparing notes, a save.
+        slowest: seconds that the slowest step has taken, the first left out.
+        given_up: why waiting is over although nobody came; empty: it is not.
+    """
+
+    moves: int = 0
+    what: str = ""
+    step: int = 0
+    is_waiting: bool = False
+    is_patient: bool = False
+    slowest: float = 0.0
+    given_up: str = ""
+    _since: float | None = None
+    _page: mmap.mmap | None = field(default=None, repr=False)
+
+    def enter(self, what: str, step: int | None = None) -> None:
+        """A wait for other ranks begins.
+
+        Args:
+            what: it is, in words.
+            step: of this process; None: it is part of none, and may take long.
+        """
+        self.what, self.is_waiting, self.is_patient = what, True, step is None
+        if step is not None:
+            self.step = step
+        self.moves += 1
+        if self._page is not None:
+            self._write("waiting in")
+
+    def leave(self) -> None:
+        """It is over."""
+        self.is_waiting = False
+        self.moves += 1
+        if self._page is not None:
+            self._write("after")
+
+    def begin_step(self, now: float) -> None:
+        """A step begins after another; what the one before took is known then.
+
+        Args:
+            now: seconds of any clock that only goes on.
+        """
+        if self._since is not None:
+            self.slowest = max(self.slowest, now - self._since)
+        self._since = now
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Within it this process waits for others, in no step; what another thread than the main one waits for is its own."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.enter(what)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def keep_in(self, path: Path) -> None:
+        """From here on write it to a file, which outlasts this process however it ends."""
+        with path.open("w+b") as file:
+            file.truncate(_NBYTES)
+            self._page = mmap.mmap(file.fileno(), _NBYTES)
+
+    def _write(self, how: str) -> None:
+        assert self._page is not None  # noqa: S101 -- who calls has looked
+        step = f"step {self.step} of this process, " if self.step else ""
+        line = f"{step}{how} {self.what}\n".encode(_ENCODING, "replace")[:_NBYTES]
+        self._page[: len(line)] = line
+
+
+PLACE = Place()
+"""That of this process."""
+
+
+def read_place(path: Path) -> str:
+    """What a process has written there last, on one line; empty if it has come to nothing."""
+    try:
+        return path.read_bytes().split(b"\n")[0].strip(b"\0").decode(_ENCODING, "replace")
+    except OSError:
+        return ""
