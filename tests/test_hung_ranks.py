@@ -74,6 +74,8 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str
     output, _ = end_of(tmp_path, how, comm)
     assert "out of memory" not in output and "SIGKILL" not in output
     assert re.search(r"CommunicationError: rank 0, unit '.*', .*\(step 4 of this process\)", output)
+    # Half the time-out before, and again with the error: without the launcher's doing.
+    assert len(re.findall(r"rank 1 \(process \d+ on \S+\) (is running, at hang.py|gives no sign of life)", output)) > 1
     state = "was stopped (SIGSTOP)" if how == "stop" else "was running"
     last = output[output.index("rank 1 of 2 (process ") :]
     assert f"{state}, and did not come so far. It was here, the innermost call first:" in last
@@ -86,5 +88,6 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str
 def test_of_a_dead_rank_the_others_say_where_they_noticed(tmp_path: Path, comm: str) -> None:
     output, seconds = end_of(tmp_path, "kill", comm)
     assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)
+    assert re.search(r"it did last: step 3 of this process, after unit '.*', after the last reshard", output)
     assert re.search(r"the others noticed it here: .*rank 0, unit '.*', .*\(step 4 of this process\)", output), output
     assert seconds < 15  # five, on a machine with nothing else to do

@@ -13,7 +13,14 @@ import typer
 from fullshard.config.schema import SECTIONS
 from fullshard.core.errors import ConfigError
 
-_LAUNCH = {"--num_processes": 2, "--config_file": 2, "--check_plan": 1, "--max_restarts": 2, "--grace_period": 2}
+_LAUNCH = {
+    "--num_processes": 2,
+    "--config_file": 2,
+    "--check_plan": 1,
+    "--max_restarts": 2,
+    "--grace_period": 2,
+    "--timeout": 2,
+}
 """The launcher's flags, and how many words each takes."""
 _RECIPE = "fullshard.recipes.sft"
 _HELP = """Usage: fullshard sft [--num_processes N] [--config_file FILE] --model_name_or_path M --dataset_name D ...
@@ -22,8 +29,8 @@ _HELP = """Usage: fullshard sft [--num_processes N] [--config_file FILE] --model
 Fine-tune a model on chats or texts: all weights, LoRA (--use_peft_lora True), or LoRA on a quantised model
 (--use_4bit_quantization True). The flags are those of PEFT's examples/sft/train.py and TRL's SFTConfig; docs/sft.md
 lists what is particular. RUN.yaml holds the same names, and fullshard's sections (launch, sharding, ...) beside them.
---num_processes, --config_file, --check_plan, --max_restarts and --grace_period are those of `fullshard launch`; its
-other flags go with
+--num_processes, --config_file, --check_plan, --max_restarts, --grace_period and --timeout are those of `fullshard
+launch`; its other flags go with
   fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
 """
 

@@ -92,7 +92,7 @@ class Stalls:
             time.sleep(min(1.0, stall_seconds(limit) / _LOOKS))
             if not dist.is_initialized():
                 continue
-            with contextlib.suppress(RuntimeError):  # a store that is gone: others have ended, which waits notice
+            with contextlib.suppress(Exception):  # a group or store that is just going: whoever waits notices that
                 self._look(limit, time.monotonic())
 
     def _look(self, limit: float, now: float) -> None:
@@ -118,7 +118,7 @@ class Stalls:
             self._say(f"has waited {idle:.0f} s", words)
 
     def _leave_word(self) -> None:
-        here, busy = [], ""
+        here, busy = list[str](), ""
         frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
         while frame is not None and not PLACE.is_waiting:
             file = frame.f_code.co_filename

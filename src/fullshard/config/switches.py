@@ -23,12 +23,14 @@ class Switch:
     Attributes:
         name: the variable.
         about: what it is about.
-        values: what each value does; the first one is what happens without the variable. Empty: any text.
+        values: what each value does; the first one is what happens without the variable. Empty: anything of `form`.
+        form: see there.
     """
 
     name: str
     about: str
     values: Mapping[str, str] = field(default_factory=dict)
+    form: str = "any text"
 
     def read(self, environ: Mapping[str, str] | None = None) -> str:
         """Its value, in `os.environ` unless `environ` is given; the first of `values` if it is not set, or empty.
@@ -76,7 +78,9 @@ OPTIMIZER = Switch(
     "what torch's element-wise optimizers update",
     {"segments": "neighbouring slices as one tensor", "slices": "each parameter's slice by itself"},
 )
-TIMEOUT = Switch("FULLSHARD_TIMEOUT", "seconds that a rank waits for another, where the script does not say")
+TIMEOUT = Switch(
+    "FULLSHARD_TIMEOUT", "how long a rank waits for another, where the script does not say", form="a number of seconds"
+)
 TOKEN = Switch("FULLSHARD_TOKEN", "what the launchers of a job on several hosts must all know")
 CONFIG = Switch("FULLSHARD_CONFIG", "file with the resolved configuration")
 PREEMPTION_DIR = Switch(

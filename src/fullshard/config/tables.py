@@ -37,7 +37,7 @@ def switches_table() -> str:
     rows = ["| variable | of what | values |", "|---|---|---|"]
     for switch in SWITCHES.values():
         values = "; ".join(f"`{value}`: {does}" for value, does in switch.values.items())
-        values = values or ("set by the launcher" if switch in HANDED_OVER else "any text")
+        values = values or ("set by the launcher" if switch in HANDED_OVER else switch.form)
         rows.append(f"| `{switch.name}` | {switch.about} | {values} |")
     return "\n".join(rows)
 

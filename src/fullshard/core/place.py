@@ -1,7 +1,7 @@
 """Where this process is: what it waits for from other ranks, or last did, told by who waits and read by who watches.
 
-Telling costs well under a microsecond. Where the launcher has asked for it, it is also written to a page of a file: what a
-process did last can be read there when it is gone.
+Telling costs well under a microsecond. Where the launcher has asked for it, it is also written to a page of a file:
+what a process did last can be read there when it is gone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Place:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Within it this process waits for others, in no step; what another thread than the main one waits for is its own."""
+        """Within it this process waits for others, in no step. Of another thread than the main one nobody is told."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

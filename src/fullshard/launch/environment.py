@@ -20,6 +20,7 @@ from fullshard.launch.tpu import check_tpu_environment
 
 T = TypeVar("T")
 
+
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
     """The place of this process in the job.

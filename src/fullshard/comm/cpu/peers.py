@@ -101,6 +101,11 @@ class Peers:
         self.tracks.add(track)
         return track
 
+    def compare_tracks(self) -> None:
+        """Raise `OutOfStep` if another rank has gone another way."""
+        for track in list(self.tracks):
+            track.compare()
+
     def report_failure(self) -> None:
         """Tell the other ranks of this host that nothing is to be expected of this one any more."""
         self._failures[self.rank] = 1
@@ -158,8 +163,7 @@ class Peers:
             if (now := time.monotonic()) < next_check:
                 continue
             next_check = now + _SECONDS_BETWEEN_CHECKS
-            for track in list(self.tracks):
-                track.compare()
+            self.compare_tracks()
             for rank, pid in enumerate(self.pids):
                 # What it did before may be all that was wanted.
                 if _has_ended(pid) and not is_done():

@@ -119,6 +119,6 @@ def _plain(reading: Reading) -> dict[str, Any]:
 
 
 def asked_timeout(args: Any) -> float | None:
-    """Seconds that `ddp_timeout` asks a rank to wait for another; None where it is its default, which nobody has written."""
+    """Seconds that `ddp_timeout` asks a rank to wait for another; None for its default, which nobody has written."""
     seconds = float(args.ddp_timeout)
     return None if seconds == FIRST_SECONDS else seconds

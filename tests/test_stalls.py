@@ -1,0 +1,148 @@
+"""A rank that waits for long says for whom, and gives up when its time is over: which is said beforehand, and why.
+
+pytest tests/test_stalls.py. Real processes over shared memory and Gloo.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.comm import torch_private
+from fullshard.comm.stalls import STALLS
+from fullshard.config.switches import COMM, timeout_of_environment
+from fullshard.core import patience
+from fullshard.core.errors import CommunicationError, ConfigError
+from fullshard.core.patience import seconds_to_wait, stall_seconds
+from fullshard.core.place import Place, read_place
+from fullshard.engine import fully_shard
+from tests.distributed import run_ranks
+from tests.traps import rank_and_size
+
+
+def test_seconds_to_wait() -> None:
+    """Half an hour for the first step, two minutes later, three of the slowest steps where those are longer."""
+    assert seconds_to_wait(0, 0.0) == 1800
+    assert seconds_to_wait(1, 0.0) == seconds_to_wait(7, 39.0) == 120
+    assert seconds_to_wait(7, 100.0) == 300 and seconds_to_wait(7, 9000.0) == 1800
+    assert stall_seconds(1800) == stall_seconds(120) == 30 and stall_seconds(4) == 2
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_TIMEOUT", text)
+    with pytest.raises(ConfigError, match="FULLSHARD_TIMEOUT"):
+        timeout_of_environment()
+
+
+def test_what_a_process_did_last_outlasts_it(tmp_path: Path) -> None:
+    place = Place()
+    place.keep_in(tmp_path / "place")
+    assert read_place(tmp_path / "place") == "" == read_place(tmp_path / "nowhere")
+    place.enter("unit 'a name that is long', unshard", 3)
+    assert read_place(tmp_path / "place") == "step 3 of this process, waiting in unit 'a name that is long', unshard"
+    place.enter("unit 'b', reduce", 4)
+    place.leave()
+    assert read_place(tmp_path / "place") == "step 4 of this process, after unit 'b', reduce"
+    place.enter("x" * 5000, 5)
+    assert len(read_place(tmp_path / "place")) == 512
+
+
+def until(condition: Any, seconds: float = 100) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for_a_dawdler(comm: str, directory: str) -> tuple[str, str]:
+    """What rank 0 says, and the error it gets, while rank 1 does not come."""
+    import os
+
+    os.environ[COMM.name] = comm
+    rank, _ = rank_and_size()
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done, lines = Path(directory) / "done", io.StringIO()
+
+    def step() -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    dist.barrier()
+    STALLS._asked = 2.0  # not before: a busy machine takes longer for what was before
+    if rank == 1:
+        until(done.exists)
+        return "", ""
+    store = torch_private.default_store()
+    until(lambda: store.check(["fullshard/place/1"]))
+    sys.stderr = lines
+    try:
+        step()
+    except CommunicationError as error:
+        return lines.getvalue(), str(error)
+    finally:
+        done.touch()
+    return lines.getvalue(), ""
+
+
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_who_is_waited_for_is_said_and_then_an_error(comm: str, tmp_path: Path) -> None:
+    (line, error), _ = run_ranks(wait_for_a_dawdler, 2, comm, str(tmp_path))
+    missing = (
+        r"rank 1 \(process \d+ on \S+\) (is running, at test_stalls.py:\d+ in until|gives no sign of life any more)"
+    )
+    assert re.match(rf"fullshard: rank 0 has waited \d+ s, in unit .*\(step 3 of this process\): {missing}", line), line
+    assert line.count("\n") == 1
+    words = rf"rank 0, unit '.*', .*no answer from another rank for 2 s: {missing}.*\(step 3 of this process\)"
+    assert re.match(words, error), error
+
+
+class Blocking(io.BytesIO):
+    """A file that takes long to write."""
+
+    def write(self, data: Any) -> int:
+        """Until the watcher of this rank has left word often enough for the other's time to be over twice."""
+        until(lambda: STALLS._beat > 60)
+        return super().write(data)
+
+
+def wait_for_a_save() -> tuple[str, float]:
+    """What rank 0 says while rank 1 saves for longer than it waits otherwise, and the loss after it."""
+    rank, _ = rank_and_size()
+    model: Any = nn.Linear(8, 8)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lines = sys.stderr = io.StringIO()
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    dist.barrier()
+    patience.LATER_SECONDS, STALLS._asked = 6.0, None
+    if rank == 1:
+        torch.save(torch.ones(4), Blocking())
+    for _ in range(2):
+        loss = model(torch.ones(2, 8)).sum()
+        loss.backward()
+    patience.LATER_SECONDS = 120.0
+    return lines.getvalue(), float(loss.detach())
+
+
+@pytest.mark.full
+def test_a_rank_that_saves_is_waited_for() -> None:
+    (line, one), (_, other) = run_ranks(wait_for_a_save, 2)
+    assert line == "" and one == other
