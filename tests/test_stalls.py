@@ -23,7 +23,7 @@ from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core import patience
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.patience import seconds_to_wait, stall_seconds
-from fullshard.core.place import Place, read_place
+from fullshard.core.place import Whereabouts, read_place
 from fullshard.engine import fully_shard
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
@@ -45,7 +45,7 @@ def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_a_process_did_last_outlasts_it(tmp_path: Path) -> None:
-    place = Place()
+    place = Whereabouts()
     place.keep_in(tmp_path / "place")
     assert read_place(tmp_path / "place") == "" == read_place(tmp_path / "nowhere")
     place.enter("unit 'a name that is long', unshard", 3)
@@ -106,6 +106,7 @@ def test_who_is_waited_for_is_said_and_then_an_error(comm: str, tmp_path: Path) 
     missing = (
         r"rank 1 \(process \d+ on \S+\) (is running, at test_stalls.py:\d+ in until|gives no sign of life any more)"
     )
+    assert line, error
     assert re.match(rf"fullshard: rank 0 has waited \d+ s, in unit .*\(step 3 of this process\): {missing}", line), line
     assert line.count("\n") == 1
     words = rf"rank 0, unit '.*', .*no answer from another rank for 2 s: {missing}.*\(step 3 of this process\)"

@@ -1,6 +1,6 @@
 """Watches how long this process waits for others: says who is waited for, and ends the wait when its time is over.
 
-A thread looks once a second. While a rank has not moved for some seconds, whether it waits or computes, its thread
+A thread looks twice a second. While a rank has not moved for some seconds, whether it waits or computes, its thread
 leaves in the job's store where it is. So a rank that waits for long can read which others do not, and what they do
 instead. As long as steps follow one another nothing is sent.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -56,6 +57,7 @@ class Stalls:
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._pid = 0
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._asked: float | None = None
         self._trainer = threading.main_thread().ident
         self._moves, self._since = -1, 0.0
@@ -69,7 +71,7 @@ class Stalls:
             return  # a group that is written in Python may have threads for ranks
         self.groups.update(group for group in groups if group is not None)
         self._asked = _asked_seconds(torch_private.timeout_of(world, device).total_seconds(), device)
-        self._trainer = threading.get_ident()
+        self._trainer, self._world, self._moves = threading.get_ident(), weakref.ref(world), -1
         with contextlib.suppress(RuntimeError):
             name = f"process {os.getpid()} on {socket.gethostname()}"
             torch_private.default_store().set(_PROCESS.format(dist.get_rank()), name)
@@ -85,15 +87,20 @@ class Stalls:
         """Seconds that the wait which is under way may take."""
         return self._asked or seconds_to_wait(0 if PLACE.is_patient else PLACE.step - 1, PLACE.slowest)
 
+    @property
+    def _is_in_its_world(self) -> bool:
+        """Whether the default group is the one whose waits are watched; nothing is to keep it alive."""
+        return self._world is not None and self._world() is dist.group.WORLD is not None
+
     def _run(self) -> None:
-        """Body of the thread."""
+        """Body of the thread, which leaves signals to the others: the launcher's asks what the main one does."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not sys.is_finalizing():
             limit = self.limit
-            time.sleep(min(1.0, stall_seconds(limit) / _LOOKS))
-            if not dist.is_initialized():
-                continue
+            time.sleep(_pause(stall_seconds(limit)))
             with contextlib.suppress(Exception):  # a group or store that is just going: whoever waits notices that
-                self._look(limit, time.monotonic())
+                if self._is_in_its_world:
+                    self._look(limit, time.monotonic())
 
     def _look(self, limit: float, now: float) -> None:
         stall = stall_seconds(limit)
@@ -109,7 +116,7 @@ class Stalls:
         if not PLACE.is_waiting or idle < min(self._next_line, limit):
             return
         self._next_line = 2 * max(idle, stall)
-        words = self._words(2.5 * min(1.0, stall / _LOOKS))
+        words = self._words(2.5 * _pause(stall))
         if self._moves != PLACE.moves:
             return  # somebody has come meanwhile
         if idle >= limit:
@@ -132,9 +139,12 @@ class Stalls:
 
     def _words(self, seconds: float) -> dict[int, Word]:
         """What other ranks have left, by rank, with `is_alive`: whether they have left it again some seconds later."""
-        before = _read_words()
-        time.sleep(seconds)
-        now = _read_words()
+        try:
+            before = _read_words()
+            time.sleep(seconds)
+            now = _read_words()
+        except RuntimeError:  # the store is gone: its rank has ended
+            return {}
         return {
             rank: word | {"is_alive": word.get("beat") != before.get(rank, {}).get("beat") or not word}
             for rank, word in now.items()
@@ -158,6 +168,11 @@ class Stalls:
         sys.stderr.flush()
 
 
+def _pause(stall: float) -> float:
+    """Seconds between two looks."""
+    return min(0.5, stall / _LOOKS)
+
+
 def _read_words() -> dict[int, Word]:
     store, found = torch_private.default_store(), dict[int, Word]()
     for rank in range(dist.get_world_size()):
@@ -169,6 +184,8 @@ def _read_words() -> dict[int, Word]:
 
 def _named(words: dict[int, Word]) -> str:
     """Which ranks are waited for, and what they do: those that do not wait, else all."""
+    if not words:
+        return "which one cannot be said, for the job's store does not answer"
     missing = {rank: word for rank, word in words.items() if not word.get("is_waiting")} or words
     lines = [_described(rank, word) for rank, word in list(missing.items())[:_NAMED]]
     return "; ".join(lines) + (f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
@@ -177,7 +194,7 @@ def _named(words: dict[int, Word]) -> str:
 def _described(rank: int, word: Word) -> str:
     store, key = torch_private.default_store(), _PROCESS.format(rank)
     name = f"rank {rank}" + (f" ({store.get(key).decode()})" if store.check([key]) else "")
-    if not word:
+    if "what" not in word:
         return f"{name} gives no sign of life, or goes on elsewhere"
     step = f" (step {word['step']})" if word["step"] else ""
     if word["is_waiting"]:

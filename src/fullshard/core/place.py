@@ -18,7 +18,7 @@ _ENCODING = "utf-8"
 
 
 @dataclass(slots=True)
-class Place:
+class Whereabouts:
     """Of this process.
 
     Attributes:
@@ -97,7 +97,7 @@ class Place:
         self._page[: len(line)] = line
 
 
-PLACE = Place()
+PLACE = Whereabouts()
 """That of this process."""
 
 
