@@ -178,7 +178,7 @@ def test_every_device_has_a_source_and_makes_sense() -> None:
             assert 4 <= device.per_host <= 8
 
 
-@pytest.mark.parametrize(("device", "note"), [("TPU-v5p", "does not run"), ("V100", "no bfloat16")])
+@pytest.mark.parametrize(("device", "note"), [("TPU-v5p", "has not been run"), ("V100", "no bfloat16")])
 def test_what_a_device_cannot_is_said(device: str, note: str) -> None:
     shape, _ = load_model("GPT-2")
     assert any(note in said for said in notes_of(evaluate(shape, Job.of({}), parse_cluster(f"8x{device}"))))

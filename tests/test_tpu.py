@@ -61,6 +61,7 @@ def test_two_ranks_train_as_on_the_cpu(tmp_path: Path) -> None:
         {"precision": "bf16", "loop": "accumulating"},
         {"strategy": "SHARD_GRAD_OP", "precision": "bf16 stored"},
         {"offload": "everything", "activations": "on host"},
+        {"offload": "main weights"},
     )
 
 

@@ -169,7 +169,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", [](Tensor& x, const Tensor& y) -> Tensor& { return at::native::set_tensor_(x, y); });
   m.impl("set_.source_Storage", [](Tensor& x, at::Storage s) -> Tensor& { return at::native::set_(x, std::move(s)); });
   m.impl("set_.source_Storage_storage_offset", set_storage);
-  for (auto name : {"native_layer_norm", "native_group_norm", "mish_backward", "addr"})  // not what CUDA makes them of, but
+  for (auto name : {"native_layer_norm", "native_group_norm", "mish_backward", "addr", "mse_loss"})  // not what CUDA makes them of, but
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());                // the CPU's own kernels
   m.impl("record_stream", [](Tensor& x, at::Stream s) { memory.recordStream(x.storage().data_ptr(), s); });
 }

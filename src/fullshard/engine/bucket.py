@@ -225,7 +225,7 @@ class Bucket(BucketSpec):
             cast = self._compute_shard if self.is_gathered_from_host else self._host_empty(self.compute_shard_dtype)
             cast.copy_(self.main)
         if cast is not self._compute_shard:
-            self._compute_shard.copy_(cast, non_blocking=True)
+            self._compute_shard.copy_(cast, non_blocking=cast.is_pinned())
 
     @property
     def is_outdated(self) -> bool:

@@ -228,7 +228,9 @@ def notes_of(plan: Plan) -> list[str]:
     notes = []
     device = plan.cluster.device
     if not device.is_run:
-        notes.append(f"this engine does not run on a {device.name}; it is planned for comparison")
+        notes.append(
+            f"this engine has not been run on a {device.name}: nothing of this was compared with a measurement"
+        )
     if plan.job.precision == "bf16" and not device.has_bfloat16:
         notes.append(f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)")
     if plan.job.loss == "eager" and plan.model.vocab:

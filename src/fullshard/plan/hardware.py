@@ -45,7 +45,7 @@ class Device:
         flash: part of `flops` that flash attention's second version reaches (`plan/attention`): as on the A100, whose
             kernel it is, or as on the H100, where faster products leave it behind.
         has_flash3: whether there is a third.
-        is_run: whether this engine runs on it; else it is planned for comparison.
+        is_run: whether this engine has been run on its kind, or is tested for it; else a note says so.
     """
 
     name: str

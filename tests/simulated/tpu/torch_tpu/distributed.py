@@ -37,8 +37,16 @@ def set_tpu_launch_env(*, nnodes: int | None = None, nproc_per_node: int | None 
 class _Done(_c10d.Work):
     """Over when it was issued."""
 
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._future: Any = torch.futures.Future()
+        self._future.set_result(tensors)
+
     def wait(self, timeout: Any = None) -> bool:
         return True
+
+    def get_future(self) -> Any:
+        return self._future
 
     def is_completed(self) -> bool:
         return True
@@ -85,40 +93,41 @@ class TpuGroup(_c10d.ProcessGroup):
         return total
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
-        if tensors[0].device.type == "cpu":
+        # Of several ranks Gloo adds up in an order of its own, and what runs on the CPU is compared.
+        if tensors[0].device.type == "cpu" and not tensors[0].is_floating_point():
             return self._gloo.allreduce(tensors, options)
         tensors[0].copy_(self._total(self._everyones(tensors[0]), options))
-        return _Done()
+        return _Done(tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         if tensors[0].device.type == "cpu":
             return self._gloo.broadcast(tensors, options)
         tensors[0].copy_(self._everyones(tensors[0])[options.rootRank])
-        return _Done()
+        return _Done(tensors)
 
     def allgather(self, outputs: Any, inputs: list[torch.Tensor], options: Any = None) -> Any:
         if inputs[0].device.type == "cpu":
             return self._gloo.allgather(outputs, inputs, *([options] if options else []))
         for output, found in zip(outputs[0], self._everyones(inputs[0]), strict=True):
             output.copy_(found)
-        return _Done()
+        return _Done(outputs[0])
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> Any:
         if given.device.type == "cpu":
             return self._gloo._allgather_base(output, given)
         output.view(-1).copy_(torch.cat([found.view(-1) for found in self._everyones(given)]))
-        return _Done()
+        return _Done([output])
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, options: Any) -> Any:
         terms = [found.view(-1).chunk(self._members)[self._member] for found in self._everyones(given)]
         output.view(-1).copy_(self._total(terms, options))
-        return _Done()
+        return _Done([output])
 
     def all_to_all_single(self, output: Any, given: Any, source: list[int], to: list[int], options: Any = None) -> Any:
-        assert not source and not to, "the simulated TPU exchanges parts of one size"
+        assert len({*source, *to}) <= 1, "the simulated TPU exchanges parts of one size"
         found = self._everyones(given)
         output.view(-1).copy_(torch.cat([each.view(-1).chunk(self._members)[self._member] for each in found]))
-        return _Done()
+        return _Done([output])
 
     def scatter(self, outputs: list[torch.Tensor], inputs: Any, options: Any) -> Any:
         assert outputs[0].device.type == "cpu", "not of the simulated TPU"
