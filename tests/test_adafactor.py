@@ -6,7 +6,6 @@ pytest tests/test_adafactor.py
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError, OptimizerError
 from fullshard.engine import ShardedParameter, init_mesh, shard_model
 from fullshard.optim import Adafactor, TransformersAdafactor
-from tests import trainers
+from tests import optimizers, trainers
 from tests.differential import check, compare, optimizer_state, parameters
 from tests.distributed import run_ranks
 from tests.test_muon import Model
@@ -57,26 +56,18 @@ def sharded(strategy: str = "FULL_SHARD", **options: Any) -> Model:
     return model
 
 
-def given_gradients(model: nn.Module, step: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """The same on every rank; the second step leaves some out; a row and a column without any."""
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        generator = torch.Generator().manual_seed(100 * step + number)
-        grad = torch.randn(parameter.shape, generator=generator)
-        if "tokens" in name:
-            grad[3], grad[:, 2] = 0.0, 0.0
-        if parameter.requires_grad and not (step == 1 and "unused" in name):
-            yield parameter, grad
+def _change(name: str, grad: torch.Tensor) -> None:
+    """A row and a column without any."""
+    if "tokens" in name:
+        grad[3], grad[:, 2] = 0.0, 0.0
 
 
-def step_with(model: nn.Module, optimizer: Any, *, first: int = 0, steps: int = STEPS) -> None:
-    for step in range(first, steps):
-        for parameter, grad in given_gradients(model, step):
-            if isinstance(parameter, ShardedParameter):
-                parameter.grad = parameter.wrap(parameter.span.cut(grad).clone())
-            else:
-                parameter.grad = grad.clone()
-        optimizer.step()
-        optimizer.zero_grad()
+def _left_out(name: str, step: int) -> bool:
+    return step == 1 and "unused" in name
+
+
+given_gradients = partial(optimizers.given_gradients, leaves_out=_left_out, change=_change)
+step_with = partial(optimizers.step_with, leaves_out=_left_out, change=_change)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from fullshard import EMA
 from fullshard.checkpoint import AsyncSaver, export_hf, full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError, OptimizerError
 from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, unsharded
-from tests import trainers
+from tests import optimizers, trainers
 from tests.differential import check, compare, parameters
 from tests.distributed import run_ranks
 from tests.test_muon_runs import fullshard as fullshard_command
@@ -64,25 +63,10 @@ def sharded(strategy: str = "FULL_SHARD", **options: Any) -> Model:
     return model
 
 
-def given_gradients(model: nn.Module, step: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        generator = torch.Generator().manual_seed(100 * step + number)
-        grad = torch.randn(parameter.shape, generator=generator)
-        if parameter.requires_grad and "unused" not in name:
-            yield parameter, grad
-
-
 def step_with(model: nn.Module, optimizer: Any, average: Any, *, first: int = 0, steps: int = STEPS) -> None:
     """The same gradients everywhere, so that the numbers are the same bits."""
-    for step in range(first, steps):
-        for parameter, grad in given_gradients(model, step):
-            if isinstance(parameter, ShardedParameter):
-                parameter.grad = parameter.wrap(parameter.span.cut(grad).clone())
-            else:
-                parameter.grad = grad.clone()
-        optimizer.step()
-        optimizer.zero_grad()
-        average()
+    unused: Any = {"leaves_out": lambda name, step: "unused" in name}
+    optimizers.step_with(model, optimizer, first=first, steps=steps, after=average, **unused)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

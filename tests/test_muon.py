@@ -6,7 +6,6 @@ pytest tests/test_muon.py
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
 from fullshard.optim import EMA, Adafactor, MatrixRule, Muon
+from tests import optimizers
 from tests.differential import check, compare, ddp, optimizer_state, parameters, plain
 from tests.distributed import run_ranks
 from tests.offload import POLICIES
@@ -114,24 +114,13 @@ def sharded(strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
 # -- the same gradients: the optimizer alone ----------------------------------------------------------------------
 
 
-def given_gradients(model: nn.Module, step: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """The same on every rank, whatever the sharding; the second step leaves some parameters out."""
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        generator = torch.Generator().manual_seed(100 * step + number)
-        grad = torch.randn(parameter.shape, generator=generator)
-        if parameter.requires_grad and not (step == 1 and ("unused" in name or "conv" in name)):
-            yield parameter, grad
+def _left_out(name: str, step: int) -> bool:
+    """The second step leaves some parameters out."""
+    return step == 1 and ("unused" in name or "conv" in name)
 
 
-def step_with(model: nn.Module, optimizer: Any, *, first: int = 0, steps: int = STEPS) -> None:
-    for step in range(first, steps):
-        for parameter, grad in given_gradients(model, step):
-            if isinstance(parameter, ShardedParameter):
-                parameter.grad = parameter.wrap(parameter.span.cut(grad).clone())
-            else:
-                parameter.grad = grad.clone()
-        optimizer.step()
-        optimizer.zero_grad()
+given_gradients = partial(optimizers.given_gradients, leaves_out=_left_out)
+step_with = partial(optimizers.step_with, leaves_out=_left_out)
 
 
 def check_same_as_torch(options: dict[str, Any], sharding: dict[str, Any]) -> dict[str, float]:

@@ -19,6 +19,7 @@ import torch
 from fullshard.core.dtypes import Dtypes
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
+from fullshard.core.matrices import NewtonSchulz
 from fullshard.core.strategy import parse_strategy
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
@@ -146,7 +147,7 @@ def planned_and_sent() -> tuple[MatrixWork, list[int], int]:
     layout = lay_out(
         shape := model_shape(model), strategy=parse_strategy("FULL_SHARD"), world_size=2, dtypes=Dtypes(None)
     )
-    work = matrix_work(shape, layout, Dtypes(None))
+    work = matrix_work(shape, layout, Dtypes(None), NewtonSchulz())
     assert work is not None
     shard_model(model, unit_modules=units, event_sink=events.append)
     optimizer = Muon(model)

@@ -20,6 +20,7 @@ from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.core.bucket import BucketPlan
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
@@ -30,7 +31,7 @@ from fullshard.engine.precision import dtype_name
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.step.state_dict import as_local
 from fullshard.engine.unit import Unit
-from fullshard.optim import Muon
+from fullshard.optim.with_adamw import MatricesWithAdamW
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.schedule import predict_step
@@ -192,15 +193,23 @@ class PlanCheck:
         row = self._job.planned_optimizer
         if row.matrix is None:
             return row.state_nbytes(dtype_name(parameter.dtype))
-        groups = (group for group in self._optimizer.param_groups if group["algorithm"] == "muon")
+        groups = (group for group in self._optimizer.param_groups if group["algorithm"] != "adamw")
         is_matrix = any(parameter is other for group in groups for other in group["params"])
         return (row.matrix if is_matrix else row).state_nbytes(dtype_name(parameter.dtype))
+
+    def _owned_nbytes(self) -> int:
+        """What this rank keeps for the matrices that it owns."""
+        if not isinstance(self._optimizer, MatricesWithAdamW):
+            return 0
+        mesh = self._units[-1].mesh
+        rank = mesh.replicate_rank * mesh.shard_size + mesh.shard_rank
+        return sum(dealing.kept_numel[rank] * itemsize(dealing.cost.sent_as) for dealing in self._optimizer.dealings)
 
     def _optimizer_state(self, trained: list[Bucket]) -> tuple[int | None, int]:
         """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         own = [p for bucket in trained for p in bucket.sharded_parameters if id(p) in held]
-        planned = round(sum(p.interval.numel * self._state_nbytes(p) for p in own))
+        planned = round(sum(p.interval.numel * self._state_nbytes(p) for p in own)) + self._owned_nbytes()
         found = _storage_nbytes(
             value
             for parameter in own
@@ -265,8 +274,8 @@ class PlanWatch:
 def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     """What the planner calls `optimizer`; None if it has no formula for its state."""
     groups: list[dict[str, Any]] = optimizer.param_groups
-    if isinstance(optimizer, Muon):
-        return "muon"
+    if isinstance(optimizer, MatricesWithAdamW):
+        return optimizer.algorithm
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SGD):
         return "sgd-momentum" if any(group["momentum"] for group in groups) else "sgd"

@@ -58,6 +58,7 @@ from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.core.tiling import UNTILED, Tiling
+from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.state_dict import as_local, as_sharded
 from fullshard.optim import EMA
 
@@ -336,7 +337,7 @@ class _Load:
                 state = {key: value for key, value in there.items() if key in kept}
                 places: dict[str, Any] = {**coded, **rows}
                 for key, record in records.items():
-                    if key in averaged:
+                    if key in averaged or not _is_wanted(optimizer, parameter, key):
                         continue
                     if key in places and isinstance(record, StateTensorRecord):
                         where, place = f"{name}/{key}", places[key]
@@ -586,6 +587,13 @@ def _open(directory: Path) -> bytes:
     if problems := quick_problems(directory, read_manifest(directory)):
         raise DamagedError(f"{directory} is damaged:\n" + "\n".join(problems))
     return read_manifest_bytes(directory)
+
+
+def _is_wanted(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:
+    """Whether this rank has the state of this key: all but that of matrices which others own."""
+    if not (isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)):
+        return True
+    return int(key.rpartition(".")[2]) in optimizer.owned(parameter)
 
 
 def _mismatch(problems: Sequence[str]) -> CheckpointError:

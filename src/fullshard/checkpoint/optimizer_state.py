@@ -14,7 +14,7 @@ from fullshard.checkpoint.format import GroupRecord
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.values import encode_value
 from fullshard.core.errors import CheckpointError
-from fullshard.engine.step.matrices import MatrixOptimizer
+from fullshard.engine.step.matrices import MatrixOptimizer, is_owned
 from fullshard.engine.step.state_dict import as_local
 
 
@@ -27,12 +27,14 @@ class StateEntry:
         key: its key, for example `exp_avg`.
         value: a tensor, a `CodedTensor`, or a Python value.
         layout: see `StateTensorRecord`; None if the value is no tensor.
+        is_owned: whether it is of a matrix that this rank owns, so that no other has it.
     """
 
     parameter: LocalTensor
     key: str
     value: Any
     layout: Literal["interval", "replicated"] | None
+    is_owned: bool = False
 
     @property
     def name(self) -> str:
@@ -41,8 +43,10 @@ class StateEntry:
 
     @property
     def is_stored_here(self) -> bool:
-        """Whether this rank writes the tensor. A replicated one is written by the owner of element 0."""
-        return self.layout == "interval" or (self.layout == "replicated" and self.parameter.interval.start == 0)
+        """Whether this rank writes the tensor. One that all have is written by the owner of element 0."""
+        if self.layout == "replicated":
+            return self.is_owned or self.parameter.interval.start == 0
+        return self.layout == "interval"
 
 
 def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
@@ -89,16 +93,20 @@ def group_records(
 
 
 def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]) -> Iterator[StateEntry]:
-    """State this rank is to report: that of parameters of which it saves at least one element.
+    """State this rank is to report: that of parameters of which it saves at least one element, and of its matrices.
 
     Raises:
         CheckpointError: state that is laid out neither like its parameter nor alike on all ranks.
     """
     for members in group_parameters(optimizer, parameters):
         for parameter, local in members:
+            state = as_local(optimizer.state.get(parameter, {}))
+            for key in [key for key in state if is_owned(optimizer, key)]:
+                if local.is_sharded or local.is_writer:
+                    yield StateEntry(local, key, state[key], "replicated", is_owned=True)
+                del state[key]
             if not local.is_writer or local.interval.numel == 0:
                 continue
-            state = as_local(optimizer.state.get(parameter, {}))
             coded, parts = coded_tensors(state)
             rows = rows_of(optimizer, state) if local.is_sharded else {}
             parts |= {key.rpartition(".")[0] for key in rows}

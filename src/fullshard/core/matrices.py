@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from fullshard.core.errors import LayoutError
 from fullshard.core.layout import BucketLayout, Interval
@@ -25,6 +26,82 @@ from fullshard.core.layout import BucketLayout, Interval
 _EVEN_ENOUGH = 1.05
 """How much more than the most even dealing a rank may get, if that keeps matrices where they are."""
 NEWTON_SCHULZ_STEPS = 5
+PRECONDITION_FREQUENCY = 10
+MAX_PRECOND_DIM = 10_000
+_SLOWNESS_OF_QR = 10
+"""How much longer a decomposition takes than a matrix product of as many operations: assumed."""
+
+
+class MatrixCost(Protocol):
+    """What an optimizer's owner of a matrix does with it.
+
+    Attributes:
+        sent_as: dtype of what is sent to it and back, and what it computes in.
+    """
+
+    @property
+    def sent_as(self) -> str:
+        """See above."""
+
+    def flops(self, rows: int, columns: int) -> int:
+        """Multiplications and additions in a step, on average."""
+
+    def kept(self, rows: int, columns: int) -> int:
+        """Elements that stay with it from step to step."""
+
+    def working(self, rows: int, columns: int) -> int:
+        """Elements that it needs besides, while it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewtonSchulz:
+    """Muon's iteration, which keeps nothing."""
+
+    sent_as: str = "bfloat16"
+
+    def flops(self, rows: int, columns: int) -> int:
+        """Of all iterations."""
+        short, long = sorted((rows, columns))
+        return NEWTON_SCHULZ_STEPS * (4 * short * short * long + 2 * short**3)
+
+    def kept(self, rows: int, columns: int) -> int:
+        """Nothing."""
+        return 0
+
+    def working(self, rows: int, columns: int) -> int:
+        """Two more of the matrix, and two of its square."""
+        return 2 * (rows * columns + min(rows, columns) ** 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Eigenbases:
+    """SOAP's: two moments; for rows and for columns a factor and its eigenvectors, unless there are too many of them.
+
+    Attributes:
+        frequency: steps from one decomposition to the next.
+        largest: dim that still has a factor.
+    """
+
+    frequency: int = PRECONDITION_FREQUENCY
+    largest: int = MAX_PRECOND_DIM
+    sent_as: str = "float32"
+
+    def flops(self, rows: int, columns: int) -> int:
+        """Three products with each basis and one for each factor; now and then a product and a decomposition."""
+        dims = self._dims(rows, columns)
+        often = sum(4 * 2 * dim * rows * columns for dim in dims)
+        return often + sum((2 + _SLOWNESS_OF_QR * 8 // 3) * dim**3 for dim in dims) // self.frequency
+
+    def kept(self, rows: int, columns: int) -> int:
+        """See above."""
+        return 2 * rows * columns + sum(2 * dim * dim for dim in self._dims(rows, columns))
+
+    def working(self, rows: int, columns: int) -> int:
+        """Four more of the matrix; or three of a factor."""
+        return max(4 * rows * columns, 3 * max(self._dims(rows, columns), default=0) ** 2)
+
+    def _dims(self, rows: int, columns: int) -> list[int]:
+        return [dim for dim in (rows, columns) if dim <= self.largest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +123,6 @@ class Matrix:
     def numel(self) -> int:
         """Number of its elements."""
         return self.interval.numel
-
-    @property
-    def work(self) -> int:
-        """Multiplications and additions of one Newton-Schulz iteration."""
-        short, long = sorted((self.rows, self.columns))
-        return 4 * short * short * long + 2 * short**3
 
 
 def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]:
@@ -102,6 +173,7 @@ class Dealing:
         matrices: in the order of the optimizer's parameters.
         owners: for each, (position along the replicate axis, along the shard axis).
         replicate_size, shard_size: of the mesh.
+        cost: of a matrix, to its owner.
     """
 
     layouts: tuple[BucketLayout, ...]
@@ -109,6 +181,7 @@ class Dealing:
     owners: tuple[tuple[int, int], ...]
     replicate_size: int
     shard_size: int
+    cost: MatrixCost = NewtonSchulz()
 
     @cached_property
     def _by_bucket(self) -> list[list[int]]:
@@ -172,11 +245,8 @@ class Dealing:
 
     @property
     def work(self) -> list[int]:
-        """Each rank's part of the work, in the order of all ranks."""
-        work = [0] * (self.replicate_size * self.shard_size)
-        for matrix, (row, rank) in zip(self.matrices, self.owners, strict=True):
-            work[row * self.shard_size + rank] += matrix.work
-        return work
+        """Operations of each rank in a step, in the order of all ranks."""
+        return self._of_ranks(self.cost.flops)
 
     @property
     def balance(self) -> float:
@@ -184,17 +254,26 @@ class Dealing:
 
         That is the mean, or the largest matrix where there are more ranks than matrices of that size.
         """
-        total, largest = sum(m.work for m in self.matrices), max((m.work for m in self.matrices), default=0)
-        least = max(largest, total / (self.replicate_size * self.shard_size))
-        return max(self.work) / least if least else 1.0
+        work = self.work
+        largest = max((self.cost.flops(m.rows, m.columns) for m in self.matrices), default=0)
+        least = max(largest, sum(work) / len(work))
+        return max(work) / least if least else 1.0
 
     @property
     def owned_numel(self) -> int:
         """Elements of the matrices of the rank that has most of them."""
-        numels = [0] * (self.replicate_size * self.shard_size)
+        return max(self._of_ranks(lambda rows, columns: rows * columns))
+
+    @property
+    def kept_numel(self) -> list[int]:
+        """Elements that each rank keeps for its matrices."""
+        return self._of_ranks(self.cost.kept)
+
+    def _of_ranks(self, amount: Callable[[int, int], int]) -> list[int]:
+        amounts = [0] * (self.replicate_size * self.shard_size)
         for matrix, (row, rank) in zip(self.matrices, self.owners, strict=True):
-            numels[row * self.shard_size + rank] += matrix.numel
-        return max(numels)
+            amounts[row * self.shard_size + rank] += amount(matrix.rows, matrix.columns)
+        return amounts
 
     @property
     def moved_numel(self) -> int:
@@ -231,7 +310,12 @@ class Dealing:
 
 
 def deal(
-    layouts: Sequence[BucketLayout], matrices: Sequence[Matrix], *, replicate_size: int, shard_size: int
+    layouts: Sequence[BucketLayout],
+    matrices: Sequence[Matrix],
+    *,
+    replicate_size: int,
+    shard_size: int,
+    cost: MatrixCost | None = None,
 ) -> Dealing:
     """Deal `matrices` to all ranks.
 
@@ -243,15 +327,16 @@ def deal(
         matrices: in those.
         replicate_size: ranks along one axis of the mesh.
         shard_size: along the other.
+        cost: of a matrix, to its owner; default: Newton-Schulz iteration.
     """
-    even = _Hands(layouts, matrices, replicate_size, shard_size)
+    cost = cost or NewtonSchulz()
+    even = _Hands(layouts, matrices, replicate_size, shard_size, cost)
     even.deal(limit=0)
-    local = _Hands(layouts, matrices, replicate_size, shard_size)
+    local = _Hands(layouts, matrices, replicate_size, shard_size, cost)
     local.deal(limit=even.most)
     owners = local.owners if local.most <= even.most * _EVEN_ENOUGH else even.owners
-    return Dealing(
-        tuple(layouts), tuple(matrices), tuple(divmod(o, shard_size) for o in owners), replicate_size, shard_size
-    )
+    dealt = tuple(divmod(owner, shard_size) for owner in owners)
+    return Dealing(tuple(layouts), tuple(matrices), dealt, replicate_size, shard_size, cost)
 
 
 class _Hands:
@@ -263,10 +348,16 @@ class _Hands:
     """
 
     def __init__(
-        self, layouts: Sequence[BucketLayout], matrices: Sequence[Matrix], replicate_size: int, shard_size: int
+        self,
+        layouts: Sequence[BucketLayout],
+        matrices: Sequence[Matrix],
+        replicate_size: int,
+        shard_size: int,
+        cost: MatrixCost,
     ) -> None:
         self._layouts, self._matrices, self._shard_size = layouts, matrices, shard_size
-        self._total = sum(m.work for m in matrices), sum(m.numel for m in matrices)
+        self._amounts = [(cost.flops(m.rows, m.columns), m.numel + cost.kept(m.rows, m.columns)) for m in matrices]
+        self._total = sum(work for work, _ in self._amounts), sum(held for _, held in self._amounts)
         self._hands = [(0, 0)] * (replicate_size * shard_size)
         self._least = [(0, rank) for rank in range(len(self._hands))]
         self.owners = [0] * len(matrices)
@@ -276,25 +367,25 @@ class _Hands:
         return max(map(self._load, self._hands))
 
     def _load(self, hand: tuple[int, int]) -> int:
-        """Of work or of elements, whichever is the larger part of all there is; a whole number."""
+        """Of work or of elements held, whichever is the larger part of all there is; a whole number."""
         return max(hand[0] * self._total[1], hand[1] * self._total[0])
 
     def deal(self, *, limit: int) -> None:
         """Deal all. A rank that has most of a matrix gets it for as long as its load stays within `limit`."""
-        order = sorted(range(len(self._matrices)), key=lambda n: -self._matrices[n].work)
+        order = sorted(range(len(self._matrices)), key=lambda n: -self._amounts[n][0])
         for number in order:
             matrix = self._matrices[number]
             near = self._nearest(matrix) if limit else range(0)
             rank = min(near, key=lambda r: self._load(self._hands[r]), default=-1)
-            if rank < 0 or self._load(self._with(rank, matrix)) > limit:
+            if rank < 0 or self._load(self._with(rank, number)) > limit:
                 rank = self._least_loaded()
-            self._hands[rank] = self._with(rank, matrix)
+            self._hands[rank] = self._with(rank, number)
             self.owners[number] = rank
             heapq.heappush(self._least, (self._load(self._hands[rank]), rank))
 
-    def _with(self, rank: int, matrix: Matrix) -> tuple[int, int]:
-        work, numel = self._hands[rank]
-        return work + matrix.work, numel + matrix.numel
+    def _with(self, rank: int, number: int) -> tuple[int, int]:
+        (work, held), (more, also_held) = self._hands[rank], self._amounts[number]
+        return work + more, held + also_held
 
     def _least_loaded(self) -> int:
         while True:

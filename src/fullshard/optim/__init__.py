@@ -4,5 +4,6 @@ from fullshard.optim.adafactor import Adafactor, TransformersAdafactor
 from fullshard.optim.average import EMA
 from fullshard.optim.muon import Muon
 from fullshard.optim.rule import MatrixRule
+from fullshard.optim.soap import SOAP
 
-__all__ = ["EMA", "Adafactor", "MatrixRule", "Muon", "TransformersAdafactor"]
+__all__ = ["EMA", "SOAP", "Adafactor", "MatrixRule", "Muon", "TransformersAdafactor"]

@@ -1,4 +1,4 @@
-"""Which parameters of a model are matrices to Muon, and which AdamW updates."""
+"""Which parameters of a model are matrices to Muon or SOAP, and which AdamW updates."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 class MatrixRule:
     """The trainable parameters of a model by who updates them, names and all. `str()` says it in a line.
 
-    Hidden matrices are Muon's, convolutions, expert weights and LoRA's factors among them; embeddings, the output head,
-    and whatever is a vector (norms, biases) are AdamW's, as Keller Jordan published it.
+    Hidden matrices are the optimizer's, convolutions, expert weights and LoRA's factors among them; embeddings, the
+    output head, and whatever is a vector (norms, biases) are AdamW's, as Keller Jordan published it for Muon.
 
     Attributes:
+        optimizer: whose the matrices are, `Muon` or `SOAP`.
         matrices: matrices, and batches of them.
         convolutions: each is one matrix, a row per output channel.
         embeddings, heads, vectors: for AdamW.
     """
 
+    optimizer: str = "Muon"
     matrices: dict[str, nn.Parameter] = field(default_factory=dict)
     convolutions: dict[str, nn.Parameter] = field(default_factory=dict)
     embeddings: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -42,9 +44,9 @@ class MatrixRule:
     vectors: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module) -> MatrixRule:
+    def of(cls, model: nn.Module, optimizer: str = "Muon") -> MatrixRule:
         """That of a model, sharded or not; a tied parameter comes once, and an embedding's stays one."""
-        rule = cls()
+        rule = cls(optimizer)
         embedded: dict[int, bool] = {}
         for module in embeddings_of(model):
             for parameter in module.parameters(recurse=False):
@@ -75,11 +77,12 @@ class MatrixRule:
         return self.convolutions if is_convolution else self.matrices
 
     def groups(self, *, decays_vectors: bool = True) -> list[dict[str, Any]]:
-        """Parameter groups for `Muon`; of vectors with a weight decay of 0 if they are not to decay."""
+        """Parameter groups for the optimizer; of vectors with a weight decay of 0 if they are not to decay."""
         others = {**self.embeddings, **self.heads}
+        algorithm = self.optimizer.lower()
         groups: list[dict[str, Any]] = [
-            {"params": list(self.matrices.values()), "algorithm": "muon"},
-            {"params": list(self.convolutions.values()), "algorithm": "muon", "flatten": True},
+            {"params": list(self.matrices.values()), "algorithm": algorithm},
+            {"params": list(self.convolutions.values()), "algorithm": algorithm, "flatten": True},
             {"params": list(others.values()), "algorithm": "adamw"},
             {"params": list(self.vectors.values()), "algorithm": "adamw"},
         ]
@@ -88,9 +91,10 @@ class MatrixRule:
         return [group for group in groups if group["params"]]
 
     def __str__(self) -> str:
-        muon = list(self._counted({"matrices": self.matrices, "convolutions": self.convolutions}))
+        own = list(self._counted({"matrices": self.matrices, "convolutions": self.convolutions}))
         kinds = {"embeddings": self.embeddings, "heads": self.heads, "vectors": self.vectors}
-        return f"Muon updates {', '.join(muon) or 'nothing'}; AdamW {', '.join(self._counted(kinds)) or 'nothing'}"
+        others = list(self._counted(kinds))
+        return f"{self.optimizer} updates {', '.join(own) or 'nothing'}; AdamW {', '.join(others) or 'nothing'}"
 
     @staticmethod
     def _counted(kinds: dict[str, dict[str, nn.Parameter]]) -> Iterator[str]:

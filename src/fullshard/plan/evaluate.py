@@ -190,7 +190,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         framework=cluster.device.framework,
         on_cpu=is_cpu,
         route=route,
-        matrices=matrix_work(trained, layout, job.dtypes) if job.planned_optimizer.matrix is not None else None,
+        matrices=matrix_work(trained, layout, job.dtypes, owner) if (owner := job.planned_optimizer.owner) else None,
     )
     few = dataclasses.replace(job.schedule, accumulation=min(2, job.accumulation))  # they show all there ever is
     memory = memory_of(events if few == step else predict_step(layout, few), setting, ranks_per_host=cluster.per_host)

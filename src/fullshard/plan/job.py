@@ -18,7 +18,7 @@ from fullshard.plan.attention import Kernel
 from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 from fullshard.plan.schedule import ScheduleOptions
 
-Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "sgd", "sgd-momentum", "none"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "soap", "sgd", "sgd-momentum", "none"]
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "fused"]
@@ -50,7 +50,9 @@ class Job(View):
     reduce_dtype: Dtype | None = of_run("precision.reduce_dtype")
     gather_as: Packing | None = of_run("precision.gather_as")
     reduce_as: Packing | None = of_run("precision.reduce_as")
-    optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, muon, sgd, sgd-momentum or none")
+    optimizer: Optimizer = Field(
+        "adamw", description="adamw, adamw-fused, adamw-8bit, muon, soap, sgd, sgd-momentum or none"
+    )
     method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
     lora_rank: int | None = Field(None, ge=1, description="Rank of the adapters of lora and qlora. Default: 8")
     lora_targets: str | None = Field(

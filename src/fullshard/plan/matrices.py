@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import Dtypes, itemsize
-from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, Dealing, Matrix, deal, matrices_in, matrix_shape
+from fullshard.core.matrices import Dealing, Matrix, MatrixCost, deal, matrices_in, matrix_shape
 from fullshard.plan.layout import ModelLayout, grouped
 from fullshard.plan.shapes import ModelShape, ParameterShape
 from fullshard.plan.traffic import exchanged
-
-SENT_AS = "bfloat16"
-"""What matrices are sent and computed in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,42 +46,52 @@ class MatrixWork:
         return max(work) * len(work) / max(1, sum(work))
 
     @property
+    def sent_as(self) -> str:
+        """What matrices are sent and computed in."""
+        return self.dealing.cost.sent_as
+
+    @property
     def busiest_flops(self) -> int:
         """FLOP of the busiest rank in a step."""
-        return NEWTON_SCHULZ_STEPS * max(self.dealing.work)
+        return max(self.dealing.work)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of state of the rank that keeps most for its matrices."""
+        return max(self.dealing.kept_numel) * itemsize(self.sent_as)
 
     @property
     def owned_nbytes(self) -> int:
         """Bytes of the matrices of the rank that has most of them, while it computes."""
-        return self.dealing.owned_numel * itemsize(SENT_AS)
+        return self.dealing.owned_numel * itemsize(self.sent_as)
 
     @property
     def working_nbytes(self) -> int:
-        """Bytes that one iteration needs besides: two more of the largest matrix, and two of its square."""
-        largest = max(self.dealing.matrices, key=lambda matrix: matrix.numel)
-        return 2 * (largest.numel + min(largest.rows, largest.columns) ** 2) * itemsize(SENT_AS)
+        """Bytes that computing with one matrix needs besides."""
+        cost = self.dealing.cost
+        return max(cost.working(m.rows, m.columns) for m in self.dealing.matrices) * itemsize(self.sent_as)
 
     @property
     def sent_nbytes(self) -> float:
         """Bytes that a rank sends to owners and back in a step, on average."""
-        return 2 * self.dealing.moved_numel * itemsize(SENT_AS) / self.ranks
+        return 2 * self.dealing.moved_numel * itemsize(self.sent_as) / self.ranks
 
     @property
     def replicated_nbytes(self) -> float:
         """Bytes of updates that a rank sends along the replicate axis, on average."""
-        return (self.dealing.replicate_size - 1) * self.numel * itemsize(SENT_AS) / self.ranks
+        return (self.dealing.replicate_size - 1) * self.numel * itemsize(self.sent_as) / self.ranks
 
     def links(self, ranks_per_host: int) -> tuple[float, float]:
         """Bytes on the busiest device's link inside its host, and on that between hosts."""
         shard, replicas = self.dealing.shard_size, self.dealing.replicate_size
-        busiest = 2 * self.dealing.busiest_numel * itemsize(SENT_AS)
+        busiest = 2 * self.dealing.busiest_numel * itemsize(self.sent_as)
         one = exchanged(busiest, shard, stride=1, ranks_per_host=ranks_per_host)
         other = exchanged(self.replicated_nbytes, replicas, stride=shard, ranks_per_host=ranks_per_host)
         return one[0] + other[0], one[1] + other[1]
 
 
-def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes) -> MatrixWork | None:
-    """Deal a model's matrices; None if it has none that are trained."""
+def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes, cost: MatrixCost) -> MatrixWork | None:
+    """Deal a model's matrices, which cost their owners so much; None if it has none that are trained."""
     matrices: list[Matrix] = []
     number = 0
     for shapes, unit in zip(model.units, layout.units, strict=True):
@@ -97,11 +104,12 @@ def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes) -> Matri
     if not matrices:
         return None
     layouts = [bucket.layout for bucket in layout.buckets]
-    return MatrixWork(deal(layouts, matrices, replicate_size=layout.replicate_size, shard_size=layout.shard_size))
+    sizes = {"replicate_size": layout.replicate_size, "shard_size": layout.shard_size}
+    return MatrixWork(deal(layouts, matrices, **sizes, cost=cost))
 
 
 def is_matrix(parameter: ParameterShape) -> bool:
-    """Whether Muon updates it: hidden matrices, the factors of adapters, expert weights; no embedding and no head."""
+    """Whether Muon or SOAP updates it: hidden matrices, adapters' factors, expert weights; no embedding and no head."""
     if not parameter.trainable or parameter.role in ("embedding", "head") or len(parameter.shape) < 2:
         return False
     return "embed" not in parameter.name and 1 not in matrix_shape(parameter.shape, flatten=False)[1:]

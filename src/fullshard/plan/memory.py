@@ -264,7 +264,8 @@ def of_parameters(setting: PlanSetting, what: Callable[[OptimizerRow, str], floa
 
 
 def _state_nbytes(setting: PlanSetting) -> int:
-    return round(of_parameters(setting, OptimizerRow.state_nbytes))
+    kept = setting.matrices.kept_nbytes if setting.matrices is not None else 0
+    return round(of_parameters(setting, OptimizerRow.state_nbytes)) + kept
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
+from fullshard.core.matrices import Eigenbases, MatrixCost, NewtonSchulz
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,9 @@ class OptimizerRow:
         ops: operations of the loop, per parameter.
         has_temporaries: whether the loop keeps results of the size of parameters for a moment.
         is_torchs: whether it is one of torch's own, which can step in backward.
-        matrix: of one that needs whole matrices, what they take, iteration and exchanges apart; the rest is then of all
-            other parameters.
+        matrix: of one that needs whole matrices, what they take of every rank; the rest is then of all other
+            parameters.
+        owner: what they take of their owners.
         in_8_bits: the same with its state in 8 bits, if there is one.
         packed_nbytes: bytes of state per trained parameter in a dtype of its own.
     """
@@ -34,6 +36,7 @@ class OptimizerRow:
     in_8_bits: str | None = None
     packed_nbytes: float = 0.0
     matrix: OptimizerRow | None = None
+    owner: MatrixCost | None = None
 
     def state_nbytes(self, dtype: str) -> float:
         """Bytes of state per trained parameter that is stored as `dtype`."""
@@ -52,7 +55,13 @@ OPTIMIZERS = {
     "adamw-fused": OptimizerRow(2, 7, in_8_bits="adamw-8bit"),
     "adamw-8bit": OptimizerRow(0, 3, is_torchs=False, packed_nbytes=_ADAM_8_BIT_STATE),
     # Momentum 3, the direction 3, cast 1.5, decay 2, the update 2.5; AdamW for what is no matrix.
-    "muon": OptimizerRow(2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(1, 12, ops=5)),
+    "muon": OptimizerRow(
+        2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(1, 12, ops=5), owner=NewtonSchulz()
+    ),
+    # Sent 2, decay 2, the update 3.
+    "soap": OptimizerRow(
+        2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(0, 7, ops=3), owner=Eigenbases()
+    ),
     "sgd": OptimizerRow(0, 3, ops=1),
     "sgd-momentum": OptimizerRow(1, 8, ops=3),
     "none": OptimizerRow(0, 0),

@@ -90,7 +90,8 @@ def _rest_table(plan: Plan) -> Table:
             f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
             f"{work.over_mean:.2f} of the mean, {work.dealing.balance:.2f} of the least that whole matrices allow; "
             f"each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and back"
-            + (f", {format_nbytes(round(work.replicated_nbytes))} to replicas" if work.replicated_nbytes else ""),
+            + (f", {format_nbytes(round(work.replicated_nbytes))} to replicas" if work.replicated_nbytes else "")
+            + (f"; the fullest keeps {format_nbytes(work.kept_nbytes)} of state for its own" * bool(work.kept_nbytes)),
         )
     if plan.job.on_host and not plan.cluster.device.is_cpu:
         table.add_row(
@@ -194,6 +195,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "sent": work.sent_nbytes,
             "replicated": work.replicated_nbytes,
             "owned": work.owned_nbytes,
+            "kept": work.kept_nbytes,
         },
         "time": {
             "step": time.total,

@@ -251,11 +251,13 @@ def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:
 
 
 def _matrices(work: MatrixWork, cluster: Cluster) -> float:
-    """The busiest rank's iterations, and the exchanges before and after, beside which nothing runs."""
+    """What the busiest rank computes, and the exchanges before and after, beside which nothing runs."""
     device = cluster.device
     inside, across = work.links(cluster.per_host)
     sending = max(inside / device.link, across / device.network if across else 0.0) / device.link_efficiency
-    return work.busiest_flops / (device.flops * device.efficiency) + sending
+    peak = device.flops_fp32 if itemsize(work.sent_as) == 4 else device.flops
+    kept = 4 * work.kept_nbytes / (device.memory_bandwidth * device.link_efficiency)  # read and written twice
+    return work.busiest_flops / (peak * device.efficiency) + kept + sending
 
 
 def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> tuple[float, float, float]:

@@ -56,10 +56,10 @@ class TrainArguments(View):
         None, ge=1, description="Sequences per forward pass of a rank. Default: the rank's whole part of the batch"
     )
     seq_len: int = Field(128, ge=2, description="Tokens per sequence")
-    optimizer: Literal["adamw", "muon"] = Field(
+    optimizer: Literal["adamw", "muon", "soap"] = Field(
         "adamw",
-        description="adamw; or muon for hidden matrices, scaled so that a learning rate of AdamW fits, and adamw "
-        "for the rest",
+        description="adamw; or muon (scaled so that a learning rate of AdamW fits) or soap for hidden matrices, and "
+        "adamw for the rest",
     )
     ema_decay: float | None = Field(
         None,
@@ -195,9 +195,10 @@ class TrainArguments(View):
                 "--check-plan with --ema-decay: the plan has no average of the weights, which is one more copy of them",
                 hint="leave one of them out",
             )
-        if self.step_in_backward and self.optimizer == "muon":
+        if self.step_in_backward and self.optimizer != "adamw":
             raise ConfigError(
-                "--step-in-backward updates one bucket after the other; --optimizer muon needs whole matrices of all",
+                f"--step-in-backward updates one bucket after the other; --optimizer {self.optimizer} needs whole "
+                "matrices of all",
                 hint="leave one of them out",
             )
         if self.step_in_backward and self.max_grad_norm:

@@ -21,8 +21,8 @@ from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.launch.preemption import should_stop
 from fullshard.observe.report import write_report
-from fullshard.optim import MatrixRule, Muon
 from fullshard.recipes.hub import Hub, pushing_later, say
+from fullshard.recipes.optimizers import matrix_optimizer
 from fullshard.recipes.profiling import StepProfile, profiled
 from fullshard.recipes.sft_arguments import DataArguments, ModelArguments, SFTArguments, read_arguments
 
@@ -107,17 +107,15 @@ def make_trainer(arguments: SFTArguments) -> Any:
             eval_dataset=test,
             processing_class=tokenizer,
             peft_config=lora_config(model_arguments),
-            optimizer_cls_and_kwargs=_muon(training) if arguments.uses_muon else None,
+            optimizer_cls_and_kwargs=_of_matrices(name, training) if (name := arguments.matrix_optimizer) else None,
         )
 
 
-def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
-    """What Trainer makes Muon with, once it has the adapters: something to call for something to give the model to."""
+def _of_matrices(name: str, training: Any) -> tuple[Any, dict[str, Any]]:
+    """What Trainer makes it with, once it has the adapters: something to call for something to give the model to."""
 
-    def make(model: Any, **options: Any) -> Muon:
-        rule = MatrixRule.of(model)
-        say(f"optimizer: {rule}")
-        return Muon(rule.groups(decays_vectors=False), adjust_lr_fn="match_rms_adamw", **options)
+    def make(model: Any, **options: Any) -> torch.optim.Optimizer:
+        return matrix_optimizer(name, model, say, **options)
 
     options = {
         "lr": training.learning_rate,

@@ -19,6 +19,7 @@ from fullshard.config.trackers import require_trackers
 from fullshard.config.values import step_range
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_name
+from fullshard.plan.optimizers import OPTIMIZERS
 
 
 @dataclass
@@ -98,14 +99,14 @@ class SFTArguments:
     Attributes:
         model, data, watch: see the classes.
         training: TRL's `SFTConfig`, made for fullshard's engine.
-        uses_muon: `--optim muon`, which Transformers does not name.
+        matrix_optimizer: `--optim muon` or `soap`, which Transformers does not name.
     """
 
     model: ModelArguments
     data: DataArguments
     watch: WatchArguments
     training: Any
-    uses_muon: bool = False
+    matrix_optimizer: str | None = None
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
@@ -151,12 +152,13 @@ def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFT
             problems.append(f"unknown flag --{written}" + (f"; did you mean --{near[0]}?" if near else ""))
     if problems:
         raise ConfigError("\n".join(problems), hint="docs/sft.md says which flags there are")
-    uses_muon = str(taken.get("optim")).lower() == "muon"
-    if uses_muon:
-        del taken["optim"]
-        if taken.get("optim_args") is not None:
-            raise ConfigError("--optim_args with --optim muon: they are for Transformers' own optimizers")
-    return replace(_parse(taken, config), uses_muon=uses_muon)
+    name = str(taken.get("optim")).lower()
+    if name not in OPTIMIZERS or OPTIMIZERS[name].owner is None:
+        return _parse(taken, config)
+    del taken["optim"]
+    if taken.get("optim_args") is not None:
+        raise ConfigError(f"--optim_args with --optim {name}: they are for Transformers' own optimizers")
+    return replace(_parse(taken, config), matrix_optimizer=name)
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from fullshard.observe import (
     write_text,
 )
 from fullshard.observe.report import write_report
-from fullshard.optim import MatrixRule, Muon
 from fullshard.plan.job import Job
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
@@ -47,6 +46,7 @@ from fullshard.recipes.console import Console, metrics_path, open_console
 from fullshard.recipes.data import TrainingData, prepare_data
 from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
 from fullshard.recipes.model import build_model, read_config
+from fullshard.recipes.optimizers import matrix_optimizer
 from fullshard.recipes.planned import job_values, plan_run
 from fullshard.recipes.profiling import StepProfile
 from fullshard.recipes.resume import find_checkpoints, load_newest, roll_back, save
@@ -198,14 +198,8 @@ def _make_optimizer(model: nn.Module, arguments: TrainArguments, console: Consol
     lr = learning_rate(0, arguments)
     if arguments.optimizer == "adamw":
         return torch.optim.AdamW(_parameter_groups(model, arguments.weight_decay), lr=lr, betas=_ADAM_BETAS)
-    rule = MatrixRule.of(model)
-    console.say(f"optimizer: {rule}")
-    return Muon(
-        rule.groups(decays_vectors=False),
-        lr=lr,
-        weight_decay=arguments.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-        adamw_betas=_ADAM_BETAS,
+    return matrix_optimizer(
+        arguments.optimizer, model, console.say, lr=lr, weight_decay=arguments.weight_decay, adamw_betas=_ADAM_BETAS
     )
 
 

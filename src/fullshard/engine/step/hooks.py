@@ -67,8 +67,13 @@ def _in_place_of(cls: type, names: set[str]) -> str:
     if "Adafactor" in names:
         ours = "TransformersAdafactor" if cls.__module__.startswith("transformers") else "Adafactor"
         return f"write fullshard.optim.{ours}(model.parameters(), ...) instead: the same arguments and numbers"
-    if names & {"Shampoo", "DistributedShampoo", "SOAP"}:
-        return "use fullshard.optim.Muon(model, lr=...), whose matrices are whole, or an element-wise optimizer"
+    if "SOAP" in names:
+        return (
+            "write fullshard.optim.SOAP(model, lr=...) instead: the arguments and numbers of its authors, each matrix "
+            "computed by one rank"
+        )
+    if names & {"Shampoo", "DistributedShampoo"}:
+        return "use fullshard.optim.SOAP(model, lr=...), which is Adam in the basis that Shampoo finds"
     return "use an element-wise optimizer such as AdamW, SGD or Lion"
 
 
@@ -91,7 +96,7 @@ def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
                 continue
             group["params"][index] = sharded
             if parameter in optimizer.state:
-                optimizer.state[sharded] = cut_state(optimizer.state.pop(parameter), sharded)
+                optimizer.state[sharded] = cut_state(optimizer.state.pop(parameter), sharded, optimizer=optimizer)
     check_optimizer(optimizer)
     if model is not None:
         own = {id(p) for unit in units_of(model) for bucket in unit.buckets for p in bucket.sharded_parameters}

@@ -17,7 +17,7 @@ import torch
 from fullshard.comm.base import Collectives, Parts, Work, cut
 from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
-from fullshard.core.matrices import Dealing, Matrix, MatrixPiece, deal, matrices_in
+from fullshard.core.matrices import Dealing, Matrix, MatrixCost, MatrixPiece, deal, matrices_in
 from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.parameter import ShardedParameter
@@ -30,33 +30,49 @@ class MatrixOptimizer(torch.optim.Optimizer):
     It computes element by element with what each rank has; `WholeMatrices` has matrices computed as a whole.
 
     Attributes:
-        whole_state: keys of state that every rank has whole, the same; all other tensors are laid out as the parameter.
+        whole_state: keys of state that every rank has whole, the same.
+        owned_state: what is kept of a matrix by its owner alone, as `left.0`, the last being the matrix's number in the
+            parameter. All other tensors are laid out as the parameter.
     """
 
     whole_state: frozenset[str] = frozenset()
+    owned_state: frozenset[str] = frozenset()
+
+    def is_owned(self, key: str) -> bool:
+        """Whether state of this key is that of a matrix, which its owner has."""
+        return key.rpartition(".")[0] in self.owned_state
+
+    def owned(self, parameter: torch.Tensor) -> Sequence[int]:
+        """Numbers of the parameter's matrices that this rank owns; not asked where no state is owned."""
+        raise NotImplementedError
+
+
+def is_owned(optimizer: torch.optim.Optimizer, key: str) -> bool:
+    """Whether state of this key is with the owner of a matrix, and laid out in no other way."""
+    return isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)
 
 
 Give = Callable[[ShardedParameter], torch.Tensor]
 """What of a parameter its owner is to get whole: this rank's interval of it, shape (n,)."""
-Compute = Callable[[ShardedParameter, torch.Tensor], torch.Tensor]
-"""What the owner makes of one matrix, shape (rows, columns), of a parameter: another of that shape."""
+Compute = Callable[[ShardedParameter, int, torch.Tensor], torch.Tensor]
+"""What the owner makes of one matrix of a parameter, its number there and its shape (rows, columns): another."""
 Take = Callable[[ShardedParameter, torch.Tensor], None]
 """This rank's interval of what was made of a parameter's matrices, shape (n,)."""
 
 
 class WholeMatrices:
-    """The matrices of an optimizer's parameters, dealt to the ranks of their mesh. A collective to make.
+    """The matrices of an optimizer's parameters, dealt to the ranks of their mesh.
 
     Args:
         parameters: of two dims or more, all on one mesh; the same on every rank.
         flattened: those of three dims that are one matrix each and no batch.
+        cost: of a matrix, to its owner.
 
     Raises:
         OptimizerError: tensor parallelism has split one of them, so that no rank of the mesh has all its pieces.
-        CommunicationError: the ranks' parameters differ.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], flattened: set[int]) -> None:
+    def __init__(self, parameters: Sequence[ShardedParameter], flattened: set[int], cost: MatrixCost) -> None:
         split = next((p for p in parameters if p.span.is_tiled), None)
         if split is not None:
             raise OptimizerError(
@@ -65,20 +81,31 @@ class WholeMatrices:
                 hint="use AdamW with tensor parallelism, or more ranks to shard over in its place",
             )
         self.mesh = mesh = parameters[0].mesh
-        lines = [f"{p.name} {tuple(p.shape)}{' flattened' * (id(p) in flattened)}" for p in parameters]
-        check_agreement(mesh, lines, what="the parameters of an optimizer that needs whole matrices")
+        self._lines = [f"{p.name} {tuple(p.shape)}{' flattened' * (id(p) in flattened)}" for p in parameters]
+        self._is_agreed = False
         self._buckets = list(dict.fromkeys(map(bucket_of, parameters)))
         numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
         matrices: list[Matrix] = []
         self._owners_of: list[ShardedParameter] = []
+        self._first: dict[int, int] = {}
         for parameter in parameters:
             bucket = bucket_of(parameter)
             flatten = id(parameter) in flattened
             found = matrices_in(numbers[bucket], bucket.layout, parameter._index, flatten=flatten)
+            self._first[id(parameter)] = len(matrices)
             matrices += found
             self._owners_of += [parameter] * len(found)
         layouts = [bucket.layout for bucket in self._buckets]
-        self.dealing: Dealing = deal(layouts, matrices, replicate_size=mesh.replicate_size, shard_size=mesh.shard_size)
+        self.dealing: Dealing = deal(
+            layouts, matrices, replicate_size=mesh.replicate_size, shard_size=mesh.shard_size, cost=cost
+        )
+
+    def owners(self) -> dict[int, list[tuple[int, int]]]:
+        """By the parameter's id, the owner of each of its matrices: (place along the replicate axis, shard axis)."""
+        owners: dict[int, list[tuple[int, int]]] = {key: [] for key in self._first}
+        for parameter, owner in zip(self._owners_of, self.dealing.owners, strict=True):
+            owners[id(parameter)].append(owner)
+        return owners
 
     def update(
         self, given: Sequence[ShardedParameter], dtype: torch.dtype, *, give: Give, compute: Compute, take: Take
@@ -91,11 +118,19 @@ class WholeMatrices:
             give: called on every rank for each of `given`.
             compute: called for each matrix that this rank owns.
             take: called on every rank for each of `given` of which it has elements.
+
+        Raises:
+            CommunicationError: the ranks' parameters differ.
         """
+        if not self._is_agreed:
+            check_agreement(self.mesh, self._lines, what="the parameters of an optimizer that needs whole matrices")
+            self._is_agreed = True
         travel = _Travel(self, given, dtype)
         matrices = travel.to_owners(give)
         for number in list(matrices):
-            matrices[number] = compute(self._owners_of[number], matrices[number]).reshape(-1)
+            parameter = self._owners_of[number]
+            made = compute(parameter, number - self._first[id(parameter)], matrices[number])
+            matrices[number] = made.reshape(-1).to(dtype)
         for parameter, update in travel.back(matrices):
             take(parameter, update)
 

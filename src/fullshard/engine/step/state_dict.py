@@ -8,16 +8,19 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
+from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import OptimizerError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.local_parameters import take_back, takes_local
+from fullshard.engine.step.matrices import MatrixOptimizer, is_owned
 
 
 @functools.wraps(torch_private.state_dict.torchs)
@@ -25,20 +28,23 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Torch's, with a `ShardedTensor` in place of each tensor that is this rank's interval.
 
     Raises:
-        OptimizerError: state that cannot be whole: codes, and none where a rank has no elements.
+        OptimizerError: state that cannot be whole: codes, and none where a rank has no elements; or that of matrices
+            which other ranks own.
     """
     take_back(self)
     if takes_local(self):
-        _check_is_whole(self)
+        _check_is_whole(self, "kept as codes of this rank's interval, if it has one", lambda mesh: mesh.shard_size)
+    if isinstance(self, MatrixOptimizer) and self.owned_state:
+        _check_is_whole(self, "kept by the owners of its matrices", lambda mesh: mesh.world_size)
     return _map_states(self, torch_private.state_dict.torchs(self), _wrapped)
 
 
-def _check_is_whole(optimizer: torch.optim.Optimizer) -> None:
+def _check_is_whole(optimizer: torch.optim.Optimizer, how: str, ranks: Callable[[Mesh], int]) -> None:
     for parameter in optimizer.state:
-        if isinstance(parameter, ShardedParameter) and parameter.mesh.shard_size > 1:
+        if isinstance(parameter, ShardedParameter) and ranks(parameter.mesh) > 1:
             raise OptimizerError(
                 f"rank {parameter.mesh.rank}: {type(optimizer).__name__}.state_dict(): the state of {parameter.name} "
-                "is kept as codes of this rank's interval, if it has one",
+                f"is {how}",
                 hint="call, on every rank, fullshard.checkpoint.save_checkpoint and load_checkpoint, or "
                 "Accelerator.save_state and load_state: they keep it at any number of ranks",
             )
@@ -75,7 +81,7 @@ def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         OptimizerError: state of another shape than its parameter's.
     """
     take_back(self)
-    torch_private.load_state_dict.torchs(self, _map_states(self, state_dict, cut_state))
+    torch_private.load_state_dict.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 
 
 def _map_states(
@@ -93,10 +99,16 @@ def _map_states(
     return {**state_dict, "state": state}
 
 
-def cut_state(state: dict[str, Any], sharded: ShardedParameter) -> dict[str, Any]:
-    """The state of a whole parameter, cut to this rank's interval. What is cut already must be this rank's."""
+def cut_state(state: dict[str, Any], sharded: ShardedParameter, *, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of a whole parameter, cut to this rank's interval. What is cut already must be this rank's.
+
+    What the owner of a matrix keeps stays as it is; the optimizer drops what is not this rank's.
+    """
     cut = {}
     for key, value in state.items():
+        if is_owned(optimizer, key):
+            cut[key] = value
+            continue
         # The step count is a 0-D tensor, and so is all state of a scalar parameter.
         per_element = isinstance(value, torch.Tensor) and (value.dim() or key != "step")
         if isinstance(value, DTensor) and value.shape == sharded.shape:

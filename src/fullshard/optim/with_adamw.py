@@ -1,0 +1,273 @@
+"""What optimizers of hidden matrices share: who updates what, AdamW for the rest, and whole matrices with their owners.
+
+Theirs is what is given of a parameter, what the owner makes of a matrix, and what becomes of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import ConfigError, OptimizerError
+from fullshard.core.matrices import Dealing, MatrixCost, matrix_shape
+from fullshard.engine.parameter import ShardedParameter, are_same
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.step.matrices import MatrixOptimizer, WholeMatrices
+from fullshard.engine.step.segments import use_segments
+from fullshard.optim.rule import MatrixRule
+
+logger = logging.getLogger(__name__)
+
+
+class MatricesWithAdamW(MatrixOptimizer):
+    """Hidden matrices by the subclass, all else by AdamW.
+
+    Args:
+        params: a model, whose parameters are dealt out by `MatrixRule`; or parameters, or groups of them, as torch's
+            optimizers take them. A group with `algorithm="adamw"` is updated by AdamW, one with `flatten=True` has
+            convolutions; a parameter of three dims is a batch of matrices otherwise, of more it is flattened.
+        defaults: of groups of matrices.
+        adamw: of groups of AdamW's.
+
+    Attributes:
+        rule: what became of the model's parameters; None if it was not given one.
+        algorithm: of groups of matrices.
+        sent_as: what matrices are sent to owners and back in.
+        cost: of a matrix, to its owner.
+
+    Raises:
+        ConfigError: a value that cannot be.
+        OptimizerError: a vector in a group of matrices.
+    """
+
+    algorithm: ClassVar[str]
+    sent_as: torch.dtype
+    cost: MatrixCost
+
+    def __init__(self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], adamw: dict[str, Any]) -> None:
+        self._adamw_defaults = {**_adamw({}).defaults, **adamw}
+        self._adamw: optim.AdamW | None = None
+        self._whole: list[WholeMatrices] = []
+        self._dealt: list[ShardedParameter] = []
+        self.rule = MatrixRule.of(params, type(self).__name__) if isinstance(params, nn.Module) else None
+        if self.rule is not None:
+            logger.info("%s", self.rule)
+        super().__init__(
+            params if self.rule is None else self.rule.groups(),  # type: ignore[arg-type]
+            {**defaults, "algorithm": self.algorithm, "flatten": False},
+        )
+
+    # -- a subclass's own -----------------------------------------------------------------------------------------
+
+    def _check(self, group: dict[str, Any], where: str) -> None:
+        """Raise `ConfigError` for a value of a group of matrices that cannot be."""
+        raise NotImplementedError
+
+    def _begin(self, parameter: torch.Tensor) -> None:
+        """Before a step: make what state there is not yet."""
+        raise NotImplementedError
+
+    def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """What the owner is to get, of this rank's elements; of a whole parameter in its shape."""
+        raise NotImplementedError
+
+    def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """What the owner makes of matrix `number` of a parameter."""
+        raise NotImplementedError
+
+    def _apply(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update this rank's elements of the weights."""
+        raise NotImplementedError
+
+    # -- groups and steps -----------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; see `algorithm` and `flatten` above."""
+        if param_group.get("algorithm") == "adamw":
+            for key, value in self._adamw_defaults.items():
+                param_group.setdefault(key, value)
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1], len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; a collective where any is sharded."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        members = self._members()
+        given = {p: group for p, group in members.items() if gradient_of(p) is not None}
+        matrices = self._deal(members)
+        for parameter in given:
+            self._begin(parameter)
+        for parameter, group in given.items():
+            if not isinstance(parameter, ShardedParameter):
+                self._apply(parameter, self._made_of_all(parameter, group), group)
+        for whole in matrices:
+            whole.update(
+                [p for p in given if isinstance(p, ShardedParameter) and p.mesh is whole.mesh],
+                self.sent_as,
+                give=lambda p: self._given(p, members[p]),
+                compute=lambda p, number, matrix: self._made(p, number, matrix, members[p]),
+                take=lambda p, update: self._apply(p, update, members[p]),
+            )
+        self._step_adamw()
+        return loss
+
+    def _made_of_all(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """What is made of every matrix of a whole parameter."""
+        given = self._given(parameter, group)
+        matrices = given.reshape(matrix_shape(given.shape, flatten=group["flatten"])) if given.numel() else ()
+        # Copies, because a product's bits may depend on where its operands lie: as an owner's, at the start of memory.
+        made = [self._made(parameter, n, matrix.clone(), group).reshape(-1) for n, matrix in enumerate(matrices)]
+        return torch.cat(made).view(given.shape) if made else given
+
+    # -- owners ---------------------------------------------------------------------------------------------------
+
+    @property
+    def dealings(self) -> list[Dealing]:
+        """Which rank owns which matrix, for each mesh that parameters are on; none before the first step."""
+        return [whole.dealing for whole in self._whole]
+
+    def owned(self, parameter: torch.Tensor) -> list[int]:
+        """Numbers of the parameter's matrices that this rank owns."""
+        members = self._members()
+        if not isinstance(parameter, ShardedParameter):
+            group = members.get(parameter)
+            return [] if group is None else list(range(matrix_shape(parameter.shape, flatten=group["flatten"])[0]))
+        mesh = parameter.mesh
+        own = mesh.replicate_rank, mesh.shard_rank
+        owners = [o for whole in self._deal(members) for o in whole.owners().get(id(parameter), ())]
+        return [number for number, owner in enumerate(owners) if owner == own]
+
+    def _members(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The group of each parameter whose matrices are updated as such."""
+        return {p: group for group in self.param_groups if group["algorithm"] != "adamw" for p in group["params"]}
+
+    def _deal(self, members: dict[torch.Tensor, dict[str, Any]]) -> list[WholeMatrices]:
+        """The matrices of the sharded ones, dealt again if they are others than in the last step."""
+        parameters = [p for p in members if isinstance(p, ShardedParameter) and p.requires_grad]
+        if are_same(parameters, self._dealt):
+            return self._whole
+        flattened = {id(p) for p in parameters if members[p]["flatten"]}
+        meshes = list(dict.fromkeys(p.mesh for p in parameters))
+        dealt = [WholeMatrices([p for p in parameters if p.mesh is mesh], flattened, self.cost) for mesh in meshes]
+        if self.owned_state:
+            self._check_owners(dealt)
+        self._whole, self._dealt = dealt, parameters
+        if self.owned_state:
+            self._keep_owned()
+        return dealt
+
+    def _keep_owned(self) -> None:
+        """Drop what another rank owns, of state that was whole on all: made before the model was sharded, or loaded."""
+        for parameter in self._dealt:
+            own, state = set(self.owned(parameter)), self.state.get(parameter, {})
+            for key in [key for key in state if self.is_owned(key) and int(key.rpartition(".")[2]) not in own]:
+                del state[key]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's, which `load_state_dict` ends with."""
+        super().__setstate__(state)
+        self._whole, self._dealt = [], []
+
+    def _check_owners(self, dealt: list[WholeMatrices]) -> None:
+        """Refuse to leave state behind with owners that were; every rank comes to the same.
+
+        Raises:
+            OptimizerError: a matrix that has state would get another owner.
+        """
+        before = {key: owners for whole in self._whole for key, owners in whole.owners().items()}
+        after = {key: owners for whole in dealt for key, owners in whole.owners().items()}
+        for parameter in self._dealt:
+            key = id(parameter)
+            if self.state.get(parameter) and after.get(key, before[key]) != before[key]:
+                raise OptimizerError(
+                    f"{type(self).__name__}: the parameters that train are others than in the last step, and "
+                    f"{parameter.name} {tuple(parameter.shape)} would get another owner, without its state",
+                    hint="save a checkpoint, make the optimizer anew with all parameters that train, and load it: that "
+                    "brings state to its owners",
+                )
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    def _step_adamw(self) -> None:
+        """AdamW's own step on its groups, with this optimizer's state."""
+        groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        if not groups:
+            return
+        if self._adamw is None:
+            self._adamw = _adamw({})
+            use_segments(self._adamw)
+            # What looks for an optimizer's segments finds them here: their state is this one's.
+            setattr(self, torch_private.INIT_GROUP, vars(self._adamw)[torch_private.INIT_GROUP])
+        self._adamw.state, self._adamw.param_groups = self.state, groups
+        step: Any = optim.AdamW.step
+        step.__wrapped__(self._adamw)  # without the hooks, which have run for this optimizer
+
+    def _check_group(self, group: dict[str, Any], number: int) -> None:
+        name, lr = type(self).__name__, group["lr"]
+        where = f"{name}, parameter group {number}"
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise ConfigError(f"{where}: lr is a tensor of shape {tuple(lr.shape)}, not one number")
+        for key in ("lr", "weight_decay"):
+            check_not_negative(group, key, where)
+        if group["algorithm"] not in (self.algorithm, "adamw"):
+            raise ConfigError(f"{where}: algorithm is {group['algorithm']!r}, not {self.algorithm} or adamw")
+        if group["algorithm"] == "adamw":
+            _adamw({key: group[key] for key in ("betas", "eps")})  # torch's own words about those
+            return
+        self._check(group, where)
+        for parameter in group["params"]:
+            _check_matrix(parameter, name, where)
+
+
+def _adamw(options: dict[str, Any]) -> optim.AdamW:
+    """Torch's, of nothing."""
+    return optim.AdamW([nn.Parameter(torch.empty(0))], **options)
+
+
+def check_not_negative(group: dict[str, Any], key: str, where: str) -> None:
+    """Raise `ConfigError` if a value of a group is below 0, or no number."""
+    if not float(group[key]) >= 0:
+        raise ConfigError(f"{where}: {key} is {group[key]}, expected 0 or more")
+
+
+def _check_matrix(parameter: torch.Tensor, optimizer: str, where: str) -> None:
+    name = getattr(parameter, "name", None) or "a parameter"
+    if parameter.dim() < 2 or not parameter.is_floating_point():
+        raise OptimizerError(
+            f"{where}: {name} of shape {tuple(parameter.shape)} and {parameter.dtype} is no matrix of real numbers",
+            hint=f"fullshard.optim.{optimizer}(model) gives matrices to {optimizer}, and embeddings, head and vectors "
+            "to AdamW",
+        )
+    if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
+        raise OptimizerError(
+            f"{where}: {name} is a DTensor that fullshard has not sharded ({parameter.placements})",
+            hint="shard the model with fullshard.fully_shard or fullshard.Accelerator",
+        )
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """That of this rank's elements."""
+    if isinstance(parameter, ShardedParameter):
+        return parameter.local_grad
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise OptimizerError(f"a sparse gradient, of a matrix of shape {tuple(parameter.shape)}")
+    return parameter.grad
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements."""
+    return tensor.local if isinstance(tensor, ShardedTensor) else tensor

@@ -1,0 +1,354 @@
+"""SOAP on sharded models against its paper's algorithm on whole tensors: the same numbers, whoever owns a matrix.
+
+pytest tests/test_soap.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+from fullshard.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.core.errors import ConfigError, OptimizerError
+from fullshard.core.events import Event, EventKind
+from fullshard.engine import ShardedParameter, init_mesh, repoint, shard_model
+from fullshard.optim import SOAP
+from tests import optimizers, trainers
+from tests.differential import check, compare, parameters
+from tests.distributed import run_ranks
+from tests.offload import POLICIES
+from tests.test_muon import Model, model_of, sharded
+from tests.test_muon_runs import fullshard as fullshard_command
+from tests.test_recipe_train import inputs as inputs
+from tests.trainers import close
+
+STEPS = 6
+OPTIONS: dict[str, Any] = {"lr": 0.01, "precondition_frequency": 2, "max_precond_dim": 40}
+"""The factors of 72 rows or columns are left out."""
+step_with = partial(optimizers.step_with, steps=STEPS, leaves_out=lambda name, step: step == 1 and "unused" in name)
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+
+
+class Paper:
+    """Algorithm 3 of arXiv 2409.11321 for one matrix, with the order and the first step of the authors' program."""
+
+    def __init__(
+        self, weight: torch.Tensor, *, lr: float, betas: tuple[float, float], every: int, decay: float
+    ) -> None:
+        self.weight, self.lr, self.betas, self.every, self.decay = weight, lr, betas, every, decay
+        self.factors = [torch.zeros(n, n) for n in weight.shape]
+        self.bases: list[torch.Tensor] = []
+        self.mean, self.squares, self.steps = torch.zeros_like(weight), torch.zeros_like(weight), -1
+
+    def step(self, grad: torch.Tensor) -> None:
+        self.steps += 1
+        first, second = self.betas
+        if self.steps:
+            left, right = self.bases
+            self.mean = first * self.mean + (1 - first) * grad
+            self.squares = second * self.squares + (1 - second) * (left.T @ grad @ right) ** 2
+            rotated = left.T @ self.mean @ right / (self.squares.sqrt() + 1e-8)
+            size = self.lr * (1 - second**self.steps) ** 0.5 / (1 - first**self.steps)
+            self.weight -= size * left @ rotated @ right.T
+            self.weight -= self.lr * self.decay * self.weight
+        for factor, product in zip(self.factors, (grad @ grad.T, grad.T @ grad), strict=True):
+            factor.lerp_(product, 1 - second)
+        if not self.steps:
+            self.bases = [torch.linalg.eigh(factor).eigenvectors.flip(1) for factor in self.factors]
+        elif self.steps % self.every == 0:
+            for dim, factor in enumerate(self.factors):
+                moved = factor @ self.bases[dim]
+                order = torch.einsum("ij,ij->j", self.bases[dim], moved).argsort(descending=True)
+                self.bases[dim] = torch.linalg.qr(moved[:, order]).Q
+                self.squares = self.squares.index_select(dim, order)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (12, 7), (5, 11)])
+def test_the_papers_numbers(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(shape))
+    reference = Paper(weight.detach().clone(), lr=0.1, betas=(0.9, 0.8), every=3, decay=0.1)
+    optimizer = SOAP([weight], lr=0.1, betas=(0.9, 0.8), precondition_frequency=3, weight_decay=0.1)
+    for _ in range(10):
+        weight.grad = torch.randn(shape)
+        reference.step(weight.grad)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), reference.weight, rtol=1e-4, atol=1e-5)
+
+
+def check_same_as_one(sharding: dict[str, Any]) -> dict[str, float]:
+    reference = model_of()
+    step_with(reference, SOAP(reference, **OPTIONS))
+    events: list[Event] = []
+    model = sharded(event_sink=events.append, **sharding)
+    optimizer = SOAP(model, **OPTIONS)
+    step_with(model, optimizer)
+    check_owned(optimizer)
+    [dealing], mesh = optimizer.dealings, init_mesh()
+    sent = [event.nbytes for event in events if event.kind is EventKind.PIECES_SENT]
+    if not sharding:
+        given = STEPS * sum(dealing.sent_numel(mesh.replicate_rank, mesh.shard_rank))
+        unused = [n for n, m in enumerate(dealing.matrices) if (m.rows, m.columns) == (24, 24)]
+        own = sum(
+            m.numel - m.interval.intersect(dealing.layouts[m.bucket].rank_interval(rank)).numel
+            for m, (_, rank) in ((dealing.matrices[n], dealing.owners[n]) for n in unused)
+        )
+        assert 4 * (given - 2 * own) <= sum(sent) <= 4 * given  # one step leaves the unused out
+    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+
+
+def check_owned(optimizer: SOAP) -> None:
+    """Every matrix's state is on its owner, whole, and on no other rank."""
+    mesh = next(parameter.mesh for parameter in optimizer.state if isinstance(parameter, ShardedParameter))
+    own = mesh.replicate_rank, mesh.shard_rank
+    held = found = 0
+    for parameter, state in optimizer.state.items():
+        numbers = {key.rpartition(".")[2] for key in state if optimizer.is_owned(key)}
+        assert numbers == set(map(str, optimizer.owned(parameter))) or not numbers
+        found += sum(tensor.numel() for key, tensor in state.items() if optimizer.is_owned(key))
+    for dealing in optimizer.dealings:
+        held += sum(
+            dealing.cost.kept(m.rows, m.columns)
+            for m, o in zip(dealing.matrices, dealing.owners, strict=True)
+            if o == own
+        )
+    assert found == held
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharding"),
+    [
+        (2, {}),
+        pytest.param(1, {}, marks=pytest.mark.full),
+        pytest.param(3, {}, marks=pytest.mark.full),
+        pytest.param(3, {"strategy": "SHARD_GRAD_OP"}, marks=pytest.mark.full),
+        pytest.param(2, {"strategy": "NO_SHARD"}, marks=pytest.mark.full),
+        (4, {"strategy": "HYBRID_SHARD", "shard_size": 2}),
+        pytest.param(4, {}, marks=pytest.mark.full),
+        pytest.param(2, {"strategy": "SHARD_GRAD_OPTIMIZER"}, marks=pytest.mark.full),
+    ],
+)
+def test_sharded(world_size: int, sharding: dict[str, Any]) -> None:
+    """Each matrix is computed whole, so the number of ranks changes nothing: not to a rounding, at all."""
+    check(run_ranks(check_same_as_one, world_size, sharding), exact=True)
+
+
+def check_ways() -> dict[str, float]:
+    """Made before the model is sharded and after a step of its own; state on the host; sent in half precision."""
+    reference = model_of()
+    step_with(reference, SOAP(reference, **OPTIONS))
+    expected = {"parameters": parameters(reference)}
+    model: Any = model_of()
+    optimizer = SOAP(model, **OPTIONS)
+    step_with(model, optimizer, steps=3)
+    shard_model(model, unit_modules=list(model.blocks))
+    repoint(optimizer, model)
+    step_with(model, optimizer, first=3)
+    check_owned(optimizer)
+    found = compare({"parameters": parameters(model)}, expected)
+    for policy in ("everything", "optimizer state"):
+        model = sharded(offload_policy=POLICIES[policy])
+        step_with(model, SOAP(model, **OPTIONS))
+        found |= {f"{policy}: {k}": v for k, v in compare({"parameters": parameters(model)}, expected).items()}
+    sent = []
+    for dtype in (torch.float32, torch.bfloat16):
+        events: list[Event] = []
+        model = sharded(event_sink=events.append)
+        step_with(model, SOAP(model, sent_as=dtype, **OPTIONS))
+        sent.append(sum(event.nbytes for event in events if event.kind is EventKind.PIECES_SENT))
+    assert sent[0] == 2 * sent[1] > 0
+    return found
+
+
+@pytest.mark.usefixtures("rehearsed")
+def test_ways_to_make_it() -> None:
+    check(run_ranks(check_ways, 2), exact=True)
+
+
+# -- state --------------------------------------------------------------------------------------------------------
+
+
+def save(directory: str) -> None:
+    model = sharded()
+    optimizer = SOAP(model, **OPTIONS)
+    step_with(model, optimizer, steps=STEPS - 2)
+    save_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer)
+    with pytest.raises(OptimizerError, match=r"is kept by the owners of its matrices\n.*save_checkpoint"):
+        optimizer.state_dict()
+
+
+def resume(directory: str) -> dict[str, float]:
+    """The last steps, by another optimizer on another number of ranks, against a run in one piece."""
+    reference = model_of()
+    step_with(reference, SOAP(reference, **OPTIONS))
+    torch.manual_seed(9)
+    model = Model()
+    shard_model(model, unit_modules=[model.blocks[0]])
+    optimizer = SOAP(model, **{**OPTIONS, "lr": 0.5})
+    load_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer)
+    check_owned(optimizer)
+    step_with(model, optimizer, first=STEPS - 2)
+    save_checkpoint(Path(directory) / f"again-{init_mesh().world_size}", model=model, optimizer=optimizer)
+    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+
+
+def test_saved_on_two_ranks_resumed_on_others(tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path))
+    for world_size in (3, 1):
+        check(run_ranks(resume, world_size, str(tmp_path)), exact=True)
+
+
+def check_state_dict_of_one() -> dict[str, float]:
+    """In one process torch's state dict is whole."""
+    reference = model_of()
+    step_with(reference, SOAP(reference, **OPTIONS))
+    model = sharded()
+    first = SOAP(model, **OPTIONS)
+    step_with(model, first, steps=3)
+    second = SOAP(model, **OPTIONS)
+    second.load_state_dict(first.state_dict())
+    step_with(model, second, first=3)
+    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+
+
+def test_state_dict_of_one_process() -> None:
+    check(run_ranks(check_state_dict_of_one, 1), exact=True)
+
+
+def accelerated(directory: str, loads: bool) -> dict[str, float]:
+    reference = model_of()
+    step_with(reference, SOAP(reference, **OPTIONS))
+    model: Any = model_of()
+    optimizer: Any = SOAP(model, **OPTIONS)
+    accelerator = fullshard.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if not loads:
+        step_with(model, optimizer, steps=3)
+        accelerator.save_state(directory)
+    accelerator.load_state(directory)
+    step_with(model, optimizer, first=3)
+    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+
+
+def test_accelerator(tmp_path: Path) -> None:
+    check(run_ranks(accelerated, 2, str(tmp_path / "state"), False), exact=True)
+    check(run_ranks(accelerated, 1, str(tmp_path / "state"), True), exact=True)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def check_refused() -> None:
+    """Of a large matrix and two small ones one rank has the large one, until that is frozen."""
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), *(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    shard_model(model, unit_modules=[])
+    optimizer = SOAP(model.parameters(), **OPTIONS)
+    step_with(model, optimizer, steps=2)
+    model[0].requires_grad_(False)
+    with pytest.raises(OptimizerError, match=r"would get another owner, without its state\nhint: save a checkpoint"):
+        step_with(model, optimizer, first=2, steps=3)
+
+
+def test_what_is_refused() -> None:
+    run_ranks(check_refused, 2)
+
+    class Shampoo(torch.optim.SGD):
+        """As others name theirs."""
+
+    stranger = type("SOAP", (torch.optim.SGD,), {})
+    for cls, words in ((stranger, r"write fullshard\.optim\.SOAP\("), (Shampoo, r"use fullshard\.optim\.SOAP\(")):
+        model = sharded()
+        optimizer = cls(model.parameters(), lr=0.1)
+        with pytest.raises(OptimizerError, match=rf"hint: {words}"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"lr": -1.0}, "SOAP, parameter group 0: lr is -1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
+        ({"shampoo_beta": 1.5}, "shampoo_beta is 1.5"),
+        ({"precondition_frequency": 0}, "precondition_frequency is 0, expected 1 or more"),
+        ({"sent_as": torch.int8}, "sent_as is torch.int8"),
+    ],
+)
+def test_values_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SOAP(model_of(), **arguments)
+
+
+# -- where users ask for it ---------------------------------------------------------------------------------------
+
+
+def train(output: str, world_size: int, resumes: bool) -> list[float]:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    model = trainers.build("tied")
+    made = trainers.trainer(
+        model,
+        trainers.arguments(output, **settings),
+        optimizer_cls_and_kwargs=(lambda: SOAP, {"lr": 1e-2, "precondition_frequency": 2}),
+    )
+    made.train(resume_from_checkpoint=f"{output}/checkpoint-2" if resumes else None)
+    assert type(made.optimizer.optimizer) is SOAP
+    losses: list[float] = trainers.logged(made)["losses"]
+    return losses
+
+
+def test_trainer(tmp_path: Path) -> None:
+    """The losses of one rank on two; and it goes on from its checkpoint."""
+    [alone] = run_ranks(train, 1, str(tmp_path / "one"), 1, False)
+    two = run_ranks(train, 2, str(tmp_path / "two"), 2, False)[0]
+    assert close(two, alone, 1e-3)  # gradients add in another order
+    [resumed] = run_ranks(train, 1, str(tmp_path / "two"), 1, True)
+    assert close(resumed, two, 1e-3)
+
+
+@pytest.mark.full
+def test_train(inputs: Path, tmp_path: Path) -> None:
+    """It says what SOAP updates, keeps to its plan, and goes on at another number of ranks."""
+    words = ["train", "--model", inputs / "config.json", "--data", inputs / "data.txt", "--output-dir", tmp_path,
+             "--steps", 6, "--save-every", 3, "--batch-size", 6, "--seq-len", 32, "--vocab-size", 320,
+             "--device", "cpu", "--sample-tokens", 0, "--no-plot", "--no-export", "--optimizer", "soap",
+             "--log-every", 1]  # fmt: skip
+    done = fullshard_command(*words, "--nproc", 2, "--check-plan")
+    assert done.returncode == 0, done.stderr
+    assert "optimizer: SOAP updates 14 matrices of" in done.stdout
+    assert "LlamaForCausalLM with SOAP, step 3: as planned" in done.stdout, done.stdout
+    losses = [line.split("loss")[1].split()[0] for line in done.stdout.splitlines() if line.startswith("step ")]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000006")
+    again = fullshard_command(*words, "--nproc", 3)
+    assert again.returncode == 0, again.stderr
+    assert "after step 3" in again.stdout
+    resumed = [line.split("loss")[1].split()[0] for line in again.stdout.splitlines() if line.startswith("step ")]
+    assert close([float(loss) for loss in resumed], [float(loss) for loss in losses[3:]], 1e-2)
+
+
+def test_plan_says_what_owners_keep() -> None:
+    words = [
+        "plan",
+        "--model",
+        "Llama-3.1-8B",
+        "--devices",
+        "64xH100",
+        "--optimizer",
+        "soap",
+        "--checkpointing",
+        "full",
+    ]
+    done = fullshard_command(*words)
+    assert "of state for its own" in done.stdout, done.stdout + done.stderr
+    found = json.loads(fullshard_command(*words, "--json").stdout)["matrices"]
+    assert found["balance"] <= 1.15
+    d, kv, f = 4096, 1024, 14336  # f is beyond the largest dim that has a factor
+    kept = 2 * (2 * d * d + 2 * d * kv + 3 * d * f) + 2 * (2 * 2 * d * d + 2 * (d * d + kv * kv) + 3 * d * d)
+    assert 32 * kept * 4 / 64 <= found["kept"] <= 1.15 * 32 * kept * 4 / 64
