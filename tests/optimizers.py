@@ -69,7 +69,8 @@ def step_with(
 ) -> None:
     """Steps `first` to `steps` with `given_gradients`; `after` each, what else a loop does."""
     for step in range(first, steps):
-        for parameter, grad in given_gradients(model, step, **gradients):
+        for parameter, whole in given_gradients(model, step, **gradients):
+            grad = whole.to(parameter.dtype)
             if isinstance(parameter, ShardedParameter):
                 parameter.grad = parameter.wrap(parameter.span.cut(grad).clone())
             else:

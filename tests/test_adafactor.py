@@ -106,6 +106,23 @@ def test_the_numbers_are_theirs(world_size: int, sharding: dict[str, Any]) -> No
     check(run_ranks(check_numbers, world_size, sharding), exact=False, tolerance=1e-5)
 
 
+def check_half_precision(kind: str) -> dict[str, float]:
+    """Weights stored in bfloat16: state, too, as theirs; sums over ranks are of float32."""
+    theirs, ours = BOTH[kind]
+    options = OPTIONS[kind][1]
+    reference, model = model_of().bfloat16(), model_of().bfloat16()
+    step_with(reference, theirs(trainable(reference), **options))
+    shard_model(model, unit_modules=list(model.blocks))
+    step_with(model, ours(trainable(model), **options))
+    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_weights_in_half_precision(kind: str) -> None:
+    """The same but for roundings of a bfloat16, which has eight bits."""
+    check(run_ranks(check_half_precision, 2, kind), exact=False, tolerance=2**-7)
+
+
 # -- state --------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim import swa_utils
@@ -271,6 +272,40 @@ def test_accelerator(tmp_path: Path) -> None:
     check(run_ranks(accelerated, 1, str(tmp_path / "state"), True), exact=True)
 
 
+def of_two_models(directory: str, loads: bool) -> dict[str, float]:
+    """A generator and a discriminator, each with an average; kept by one Accelerator."""
+    _, average = reference()
+    made: list[Any] = [model_of(), model_of()]
+    with torch.no_grad():
+        made[1].head.weight.mul_(2)
+    other = copy.deepcopy(made[1])
+    expected = swa_utils.AveragedModel(other, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(DECAY))
+    step_with(other, adamw(other), lambda: expected.update_parameters(other))
+    accelerator = fullshard.Accelerator(cpu=True)
+    steps = [adamw(model) for model in made]
+    prepared = accelerator.prepare(*made, *steps)
+    averages = [EMA(model, DECAY) for model in prepared[:2]]
+    accelerator.register_for_checkpointing(*averages)
+    pairs = list(zip(prepared[:2], prepared[2:], averages, strict=True))
+    if not loads:
+        for model, optimizer, ema in pairs:
+            step_with(model, optimizer, ema.update, steps=2)
+        accelerator.save_state(directory)
+    accelerator.load_state(directory)
+    found: dict[str, float] = {}
+    for (model, optimizer, ema), wanted in zip(pairs, (average, expected.module), strict=True):
+        step_with(model, optimizer, ema.update, first=2)
+        with ema.swapped():
+            found |= {f"{name} {len(found)}": value for name, value in compared(model, wanted).items()}
+    assert len(found) == 2
+    return found
+
+
+def test_averages_of_two_models(tmp_path: Path) -> None:
+    check(run_ranks(of_two_models, 2, str(tmp_path / "state"), False), exact=True)
+    check(run_ranks(of_two_models, 1, str(tmp_path / "state"), True), exact=True)
+
+
 # -- Trainer and train ----------------------------------------------------------------------------------------------
 
 
@@ -306,6 +341,50 @@ def test_trainer(tmp_path: Path) -> None:
     assert trainers.close(evals_then, evals)
     for name, value in averages.items():
         torch.testing.assert_close(then[name], value, rtol=1e-4, atol=1e-6)
+
+
+def best(output: str) -> None:
+    """The model that was best when evaluated with its averages comes back with them."""
+    from fullshard.integrations.transformers import EMACallback
+
+    class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
+        """What weights and averages were at each save."""
+
+        def __init__(self) -> None:
+            self.saved: dict[int, tuple[Any, Any]] = {}
+
+        def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.saved[state.global_step] = held()
+
+    def held() -> tuple[Any, Any]:
+        assert callback.ema is not None
+        averages = [average.clone() for average in callback.ema.by_parameter.values()]
+        return averages, [p.local.clone() for p in made.model.parameters() if isinstance(p, ShardedParameter)]
+
+    callback, recorder = EMACallback(0.5), Recorder()
+    settings: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 6,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+    }  # fmt: skip
+    made = trainers.trainer(
+        trainers.build("tied"),
+        trainers.arguments(output, **settings),
+        callbacks=[callback, recorder],
+        eval_dataset=trainers.samples(4),
+    )
+    made.train()
+    step = int(made.state.best_model_checkpoint.rpartition("-")[2])
+    assert step < 6
+    assert callback.ema is not None
+    assert callback.ema.updates == step
+    for now, then in zip(held(), recorder.saved[step], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
+    last = recorder.saved[6][0]
+    assert not all(torch.equal(a, b) for a, b in zip(held()[0], last, strict=True))
+
+
+def test_the_best_model_comes_with_its_averages(tmp_path: Path) -> None:
+    run_ranks(best, 2, str(tmp_path))
 
 
 def test_transformers_own_trainer_would_not_save_it(tmp_path: Path) -> None:
