@@ -59,6 +59,8 @@ def _serve(tasks: Any, results: Any) -> None:
             outcome = (rank, False, traceback.format_exc())
         if dist.is_initialized():  # before the caller removes the store's file, or torch ends the process
             dist.destroy_process_group()
+        if lease := sys.modules.get("fullshard.checkpoint.lease"):
+            lease.let_go()  # as if the process had ended
         if coverage := sys.modules.get("coverage"):  # in its own process only; this one will be killed
             coverage.Coverage.current().save()
         results.put(_pickled(outcome))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import pytest
 import torch
 from torch import nn
@@ -422,7 +425,7 @@ def test_total_limit_keeps_the_newest_and_what_is_not_ours(tmp_path: Path) -> No
     (tmp_path / "mine").mkdir()
     for step in range(4):
         save_checkpoint(tmp_path / f"step-{step}", model=_sharded(), total_limit=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "mine", "step-2", "step-3"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lease.json", "LATEST", "mine", "step-2", "step-3"]
 
 
 def test_an_existing_checkpoint_is_replaced_only_on_demand(saved: Path) -> None:
@@ -432,7 +435,7 @@ def test_an_existing_checkpoint_is_replaced_only_on_demand(saved: Path) -> None:
     _load_all(saved)
     save_checkpoint(saved, model=model, overwrite=True)
     assert load_checkpoint(saved, model=model) == {}
-    assert sorted(p.name for p in saved.parent.iterdir()) == ["LATEST", "a"]
+    assert sorted(p.name for p in saved.parent.iterdir()) == [".a.lease.json", "LATEST", "a"]
 
 
 _CRASHES = """
@@ -537,4 +540,23 @@ def test_a_manifest_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
         file.truncate(2**40)  # takes no room
     for name in ("pipe", "device", "long"):
         assert "expected a file of at most" in verify_checkpoint(tmp_path / name).problems[0]
+    with (tmp_path / "long" / "manifest.json").open("wb") as file:
+        file.truncate(2**30)
+    tracemalloc.start()
+    assert "is not a fullshard manifest" in verify_checkpoint(tmp_path / "long").problems[0]
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
     assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("shape", [[2] * 65, [2**31, 2**32], [10**4000]])
+def test_a_manifest_with_sizes_that_no_tensor_has_is_refused(tmp_path: Path, shape: list[int]) -> None:
+    save_checkpoint(tmp_path / "a", model=nn.Linear(2, 2))
+    fields = json.loads(read_manifest(tmp_path / "a").model_dump_json())
+    fields["parameters"]["weight"]["shape"] = shape
+    body = json.dumps(fields).encode()
+    data = f'{{"crc32c":"{google_crc32c.value(body):08x}","manifest":'.encode() + body + b"}\n"
+    (tmp_path / "a" / "manifest.json").write_bytes(data)
+    (problem,) = verify_checkpoint(tmp_path / "a").problems
+    assert "does not follow the schema" in problem or "does not hold the JSON it should" in problem
+    assert len(problem) < 1000

@@ -314,7 +314,7 @@ def test_a_rank_killed_in_the_middle_leaves_the_previous_one(tmp_path: Path) -> 
             process.kill()
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
     assert "lost the other ranks while" in (tmp_path / "message").read_text()
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["LATEST", "a"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".lease.json", "LATEST", "a"]
     assert latest_checkpoint(tmp_path / "out", thorough=True) == tmp_path / "out" / "a"
 
 

@@ -307,5 +307,5 @@ def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path) -> None:
             process.kill()
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
     assert "lost the other ranks while" in (tmp_path / "message").read_text()
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["LATEST", "a"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".lease.json", "LATEST", "a"]
     assert latest_checkpoint(tmp_path / "out", thorough=True) == tmp_path / "out" / "a"

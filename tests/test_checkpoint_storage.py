@@ -7,6 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
@@ -239,3 +240,38 @@ def test_leftovers_of_killed_saves_go_and_replaced_ones_come_back(tmp_path: Path
         ".tmp-step-next",
         "step",
     ]
+
+
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    _write(path, {"a": torch.arange(4.0), "b": torch.arange(4.0)})
+    data = path.read_bytes()
+    assert b"[16,32]" in data
+    path.write_bytes(data.replace(b"[16,32]", b"[12,28]"))
+    record = FileRecord(nbytes=len(data), crc32c=(google_crc32c.value(path.read_bytes()),))
+    with pytest.raises(CheckpointError, match=r"f: 'a' and 'b' overlap at byte \d+"):
+        _reader(path, record)
+
+
+def test_a_header_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = _write(tmp_path / "f", {"a": torch.arange(4.0)})
+    monkeypatch.setattr("fullshard.checkpoint.storage.MAX_HEADER_NBYTES", 16)
+    with pytest.raises(CheckpointError, match=r"f claims a header of \d+ bytes in a file of"):
+        _reader(tmp_path / "f", record)
+
+
+def test_data_files_lie_in_the_checkpoint_and_are_files(tmp_path: Path) -> None:
+    directory = tmp_path / "step"
+    directory.mkdir()
+    record = _write(tmp_path / "outside", {"a": torch.arange(4.0)})
+    (directory / "out").symlink_to("../outside")
+    (directory / "in").hardlink_to(tmp_path / "outside")
+    (directory / "link").symlink_to("in")
+    os.mkfifo(directory / "pipe")
+    (tmp_path / "another_way").symlink_to(directory)
+    with pytest.raises(CheckpointError, match=rf"is a link that leads out of the checkpoint, to {tmp_path}/outside"):
+        _reader(directory / "out", record)
+    with pytest.raises(CheckpointError, match="pipe is no file"):
+        _reader(directory / "pipe", FileRecord(nbytes=0, crc32c=()))
+    for path in (directory / "link", tmp_path / "another_way" / "in", tmp_path / "another_way" / "link"):
+        _reader(path, record).close()

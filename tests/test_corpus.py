@@ -141,3 +141,35 @@ def test_fingerprint_follows_the_data(tmp_path: Path) -> None:
     assert open_corpus(str(path), max_nbytes=2).fingerprint != first
     path.write_text("three")
     assert open_corpus(str(path)).fingerprint != first
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a \\ud800 b"}', r"f.jsonl:2: 'text' has \\ud800 alone at character 2"),
+        (b'{"text": "a", "more": ' + b"[" * 100_000, r"f.jsonl:2: not a line of JSON: .*recursion"),
+        (b'{"text": "a", "more": ' + b"9" * 5_000 + b"}", r"f.jsonl:2: not a line of JSON"),
+    ],
+)
+def test_jsonl_that_python_cannot_use_is_an_own_error(tmp_path: Path, line: bytes, message: str) -> None:
+    (tmp_path / "f.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00 whole"}\n' + line + b"\n")
+    with pytest.raises(DataError, match=message):
+        _documents(tmp_path)
+
+
+def test_a_damaged_page_of_parquet_is_an_own_error(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "f.parquet"
+    parquet.write_table(pyarrow.table({"text": [f"number {i} of many" for i in range(1000)]}), path)
+    data = bytearray(path.read_bytes())
+    data[50:1000] = bytes(byte ^ 0xA5 for byte in data[50:1000])
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"f.parquet is damaged: "):
+        _documents(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["f.txt", "f.jsonl"])
+def test_a_read_error_is_an_own_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")  # whose first page nobody can read
+    with pytest.raises(DataError, match=rf"{name} cannot be read: Input/output error"):
+        _documents(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,14 @@ def test_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     assert not has_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="cannot read a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_file_without_a_space_is_no_single_word() -> None:
+    """Training goes through a word for each merge in it: no word is as long as a file."""
+    chance = random.Random(0)
+    text = "".join(chance.choice("abcdefghij") for _ in range(60_000))
+    tokenizer = train_tokenizer(iter([text]), vocab_size=400)
+    assert tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("ab" * 5_000)[0][1] == (0, 10_000)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    pieces = train_tokenizer(iter([text[i : i + 1000] for i in range(0, len(text), 1000)]), vocab_size=400)
+    assert pieces.get_vocab() == tokenizer.get_vocab()  # as if there were so many words

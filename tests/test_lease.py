@@ -10,33 +10,48 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from fullshard.checkpoint.lease import LASTS_SECONDS, LEASE_NAME, lease
-from fullshard.core.errors import ConfigError
+from fullshard import Accelerator
+from fullshard.api.options import ProjectConfiguration
+from fullshard.checkpoint import save_checkpoint
+from fullshard.checkpoint.lease import LASTS_SECONDS, LEASE_NAME, lease, let_go
+from fullshard.core.errors import CheckpointError, ConfigError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fullshard.checkpoint.lease import lease
-with lease(Path(sys.argv[1])):
-    print("has it", flush=True)
-    time.sleep(600)
+from fullshard.checkpoint.lease import hold_folder, hold_name
+{"folder": hold_folder, "name": hold_name}[sys.argv[1]](Path(sys.argv[2]))
+print("has it", flush=True)
+time.sleep(600)
 """
 
 
-def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+@contextmanager
+def another_job(kind: str, path: Path) -> Iterator[str]:
+    """That has a folder or a name; what it is refused with. It is killed at the end."""
+    command = [sys.executable, "-c", HOLDER, kind, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "has it\n"
-            found = rf"is in use: process {holder.pid} on .* has it since \d+ s, .* \d+ s ago\nhint"
-            with pytest.raises(ConfigError, match=found), lease(tmp_path):
-                pass
+            yield rf"{path} is in use: process {holder.pid} on .* has it since \d+ s, .* \d+ s ago\nhint"
         finally:
             holder.kill()
+
+
+def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    with (
+        another_job("folder", tmp_path) as refused,
+        pytest.raises(ConfigError, match=refused),
+        lease(tmp_path),
+    ):
+        pass
     assert (tmp_path / LEASE_NAME).exists()
     with lease(tmp_path), lease(tmp_path):  # a killed one has left it; within a process it is one's own
         assert json.loads((tmp_path / LEASE_NAME).read_text())["pid"] == os.getpid()
@@ -56,3 +71,67 @@ def test_of_another_host_only_time_tells(tmp_path: Path) -> None:
     path.write_text("")  # of a job that was killed as it began
     with lease(tmp_path):
         assert path.read_text()
+
+
+def test_a_save_that_replaces_or_removes_is_kept_from_anothers(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with another_job("folder", tmp_path) as refused:
+        for options in ({}, {"overwrite": True}, {"total_limit": 1}):
+            with pytest.raises(CheckpointError, match=refused):
+                save_checkpoint(tmp_path / "a", model=model, **options)
+    save_checkpoint(tmp_path / "a", model=model, overwrite=True)
+    let_go()
+    with another_job("name", tmp_path / "a") as refused:
+        for options in ({"overwrite": True}, {"total_limit": 1}):
+            with pytest.raises(CheckpointError, match=refused):
+                save_checkpoint(tmp_path / "a", model=model, **options)
+        save_checkpoint(tmp_path / "b", model=model, overwrite=True)  # another name is another's to use
+        assert {path.name for path in tmp_path.iterdir()} == {".a.lease.json", ".b.lease.json", "LATEST", "a", "b"}
+    save_checkpoint(tmp_path / "c", model=model, total_limit=1)
+    let_go()
+    assert {path.name for path in tmp_path.iterdir()} == {".a.lease.json", "LATEST", "c"}  # which the killed one left
+
+
+def test_one_of_two_takes_over_what_a_third_has_left(tmp_path: Path) -> None:
+    with another_job("folder", tmp_path):
+        pass
+    path = tmp_path / LEASE_NAME
+    left, taken = path.read_bytes(), Path.rename
+
+    def meanwhile(aside: Path, target: Path) -> Path:
+        monkeypatch.undo()
+        path.write_text(json.dumps({**json.loads(left), "pid": 1, "begun": 0, "machine": "another"}))
+        return taken(aside, target)
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(Path, "rename", meanwhile)
+    with pytest.raises(ConfigError, match="process 1 on"), lease(tmp_path):
+        pass
+    assert json.loads(path.read_text())["pid"] == 1
+
+
+def test_a_folder_that_cannot_be_made_is_an_own_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, reason in (("file", "File exists"), ("file/x", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"cannot prepare a directory at {tmp_path}/{folder}: {reason}"):
+            lease(tmp_path / folder).__enter__()
+
+
+def test_numbered_checkpoints_are_one_jobs(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
+    accelerator.prepare(nn.Linear(4, 4))
+    with another_job("folder", tmp_path / "checkpoints") as refused, pytest.raises(ConfigError, match=refused):
+        accelerator.save_state()
+    accelerator.save_state()
+    accelerator.end_training()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"LATEST", "checkpoint_0"}
+
+
+@pytest.mark.full
+def test_sft_is_refused_before_it_reads_anything(tmp_path: Path) -> None:
+    from fullshard.recipes.sft import run
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    words = ["--model_name_or_path", "nowhere", "--dataset_name", "none", "--output_dir", str(tmp_path)]
+    with another_job("folder", tmp_path) as refused, pytest.raises(ConfigError, match=refused):
+        run(read_arguments([*words, "--report_to", "none"], print))

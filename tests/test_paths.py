@@ -22,6 +22,7 @@ import fullshard.torchacc
 from fullshard import checkpoint
 from fullshard.api.calibration import calibrate
 from fullshard.api.options import ProjectConfiguration
+from fullshard.checkpoint.lease import let_go
 from fullshard.checkpoint.offline import open_source
 from fullshard.checkpoint.verify import verify_parts
 from fullshard.cli.main import COMMANDS, app
@@ -53,6 +54,12 @@ def test_a_url_is_refused_with_its_scheme(written: str | Path) -> None:
 def test_everything_else_is_left_as_it_is(written: str | Path) -> None:
     assert local_name(written) == os.fspath(written)
     assert local_path(written) == Path(written)
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    with pytest.raises(ConfigError, match="has a name of 300 characters, file systems take 255 bytes"):
+        local_path("/tmp/" + "n" * 300 + "/x")
+    assert local_path("n" * 255) == Path("n" * 255)
 
 
 def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +235,7 @@ def test_home_is_the_same_at_every_border(tmp_path: Path, monkeypatch: pytest.Mo
     accelerator.load_state("~/state")
     accelerator.save_model(model, "~/weights")
     checkpoint.export_hf(Path("~/exported"), model=model)
+    let_go()
     assert accelerator.project_dir == str(home / "project")
     assert sorted(path.name for path in home.iterdir()) == ["LATEST", "exported", "project", "state", "weights"]
     assert CliRunner().invoke(app, ["ckpt", "verify", "~/state"]).exit_code == 0

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import ConfigError
 from tests.distributed import run_ranks
+from tests.test_lease import another_job
 from tests.trainers import arguments, build, close, pad, result, run, samples, trainer
 
 
@@ -219,6 +221,18 @@ def resume_newest(output: str) -> tuple[int, str]:
 
 def test_resume_takes_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert run_ranks(resume_newest, 2, str(tmp_path))[0] == (6, "6")
+
+
+def refused_output(output: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        trainer(build(), arguments(output, save_strategy="steps", save_steps=2)).train()
+    return str(error.value)
+
+
+def test_another_jobs_output_directory_is_refused(tmp_path: Path) -> None:
+    with another_job("folder", tmp_path) as refused:
+        for message in run_ranks(refused_output, 2, str(tmp_path)):
+            assert re.match(refused, message), message
 
 
 def save_both(output: str, family: str) -> None:

@@ -47,6 +47,7 @@ from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
+from fullshard.checkpoint.lease import let_go
 from fullshard.comm import cuda, torch_private
 from fullshard.comm import device as devices
 from fullshard.config.schema import RunConfig, ShardingConfig
@@ -467,6 +468,7 @@ class Accelerator(Loaders, Reporting):
         """Finish trackers, wait for all ranks and a checkpoint that is being written, and leave the process group."""
         self._finish_trackers()
         self._saver.wait()
+        let_go()
         self.wait_for_everyone()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

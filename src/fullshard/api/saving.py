@@ -26,6 +26,7 @@ from fullshard.api.data import ShardedDataLoader
 from fullshard.checkpoint.adapters import is_adapted, save_adapters
 from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, is_for_others, part_paths, read_manifest
+from fullshard.checkpoint.lease import hold_folder
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
 from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -120,13 +121,15 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | None) -> tuple[P
     """Where to save, and whether what is there may be replaced.
 
     Raises:
-        ConfigError: no directory is given.
+        ConfigError: no directory is given, or another job numbers its checkpoints there.
         CheckpointError: the directory holds something else, which would be lost.
     """
     if config.automatic_checkpoint_naming:
         if config.project_dir is None:
             raise ConfigError("automatic_checkpoint_naming needs a project_dir")
-        return local_path(config.project_dir) / "checkpoints" / f"checkpoint_{config.iteration}", False
+        folder = local_path(config.project_dir) / "checkpoints"
+        hold_folder(folder)
+        return folder / f"checkpoint_{config.iteration}", False
     if output_dir is None:
         raise ConfigError("save_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")
     path = local_path(output_dir)

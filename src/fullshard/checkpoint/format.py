@@ -65,7 +65,8 @@ DTYPES: dict[str, tuple[str, int]] = {
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"crc32c":"', b'","manifest":', b"}\n"
 _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-_Natural = Annotated[int, Field(ge=0)]
+_Natural = Annotated[int, Field(ge=0, lt=2**63)]
+_Shape = Annotated[tuple[_Natural, ...], Field(max_length=64)]
 
 
 class _Record(BaseModel):
@@ -164,7 +165,7 @@ class TensorRecord(_Record):
         is_stored: whether its elements are in this checkpoint; if not, only its shape and dtype are known here.
     """
 
-    shape: tuple[_Natural, ...]
+    shape: _Shape
     dtype: str
     pieces: tuple[PieceRecord, ...]
     aliases: tuple[str, ...] = ()
@@ -172,8 +173,10 @@ class TensorRecord(_Record):
     tiles: TilingRecord | None = Field(default=None, exclude_if=lambda tiles: tiles is None)
 
     @model_validator(mode="after")
-    def _tiles_are_along_a_dim(self) -> Self:
+    def _can_be(self) -> Self:
         tiles = self.tiles
+        if self.numel >= 2**63:
+            raise ValueError(f"{self.numel} elements")
         if tiles is not None and (tiles.dim >= len(self.shape) or self.shape[tiles.dim] % tiles.groups):
             raise ValueError(f"{tiles.groups} groups of tiles along dim {tiles.dim} of a tensor of shape {self.shape}")
         return self
@@ -352,7 +355,11 @@ def read_manifest_bytes(directory: Path) -> bytes:
                 f"a file of {status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "no file, but a pipe or device"
             )
             raise CheckpointError(f"{path} is {what}, expected a file of at most {MAX_MANIFEST_NBYTES} bytes")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            begin = file.read(len(_PREFIX))
+            if begin != _PREFIX:  # before all of it is
+                raise CheckpointError(f"{path} is not a fullshard manifest, or it is damaged")
+            return begin + file.read()
     except OSError as error:
         raise CheckpointError(
             f"{directory} holds no complete checkpoint: {MANIFEST_NAME} cannot be read ({error.strerror})",

@@ -1,11 +1,15 @@
-"""One job at a time in a folder: a second one would remove the checkpoints of the first.
+"""One job at a time in a folder: a second one would remove or replace the checkpoints of the first.
 
 A job that uses a folder leaves a file there that names it, and renews it as long as it runs. A job that finds the file
 of another is refused, unless that has ended: its process is gone, or, on another host, it has not renewed the file.
+
+    OUT/.lease.json           all of OUT is one job's: it removes old checkpoints there, or numbers new ones
+    OUT/.NAME.lease.json      OUT/NAME is one job's: it replaces that
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -17,12 +21,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, cut
 
 LEASE_NAME = ".lease.json"
 RENEWED_EVERY_SECONDS = 10.0
 LASTS_SECONDS = 60.0
 """Without being renewed; several times as long as between two renewals, for file systems are slow at times."""
+
+_HELD: dict[Path, int] = {}
+"""Leases of this process, each with its process id: a fork does not inherit them."""
+_THREAD = "fullshard-lease"
 
 
 @contextlib.contextmanager
@@ -33,56 +41,149 @@ def lease(directory: Path) -> Iterator[None]:
         directory: is made if it is not there.
 
     Raises:
-        ConfigError: another job has it; host, process and age are named.
+        ConfigError: another job has it; host, process and age are named. Or it cannot be made.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / LEASE_NAME
-    mine = {"host": socket.gethostname(), **_process(os.getpid()), "since": time.time()}
-    is_own = _take(path, mine)
-    is_over = threading.Event()
-    if is_own:
-        threading.Thread(target=_renew, args=(path, is_over), name="lease", daemon=True).start()
+    is_own = hold_folder(directory)
     try:
         yield
     finally:
-        is_over.set()
         if is_own:
-            path.unlink(missing_ok=True)
+            _let_go(directory.absolute() / LEASE_NAME)
+
+
+def hold_folder(directory: Path) -> bool:
+    """Have `directory` to oneself until this process ends, or `let_go`; whether it was not one's own before.
+
+    Raises:
+        ConfigError: as for `lease`; so, too, if another job has something in the folder to itself.
+    """
+    directory = directory.absolute()
+    _make(directory)
+    path = directory / LEASE_NAME
+    is_own = _hold(path)
+    try:
+        for other in directory.glob(".*" + LEASE_NAME):
+            _refuse_another(other)
+    except ConfigError:
+        if is_own:
+            _let_go(path)
+        raise
+    return is_own
+
+
+def hold_name(path: Path) -> None:
+    """Have what is called `path` to oneself, as `hold_folder` does.
+
+    Raises:
+        ConfigError: another job has it, or the folder that it is in.
+    """
+    path = path.absolute()
+    if any(_is_mine(folder / LEASE_NAME) for folder in path.parents):
+        return
+    _make(path.parent)
+    own = path.with_name(f".{path.name}{LEASE_NAME}")
+    is_own = _hold(own)
+    try:
+        _refuse_another(path.with_name(LEASE_NAME))
+    except ConfigError:
+        if is_own:
+            _let_go(own)
+        raise
+
+
+def require_free(path: Path) -> None:
+    """Raise `ConfigError` if another job has what is called `path`, or the folder that it is in, to itself."""
+    path = path.absolute()
+    _refuse_another(path.with_name(f".{path.name}{LEASE_NAME}"))
+    _refuse_another(path.with_name(LEASE_NAME))
+
+
+def let_go() -> None:
+    """Leave all folders and names to others."""
+    for path in [path for path in _HELD if _is_mine(path)]:
+        _let_go(path)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot prepare a directory at {cut(str(directory), 300)}: {error.strerror}") from None
+
+
+def _hold(path: Path) -> bool:
+    """Put one's own lease there; whether this process had none there yet."""
+    mine = {"host": socket.gethostname(), **_process(os.getpid()), "since": time.time()}
+    if _is_mine(path) or not _take(path, mine):
+        return False
+    _HELD[path] = os.getpid()
+    if not any(thread.name == _THREAD for thread in threading.enumerate()):
+        threading.Thread(target=_renew, name=_THREAD, daemon=True).start()
+    return True
+
+
+def _is_mine(path: Path) -> bool:
+    return _HELD.get(path) == os.getpid()
+
+
+def _let_go(path: Path) -> None:
+    if _HELD.pop(path, None) is not None:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _take(path: Path, mine: dict[str, Any]) -> bool:
-    """Put one's own lease there; whether this process had none there yet."""
     own = path.with_name(f"{path.name}.{os.getpid()}")
-    own.write_text(json.dumps(mine), encoding="utf-8")
     try:
+        own.write_text(json.dumps(mine), encoding="utf-8")
         for _ in range(2):
             try:
                 os.link(own, path)  # unlike a rename it never replaces
                 return True
             except FileExistsError:
                 pass
-            except OSError as error:
-                warnings.warn(f"{path.parent}: nothing keeps a second job out of it: {error}", stacklevel=4)
+            theirs = _read(path)
+            if theirs is not None and _same(theirs, mine):
                 return False
-            try:
-                theirs, age = json.loads(path.read_text(encoding="utf-8")), time.time() - path.stat().st_mtime
-            except (OSError, ValueError):  # it has just gone, or nobody can tell whose it is
-                path.unlink(missing_ok=True)
-                continue
-            if _same(theirs, mine):
-                return False
-            if not _has_ended(theirs, mine, age):
-                raise _in_use(path, theirs, age)
-            path.unlink(missing_ok=True)
+            _refuse_another(path)
+            _remove(path, theirs)
+    except OSError as error:
+        warnings.warn(f"{path.parent}: nothing keeps a second job out of it: {error}", stacklevel=5)
+        return False
     finally:
-        own.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
     raise ConfigError(f"{path.parent}: another job has just begun in it", hint="use another folder")
 
 
-def _renew(path: Path, is_over: threading.Event) -> None:
-    while not is_over.wait(RENEWED_EVERY_SECONDS):
-        with contextlib.suppress(OSError):
-            os.utime(path)
+def _read(path: Path) -> dict[str, Any] | None:
+    """Whose lease it is, and how long ago they renewed it; None if there is none, or nobody can tell whose it is."""
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        numbers = {"age": time.time() - path.stat().st_mtime, "since": float(theirs["since"])}
+        return {key: theirs[key] for key in ("host", "pid", "begun", "machine")} | numbers
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remove(path: Path, ended: dict[str, Any] | None) -> None:
+    """Remove the lease of a job that has ended, and not one that somebody has put in its place meanwhile."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.ended")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+        found = _read(aside)
+        if found is not None and (ended is None or not _same(found, ended)):
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)
+        aside.unlink()
+
+
+def _renew() -> None:
+    while True:
+        time.sleep(RENEWED_EVERY_SECONDS)
+        for path in [path for path in list(_HELD) if _is_mine(path)]:
+            with contextlib.suppress(OSError):
+                os.utime(path)
 
 
 def _process(pid: int) -> dict[str, Any]:
@@ -96,20 +197,28 @@ def _process(pid: int) -> dict[str, Any]:
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one.get(key) == other[key] for key in ("host", "pid", "begun", "machine"))
+    return all(one[key] == other[key] for key in ("host", "pid", "begun", "machine"))
 
 
-def _has_ended(theirs: dict[str, Any], mine: dict[str, Any], age: float) -> bool:
-    if mine["machine"] and theirs.get("machine") == mine["machine"]:
-        return _process(int(theirs["pid"])).get("begun") != theirs.get("begun")
-    return age > LASTS_SECONDS
-
-
-def _in_use(path: Path, theirs: dict[str, Any], age: float) -> ConfigError:
-    since = time.time() - float(theirs.get("since", time.time()))
-    return ConfigError(
-        f"{path.parent} is in use: process {theirs.get('pid')} on {theirs.get('host')} has it since {since:.0f} s, and "
-        f"renewed its lease {max(0.0, age):.0f} s ago",
+def _refuse_another(path: Path) -> None:
+    """Raise if a job that still runs, and is not this one, has this lease."""
+    theirs = _read(path)
+    if theirs is None or _is_mine(path):
+        return
+    here = {"host": socket.gethostname(), **_process(os.getpid())}
+    if here["machine"] and theirs["machine"] == here["machine"]:
+        has_ended = _process(theirs["pid"])["begun"] != theirs["begun"]
+    else:
+        has_ended = theirs["age"] > LASTS_SECONDS
+    if has_ended or _same(theirs, here):
+        return
+    name = path.name.removesuffix(LEASE_NAME).removeprefix(".")
+    raise ConfigError(
+        f"{path.parent / name} is in use: process {theirs['pid']} on {theirs['host']} has it since "
+        f"{time.time() - theirs['since']:.0f} s, and renewed its lease {max(0.0, theirs['age']):.0f} s ago",
         hint="use another folder, or end that job; one that was killed on another host is in the way for "
         f"{LASTS_SECONDS:.0f} s",
     )
+
+
+atexit.register(let_go)

@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.comm.torch_dist import all_gather_single
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, FullshardError
 from fullshard.core.place import PLACE
 from fullshard.engine import ShardedParameter
 
@@ -147,7 +147,7 @@ class Ranks:
         """Raise on every rank if any rank passes an error. See `together`."""
         if self.all(error is None):  # one small message is all it takes nearly always
             return
-        message = None if error is None else (str(error) if isinstance(error, CheckpointError) else _describe(error))
+        message = None if error is None else (str(error) if isinstance(error, FullshardError) else _describe(error))
         messages: Sequence[str | None] = self.broadcast(self.gather(message))
         if self.world_size == 1 and isinstance(error, CheckpointError):
             raise error

@@ -27,6 +27,7 @@ from torch import nn
 from fullshard.checkpoint.catalog import LATEST_NAME, remove_oldest
 from fullshard.checkpoint.collect import RankReport, RankWriter, SaveArguments
 from fullshard.checkpoint.format import MANIFEST_NAME, encode_manifest
+from fullshard.checkpoint.lease import hold_folder, hold_name, require_free
 from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.staging import HostMemory
@@ -82,7 +83,8 @@ def save_checkpoint(
         `path`.
 
     Raises:
-        CheckpointError: on every rank, if any rank failed. Nothing is left at `path` but what was there before.
+        CheckpointError: on every rank, if any rank failed, or another job has the folder (with `total_limit`) or the
+            name (with `overwrite`) to itself. Nothing is left at `path` but what was there before.
         ConfigError: `total_limit` below 1.
     """
     pending = prepare_save(
@@ -124,6 +126,19 @@ class Destination:
         self.ranks.on_rank_0(
             f"{doing} {self.final}", lambda: make_temp_directory(self.final, self.save_id, overwrite=overwrite)
         )
+
+    def hold(self, *, overwrite: bool, total_limit: int | None) -> None:
+        """Keep other jobs from what this one replaces and removes, and this one from what is theirs; see `lease`."""
+
+        def hold() -> None:
+            if total_limit is not None:
+                hold_folder(self.final.parent)
+            elif overwrite:
+                hold_name(self.final)
+            else:
+                require_free(self.final)
+
+        self.ranks.on_rank_0(f"saving {self.final}", hold)
 
     def commit(self) -> None:
         """Give it its name; see `commit_directory`. Rank 0 alone."""
@@ -209,8 +224,11 @@ def prepare_save(
         )
     destination = Destination.of(model, path)
     ranks = destination.ranks
+    overwrite = arguments.get("overwrite", False)
+    if parts == 1:
+        destination.hold(overwrite=overwrite, total_limit=total_limit)
     with destination.discarded_on_failure():
-        destination.make("saving", overwrite=arguments.get("overwrite", False))
+        destination.make("saving", overwrite=overwrite)
         writer = ranks.together(
             "collecting the state", lambda: RankWriter(destination.temp, destination.save_id, ranks.rank, arguments)
         )
@@ -264,6 +282,7 @@ def prepare_parts(
         overwrite: replace `path` if it exists.
     """
     destination = Destination.of(next(iter(parts.values()))["model"], path)
+    destination.hold(overwrite=overwrite, total_limit=total_limit)
     with destination.discarded_on_failure():
         destination.make("saving", overwrite=overwrite)
         pending = [prepare_save(destination.temp / name, memory, len(parts), **part) for name, part in parts.items()]

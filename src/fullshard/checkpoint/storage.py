@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import json
 import logging
 import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,8 @@ TEMP_PREFIX, OLD_PREFIX = ".tmp-", ".old-"
 _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
 _TEMPORARY_HINT = re.compile(re.escape(TEMP_PREFIX) + r"LATEST-[0-9]+")
 _HEADER_ALIGNMENT = 8
+MAX_HEADER_NBYTES = 100 * 2**20
+"""Of a data file: a header is some hundred bytes per tensor; more than this is not one."""
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Python has no name for it
 _SYNC_FILE_RANGE_WRITE = 2
 _BLOCK_NBYTES = 256 * 2**10
@@ -359,7 +363,7 @@ class TensorFileReader:
         prefix = np.empty(8, dtype=np.uint8)
         self.read_into(0, prefix)
         nbytes = int.from_bytes(prefix.tobytes(), "little")
-        if 8 + nbytes > self._record.nbytes:
+        if nbytes > min(self._record.nbytes - 8, MAX_HEADER_NBYTES):
             raise CheckpointError(f"{self.path} claims a header of {nbytes} bytes in a file of {self._record.nbytes}")
         text = np.empty(nbytes, dtype=np.uint8)
         self.read_into(8, text)
@@ -371,6 +375,10 @@ class TensorFileReader:
             raise CheckpointError(f"{self.path}: its header is not that of a safetensors file") from None
         if save_id != self._save_id:
             raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
+        in_order = sorted((stored for stored in tensors.items() if stored[1].start < stored[1].stop), key=_by_start)
+        for (first, one), (second, other) in itertools.pairwise(in_order):
+            if other.start < one.stop:
+                raise CheckpointError(f"{self.path}: {first!r} and {second!r} overlap at byte {other.start}")
         return tensors
 
     def _stored(self, record: Any, data: int) -> StoredTensor:
@@ -396,6 +404,10 @@ class TensorFileReader:
         return ""
 
 
+def _by_start(item: tuple[str, StoredTensor]) -> int:
+    return item[1].start
+
+
 def file_beside(directory: Path, name: str, *, where: str) -> Path:
     """The path of a file that something in `directory` names.
 
@@ -417,9 +429,14 @@ def size_problem(path: Path, record: FileRecord, *, chunk_nbytes: int) -> str | 
     if len(record.crc32c) != -(-record.nbytes // chunk_nbytes):
         return f"the manifest holds {len(record.crc32c)} checksums for the {record.nbytes} bytes of {path.name}"
     try:
-        nbytes = path.stat().st_size
+        status = path.stat()
+        if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+            return f"{path} is a link that leads out of the checkpoint, to {path.resolve()}"
     except OSError as error:
         return f"{path} is missing ({error.strerror})"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path} is no file"
+    nbytes = status.st_size
     return None if nbytes == record.nbytes else f"{path} has {nbytes} bytes, expected {record.nbytes}"
 
 

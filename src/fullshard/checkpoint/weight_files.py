@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullshard.checkpoint.storage import Bytes, file_beside
+from fullshard.checkpoint.storage import MAX_HEADER_NBYTES, Bytes, file_beside
 from fullshard.checkpoint.tensors import torch_dtype
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
@@ -46,8 +46,6 @@ _FOREIGN = (
 )  # fmt: skip
 """Files of a directory whose weights cannot be read from it, what they are, and what to do."""
 _STAGING_NBYTES = 16 * MIB
-_MAX_HEADER_NBYTES = 100 * MIB
-"""A header is some hundred bytes per tensor; more than this is not one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +258,7 @@ def _file_tensors(path: Path) -> Iterator[tuple[str, StoredWeights]]:
         size = path.stat().st_size
         with path.open("rb") as file:
             nbytes = int.from_bytes(file.read(8), "little")
-            if not 0 < nbytes <= min(size - 8, _MAX_HEADER_NBYTES):
+            if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
                 raise CheckpointError(f"{path} claims a header of {nbytes} bytes in a file of {size}")
             header = _json_object(file.read(nbytes), path)
     except OSError as error:
@@ -285,7 +283,7 @@ def _file_tensors(path: Path) -> Iterator[tuple[str, StoredWeights]]:
 
 
 def _read_index(path: Path) -> bytes:
-    if path.stat().st_size > _MAX_HEADER_NBYTES:
+    if path.stat().st_size > MAX_HEADER_NBYTES:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any index")
     return path.read_bytes()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from typing import Any
 from fullshard.config.origin import Entry, Origin
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
+
+MAX_NBYTES = 2**18
+"""Of a configuration; the longest there are have some thousand."""
+_MAX_VALUES = 20_000
+"""In a configuration: the aliases of YAML make many out of a few."""
 
 
 def read_document(path: str | Path) -> tuple[Entry, ...]:
@@ -23,7 +29,11 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, a configuration is a file", hint="name the file in it")
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAX_NBYTES + 1)
+        if len(data) > MAX_NBYTES:
+            raise ConfigError(f"{path} has more than {MAX_NBYTES} bytes", hint="a configuration is a few lines of text")
+        text = data.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"the configuration file {path} does not exist", hint=_nearby(path)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -65,22 +75,24 @@ def parse_document(text: str, name: str) -> tuple[Entry, ...]:
             f"{name}:1:1: expected `key: value` lines, got a {'list' if isinstance(content, list) else 'single value'}",
             hint="`fullshard config default` writes an example",
         )
-    return _entries(content, name)
+    return _entries(content, name, itertools.count(1))
 
 
-def _entries(mapping: Any, name: str) -> tuple[Entry, ...]:
+def _entries(mapping: Any, name: str, values: Iterator[int]) -> tuple[Entry, ...]:
     found = []
     for key in mapping:
         line, column = mapping.lc.key(key)
-        found.append(Entry(str(key), _value(mapping[key], name), Origin.file(name, line + 1, column + 1)))
+        found.append(Entry(str(key), _value(mapping[key], name, values), Origin.file(name, line + 1, column + 1)))
     return tuple(found)
 
 
-def _value(value: Any, name: str) -> Any:
+def _value(value: Any, name: str, values: Iterator[int]) -> Any:
+    if next(values) > _MAX_VALUES:
+        raise ConfigError(f"{name}: more than {_MAX_VALUES} values", hint="check its aliases (*name)")
     if isinstance(value, Mapping):
-        return _entries(value, name)
+        return _entries(value, name, values)
     if isinstance(value, list):
-        return [_value(item, name) for item in value]
+        return [_value(item, name, values) for item in value]
     # ruamel's scalars remember how they were written; only the plain value is wanted.
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
@@ -96,6 +108,8 @@ def _check_json(text: str, name: str) -> None:
             f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}",
             hint="JSON has double quotes, no comments and no comma after the last item",
         ) from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits; 1000 brackets
+        raise ConfigError(f"{name}:1:1: not valid JSON: {error}", hint="check the file") from None
 
 
 def _mark(name: str, mark: Any) -> str:

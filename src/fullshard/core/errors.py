@@ -18,13 +18,25 @@
     ├── VersionError        (ImportError)   a dependency is too old
     └── MissingExtraError   (ImportError)   an optional dependency is not installed
 
-The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own.
+The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own. What is
+quoted may be anything: too long to read, it is cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+
+MAX_LINE, MAX_MESSAGE = 4_000, 60_000
+"""Characters of a line, and of a message in all."""
+
+
+def cut(text: str, limit: int) -> str:
+    """`text`, without its middle if that makes it longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    head, tail = limit * 3 // 4, limit // 8
+    return f"{text[:head]} [... {len(text) - head - tail} more characters ...] {text[-tail:]}"
 
 
 class FullshardError(Exception):
@@ -36,7 +48,8 @@ class FullshardError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message if hint is None else f"{message}\nhint: {hint}")
+        message = cut("\n".join(cut(line, MAX_LINE) for line in message.split("\n")), MAX_MESSAGE)
+        super().__init__(message if hint is None else f"{message}\nhint: {cut(hint, MAX_LINE)}")
         self.hint = hint
 
 

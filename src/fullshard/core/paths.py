@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, cut
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `pathlib` leaves no more of two
 _HINTS = {
@@ -18,6 +18,7 @@ _HINTS = {
     "http": "a model or data of the hub is named without its address: ORGANISATION/NAME",
     "hf": "a model or data of the hub is named without its address: ORGANISATION/NAME",
 }
+_LONGEST_NAME = 255
 _ELSEWHERE = "mount the storage and give the path of the mount, or copy from and to a directory"
 
 
@@ -39,7 +40,8 @@ def local_path(text: str | os.PathLike[str]) -> Path:
     """The path that somebody wrote, on this host.
 
     Raises:
-        ConfigError: it is a URL, or begins with the home of a user whom this host does not know.
+        ConfigError: it is a URL, begins with the home of a user whom this host does not know, or has a name in it that
+            no file can have.
     """
     return Path(local_name(text))
 
@@ -52,6 +54,12 @@ def local_name(text: str | os.PathLike[str]) -> str:
     """
     written = os.fspath(text)
     refuse_url(written)
+    for part in written.split("/"):
+        if len(os.fsencode(part)) > _LONGEST_NAME:
+            raise ConfigError(
+                f"{cut(written, 300)!r} has a name of {len(part)} characters, file systems take {_LONGEST_NAME} bytes",
+                hint="check the quotes around what comes before and after it",
+            )
     if not written.startswith("~"):
         return written
     try:

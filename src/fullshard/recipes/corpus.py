@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fullshard.core.errors import DataError
 from fullshard.core.imports import import_extra
@@ -146,18 +147,26 @@ def _text(path: Path, *, errors: str) -> str:
         return path.read_text(encoding="utf-8", errors=errors)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _jsonl(path: Path, field: str) -> Iterator[str]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
+    for number, line in enumerate(_lines(path), start=1):
+        if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}:{number}: not a line of JSON: {error}") from None
             yield _field(row, field, where=f"{path}:{number}")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
@@ -170,10 +179,18 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         if field not in file.schema_arrow.names:
             raise _no_field(str(path), "column", field, file.schema_arrow.names)
         row = 0
-        for batch in file.iter_batches(columns=[field]):
-            for text in batch.column(0).to_pylist():
+        for texts in _batches(file, path, field):
+            for text in texts:
                 row += 1
                 yield _string(text, field, where=f"{path}, row {row}")
+
+
+def _batches(file: Any, path: Path, field: str) -> Iterator[list[object]]:
+    try:
+        for batch in file.iter_batches(columns=[field]):
+            yield batch.column(0).to_pylist()
+    except (ValueError, OSError) as error:  # a page that is damaged, or text that is not UTF-8
+        raise DataError(f"{path} is damaged: {error}", hint="copy or download it again") from None
 
 
 def _hub_corpus(name: str, *, text_field: str, max_nbytes: int | None) -> Corpus:
@@ -210,6 +227,13 @@ def _field(row: object, field: str, *, where: str) -> str:
 def _string(value: object, field: str, *, where: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: {field!r} must be text, got {type(value).__name__}")
+    try:
+        value.isascii() or value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise DataError(
+            f"{where}: {field!r} has {half} alone at character {error.start}, half of a character"
+        ) from None
     return value
 
 

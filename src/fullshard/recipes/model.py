@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from fullshard.checkpoint import from_pretrained
 from fullshard.checkpoint.weight_files import weights_file
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.recipes.tokenizer import transformers
 
 
@@ -33,16 +34,12 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
     config = default_config(tokenizer, seq_len=seq_len) if source is None else read_config(source)
     _check_fits(config, source, tokenizer=tokenizer, seq_len=seq_len)
     if source is not None and _has_weights(source):
-        try:
+        with _own_errors(f"cannot load the model {source!r}"):
             loaded = from_pretrained(library.AutoModelForCausalLM, source, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot load the model {source!r}: {error}") from error
         return loaded, f"weights from {source}"
     torch.manual_seed(seed)
-    try:
+    with _own_errors(f"{source!r} is not a causal language model"):
         model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except ValueError as error:
-        raise ConfigError(f"{source!r} is not a causal language model: {error}") from error
     return model, f"random weights of seed {seed}"
 
 
@@ -71,13 +68,20 @@ def read_config(source: str) -> Any:
     path = Path(source)
     if path.suffix == ".json" and not path.is_file():
         raise ConfigError(f"no file {source!r}", hint="check --model")
-    try:
+    hint = "--model takes a config.json, a Hugging Face directory or a hub name"
+    with _own_errors(f"cannot read the configuration of a model from {source!r}", hint):
         return transformers().AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"cannot read the configuration of a model from {source!r}: {error}",
-            hint="--model takes a config.json, a Hugging Face directory or a hub name",
-        ) from error
+
+
+@contextlib.contextmanager
+def _own_errors(what: str, hint: str | None = None) -> Iterator[None]:
+    """Say so in one line whatever Transformers raises, which may be anything, where somebody else's files are wrong."""
+    try:
+        yield
+    except FullshardError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {error}", hint=hint) from error
 
 
 def _check_fits(config: Any, source: str | None, *, tokenizer: Any, seq_len: int) -> None:

@@ -6,6 +6,7 @@ fullshard launch --config_file FILE -m fullshard.recipes.sft --model_name_or_pat
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from fullshard import checkpoint
+from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
 from fullshard.checkpoint.weight_files import model_directory
 from fullshard.comm import cuda
@@ -52,9 +54,16 @@ def run(arguments: SFTArguments) -> Any:
     """Train, save, then merge and push if asked; returns the trainer.
 
     Raises:
-        ConfigError: data or settings that do not fit together.
+        ConfigError: data or settings that do not fit together, or another job uses the output directory.
         HubError: the model is saved, and not pushed.
     """
+    output = Path(arguments.training.output_dir)
+    with contextlib.ExitStack() as held:
+        run_on_main(read_rank_environment(), lambda: held.enter_context(lease(output)))
+        return _run(arguments)
+
+
+def _run(arguments: SFTArguments) -> Any:
     trainer = make_trainer(arguments)
     hub = Hub(trainer)
     if arguments.watch.profile:

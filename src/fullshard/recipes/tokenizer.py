@@ -15,6 +15,8 @@ from fullshard.core.imports import import_extra
 from fullshard.recipes.corpus import Corpus
 
 END_OF_TEXT = "<|endoftext|>"
+_LONGEST_WORD = 1000
+"""Bytes of a word that the tokenizer is trained on as a whole."""
 _ORIGIN_FILE = "trained_on.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -66,7 +68,10 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
     library = transformers()
     tokenizers = importlib.import_module("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # The trainer goes through a word again for each merge in it. What is called a word may be a file without a space.
+    pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(f".{{{_LONGEST_WORD}}}"), "isolated")
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, pieces])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -75,6 +80,7 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.pre_tokenizer = words
     return library.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

@@ -24,7 +24,7 @@ from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.checkpoint.lease import lease
 from fullshard.config.trackers import require_trackers
-from fullshard.core.errors import NonFiniteError
+from fullshard.core.errors import ConfigError, NonFiniteError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.launch.journal import record_events
@@ -143,9 +143,11 @@ def _prepare_output(arguments: TrainArguments) -> list[Path]:
     require_trackers(arguments.trackers, "--log-with")
     if arguments.model is not None:
         read_config(arguments.model)
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
     checkpoints = find_checkpoints(arguments)
-    write_text(arguments.output_dir / "arguments.json", arguments.to_json())
+    try:
+        write_text(arguments.output_dir / "arguments.json", arguments.to_json())
+    except OSError as error:
+        raise ConfigError(f"cannot write to {arguments.output_dir}: {error.strerror}") from None
     return checkpoints
 
 

@@ -17,6 +17,7 @@ What it replaces: the making of the Accelerator, saving and loading. The loop st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from fullshard.api.options import DataLoaderConfiguration
 from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, load_adapters
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
+from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.paths import local_name, local_path
@@ -108,9 +110,19 @@ class ShardedTraining:
                 hint="set checkpoint.format to native, or train all weights with SHARDED_STATE_DICT",
             )
         stop_on_signals(self)
-        note_steps(self)
         announce_averages(self)
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        with self._own_output():
+            note_steps(self)
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _own_output(self: Any) -> Iterator[None]:
+        """No other job saves into the output directory meanwhile. A collective."""
+        with contextlib.ExitStack() as held:
+            if self.args.output_dir is not None and self.args.save_strategy != "no":
+                output = local_path(self.args.output_dir)
+                run_on_main(self.accelerator.process.environment, lambda: held.enter_context(lease(output)))
+            yield
 
     def _validate_args(self: Any) -> None:
         # An optimizer of the script's own is re-pointed to the sharded parameters, so it need not be refused.
