@@ -20,7 +20,7 @@ from torch import nn
 from fullshard import Accelerator
 from fullshard.api.options import ProjectConfiguration
 from fullshard.checkpoint import save_checkpoint
-from fullshard.checkpoint.lease import LASTS_SECONDS, LEASE_NAME, lease, let_go
+from fullshard.checkpoint.lease import LASTS_SECONDS, LEASE_NAME, hold_folder, lease, let_go
 from fullshard.core.errors import CheckpointError, ConfigError
 
 HOLDER = """
@@ -55,6 +55,8 @@ def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
     assert (tmp_path / LEASE_NAME).exists()
     with lease(tmp_path), lease(tmp_path):  # a killed one has left it; within a process it is one's own
         assert json.loads((tmp_path / LEASE_NAME).read_text())["pid"] == os.getpid()
+        hold_folder(tmp_path / "checkpoints")  # as a save there does
+    (tmp_path / "checkpoints").rmdir()
     assert not list(tmp_path.iterdir())
 
 

@@ -35,7 +35,7 @@ _THREAD = "fullshard-lease"
 
 @contextlib.contextmanager
 def lease(directory: Path) -> Iterator[None]:
-    """Have `directory` to oneself inside. Called on one rank.
+    """Have `directory`, and what is held in it meanwhile, to oneself inside. Called on one rank.
 
     Args:
         directory: is made if it is not there.
@@ -48,7 +48,7 @@ def lease(directory: Path) -> Iterator[None]:
         yield
     finally:
         if is_own:
-            _let_go(directory.absolute() / LEASE_NAME)
+            let_go(directory)
 
 
 def hold_folder(directory: Path) -> bool:
@@ -98,9 +98,9 @@ def require_free(path: Path) -> None:
     _refuse_another(path.with_name(LEASE_NAME))
 
 
-def let_go() -> None:
-    """Leave all folders and names to others."""
-    for path in [path for path in _HELD if _is_mine(path)]:
+def let_go(directory: Path = Path("/")) -> None:
+    """Leave all folders and names, those in `directory`, to others."""
+    for path in [path for path in _HELD if _is_mine(path) and path.is_relative_to(directory.absolute())]:
         _let_go(path)
 
 
