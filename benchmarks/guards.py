@@ -1,4 +1,4 @@
-"""What the guards of a step cost: gradients looked at for NaN, ranks compared, on and off in turn in one run.
+"""What the guards of a step cost: gradients looked at for NaN, ranks compared, waits watched, on and off in turn.
 
     python -m benchmarks.guards [--turns 20] [--repeats 3] [--ranks 2]
 
@@ -26,12 +26,28 @@ import torch.distributed as dist
 from benchmarks.catalog import SHAPES, Row
 from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
-from fullshard.engine import shard_model
+from fullshard.core.place import PLACE
+from fullshard.engine import shard_model, unit_parameters
 from fullshard.engine.module import units_of
 from fullshard.engine.schedule import schedule_of
 
 RESULT = RESULTS / "guards.json"
 WARMUP = 3
+
+
+class Nowhere:
+    """Where waits are told to nobody."""
+
+    given_up = ""
+
+    def enter(self, what: str, step: int | None = None) -> None:
+        """Nothing."""
+
+    def leave(self) -> None:
+        """Nothing."""
+
+
+NOWHERE = Nowhere()
 
 
 def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
@@ -42,22 +58,26 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
     model = shard_model(model, unit_modules=blocks(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = build_batches(job, rank)
+    losses: list[float] = []
     schedule, fingerprints = schedule_of(units_of(model)[-1]), dict[bool, Any]()
     clock = time.perf_counter
 
     def step(number: int, is_guarded: bool) -> tuple[float, float]:
         model.set_nonfinite_gradients("raise" if is_guarded else "off")
         schedule.fingerprint = fingerprints.get(is_guarded, schedule.fingerprint)
+        unit_parameters.PLACE = PLACE if is_guarded else NOWHERE  # type: ignore[attr-defined]
         dist.barrier()
         cpu, wall = time.process_time(), clock()
         tokens = batches[number % len(batches)]
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds = torch.tensor([time.process_time() - cpu, 0.0], dtype=torch.float64)
         slowest = torch.tensor([clock() - wall], dtype=torch.float64)
         dist.all_reduce(seconds)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        losses.append(float(loss.detach()))
         return float(seconds[0]), float(slowest)
 
     for number in range(WARMUP):
@@ -71,11 +91,13 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
         turns.append(
             {f"{what}_{names[g]}": measured[g][i] for g in (True, False) for i, what in enumerate(("cpu", "wall"))}
         )
+    turns[-1]["loss"] = losses[-1]
     return turns
 
 
 def _rank(rank: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    PLACE.keep_in(Path(f"{arguments.output}.place{rank}"))
     store = dist.FileStore(str(arguments.output) + ".store", arguments.ranks)
     dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks, store=store)
     repeats = [play(arguments, rank) for _ in range(arguments.repeats)]
@@ -110,9 +132,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    Path(str(arguments.output) + ".store").unlink(missing_ok=True)
     torch.multiprocessing.spawn(_rank, (arguments,), nprocs=arguments.ranks)
-    Path(str(arguments.output) + ".store").unlink(missing_ok=True)
+    for name in ("store", *(f"place{rank}" for rank in range(arguments.ranks))):
+        Path(f"{arguments.output}.{name}").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
