@@ -65,7 +65,7 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
     def step(number: int, is_guarded: bool) -> tuple[float, float]:
         model.set_nonfinite_gradients("raise" if is_guarded else "off")
         schedule.fingerprint = fingerprints.get(is_guarded, schedule.fingerprint)
-        unit_parameters.PLACE = PLACE if is_guarded else NOWHERE  # type: ignore[attr-defined]
+        vars(unit_parameters)["PLACE"] = PLACE if is_guarded else NOWHERE
         dist.barrier()
         cpu, wall = time.process_time(), clock()
         tokens = batches[number % len(batches)]
