@@ -79,6 +79,38 @@ def test_other_numbers_of_ranks_train_as_on_the_cpu(tmp_path: Path, ranks: int) 
     trains(tmp_path, ranks, *common, *(several if ranks > 1 else alone))
 
 
+TRAINER = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+size = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
+)
+rows = [{"input_ids": r, "labels": r} for r in torch.arange(32 * 16).view(32, 16) % 64]
+args = TrainingArguments(
+    sys.argv[1], max_steps=4, per_device_train_batch_size=4, report_to="none", save_strategy="no", logging_steps=1,
+    learning_rate=1e-2, bf16=True, fsdp="full_shard",
+    fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+)
+trainer = Trainer(LlamaForCausalLM(size), args, train_dataset=rows)
+trainer.train()
+losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+assert float(losses[-1]) < float(losses[0]), losses
+print("trained on", args.device, next(trainer.model.parameters()).device)
+"""
+
+
+@pytest.mark.full
+def test_a_trainer_runs_on_them(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    (tmp_path / "train.py").write_text(TRAINER)
+    flags = ("--config_file", "none", "--device", "tpu")
+    done = launch(*flags, "train.py", str(tmp_path / "out"), cwd=tmp_path, timeout=300, **variables(2))
+    assert done.returncode == 0, done.stderr
+    assert "trained on tpu:0 tpu:0" in done.stdout
+
+
 @pytest.mark.full
 def test_doctor_tries_them(tmp_path: Path) -> None:
     if reason := why_not():

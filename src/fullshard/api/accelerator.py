@@ -458,7 +458,7 @@ class Accelerator(Loaders, Reporting):
         """Forget everything prepared. Returns one None per object, to overwrite the caller's references with."""
         vars(self).update(self._nothing_prepared())
         self.step = 0
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and devices.counts_memory(self.device.type):  # else torch has nothing to give back
             torch.accelerator.empty_cache()
         return [None] * len(objects)
 

@@ -83,6 +83,7 @@ def loop() -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(accelerator.gather(loss.detach()).mean()))
+    accelerator.free_memory()
     return [] if losses[-1] < losses[0] else [f"losses {losses}"]
 
 
