@@ -347,7 +347,7 @@ def best(output: str) -> None:
     """The model that was best when evaluated with its averages comes back with them."""
     from fullshard.integrations.transformers import EMACallback
 
-    class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
+    class Recorder(transformers.TrainerCallback):
         """What weights and averages were at each save."""
 
         def __init__(self) -> None:
