@@ -5,6 +5,8 @@ pytest tests/test_notebooks.py
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,20 +51,35 @@ def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         notebook_launcher(print, num_processes=2)
 
 
-@pytest.mark.full
-def test_cells_train_on_two_ranks(tmp_path: Path) -> None:
-    """In a kernel of Jupyter, after a cell that has started torch's threads."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    cells = [
+def cells_in(folder: Path) -> list[str]:
+    return [
         THREADS,
         TRAIN,
         "from fullshard import notebook_launcher",
-        f"notebook_launcher(train, (0.1, {str(tmp_path / 'two.pt')!r}), num_processes=2)",
-        f"train(0.1, {str(tmp_path / 'one.pt')!r})",
+        f"notebook_launcher(train, (0.1, {str(folder / 'two.pt')!r}), num_processes=2)",
+        f"train(0.1, {str(folder / 'one.pt')!r})",
     ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+
+
+def test_functions_of_a_session_train_on_two_ranks(tmp_path: Path) -> None:
+    """After torch's threads have started; a function that no file has."""
+    command = [sys.executable, "-c", "\n".join(cells_in(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    check_alike(tmp_path)
+
+
+@pytest.mark.full
+def test_cells_train_on_two_ranks(tmp_path: Path) -> None:
+    """The same in a kernel of Jupyter."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells_in(tmp_path)])
     nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3").execute()
-    (two, loss, weights), (one, reference, same) = (torch.load(tmp_path / f"{n}.pt") for n in ("two", "one"))
+    check_alike(tmp_path)
+
+
+def check_alike(folder: Path) -> None:
+    (two, loss, weights), (one, reference, same) = (torch.load(folder / f"{n}.pt") for n in ("two", "one"))
     assert (two, one) == (2, 1)
     assert loss == pytest.approx(reference, rel=1e-6)
     for name, value in same.items():

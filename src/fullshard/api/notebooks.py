@@ -48,11 +48,15 @@ def notebook_launcher(
                 "notebook_launcher: this notebook is a rank of a job already (an Accelerator or init_process_group)",
                 hint="restart it, and make the Accelerator only inside the function",
             )
-        function = functools.partial(_forked, function)
+        function = _forked(function)
     accelerate.notebook_launcher(function, tuple(args), num_processes, **options)
 
 
-def _forked(function: Callable[..., Any], *args: Any) -> Any:
-    # Threads that torch has started in the notebook are not in this process, and what waited for them would hang.
-    torch.set_num_threads(1)
-    return function(*args)
+def _forked(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:  # torchelastic asks it for a name, which a partial has not
+        # Threads that torch has started in the notebook are not in this process, and what waited for them would hang.
+        torch.set_num_threads(1)
+        return function(*args)
+
+    return run
