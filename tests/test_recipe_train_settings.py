@@ -253,13 +253,13 @@ def test_other_trackers_get_every_step(
     name: str, run: Run, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Offline, through their own packages, which are no part of what the other tests need."""
-    pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
     for variable, value in {
         "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "out" / "trackio"), "MLFLOW_ALLOW_FILE_STORE": "true",
         "MLFLOW_TRACKING_URI": f"file://{tmp_path}/out/mlruns",
     }.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
+    pytest.importorskip(name)  # now, because some read their variables as they are imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         losses = [record.loss for record in run(log_with=name)]
