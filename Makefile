@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-gpu test-xla mutants lint format bench bench-more bench-gpu clean
+.PHONY: help venv train test test-full test-gpu test-versions test-xla mutants lint format bench bench-more bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -53,6 +53,25 @@ test-full: $(VENV)/.dev  ## run the default and the slow tests
 
 test-gpu: $(VENV)/.dev  ## run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# With another torch than the constraints say: make test-versions TORCH=2.11 PYTHON=python3.12
+TORCH ?= 2.11
+VERSIONS_VENV ?= .venv-torch-$(TORCH)
+VERSIONS_PIP_INSTALL := $(VERSIONS_VENV)/bin/python -m pip install --quiet
+
+$(VERSIONS_VENV)/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VERSIONS_VENV)
+	$(VERSIONS_PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==$(TORCH).*'
+	grep -v '^torch' constraints.txt > $(VERSIONS_VENV)/constraints.txt
+	$(VERSIONS_PIP_INSTALL) --constraint $(VERSIONS_VENV)/constraints.txt --editable '.[dev]' 'torch==$(TORCH).*'
+	@touch $@
+
+test-versions: $(VERSIONS_VENV)/.dev  ## run the tests that another torch could fail (options: TORCH=2.11 PYTHON=python3.12)
+	$(VERSIONS_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
+		-m 'not full and not gpu and not xla' $(addprefix tests/test_,$(addsuffix .py,\
+		torch_private sharded_tensor torch_checkpoint traps_forward traps_backward traps_modes traps_compile fsdp_module \
+		interop segments step_in_backward extended deferred pipeline tensor_parallel checkpoint_ranks launch \
+		accelerator_ranks lora preemption)) $(ARGS)
 
 # Of its own, because torch_xla needs a torch that is too old for the engine; so without the constraints, and fullshard
 # without its torch. That of the default index brings CUDA's libraries with it, 6 GB in all; an index of CPU-only wheels

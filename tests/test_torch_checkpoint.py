@@ -225,6 +225,7 @@ def check_methods_of_torch_itself() -> None:
         found.append(states)
     assert_same(*found)
     places = [place for place in vars(torch_private).values() if isinstance(place, torch_private.Replaced)]
+    places.remove(torch_private.fused_devices)  # in virtual time only
     assert len(places) > 5
     for place in places:
         function = getattr(place.owner, place.name)

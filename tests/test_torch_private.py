@@ -281,6 +281,14 @@ class Recording(DTensor):
         return func(*map(local, args), **(kwargs or {}))
 
 
+@check("let_dtensors_compute")
+def dtensors_of_ones_own() -> None:
+    torch_private.let_dtensors_compute()
+    torch_private.let_dtensors_compute()
+    recording(torch.ones(3)) + 1
+    assert Recording.calls == ["add"]
+
+
 def recording(local: torch.Tensor, shape: tuple[int, ...] | None = None) -> Recording:
     mesh = torch_private.mesh_without_groups("cpu", [[0, 1], [2, 3]], 2)
     layout = torch_private.layout_of(mesh, [Replicate(), Shard(0)], torch.Size(shape or local.shape), local.dtype)
@@ -301,6 +309,7 @@ def recording(local: torch.Tensor, shape: tuple[int, ...] | None = None) -> Reco
     "mesh_without_groups",
 )
 def subclasses() -> None:
+    torch_private.let_dtensors_compute()
     local = torch.arange(6.0)
     tensor = recording(local, (3, 4))
     assert isinstance(tensor, DTensor) and tensor.shape == (3, 4) and tensor.stride() == (4, 1)
@@ -339,6 +348,7 @@ def schemas() -> None:
 
 @check("COPY_KERNELS", "MANY_KERNELS", "ITEM", "MAX_OF_MANY", "NORM_OF_MANY")
 def kernel_names() -> None:
+    torch_private.let_dtensors_compute()
     tensor = recording(torch.ones(3))
     scalar = recording(torch.ones(()))
     kernels: tuple[tuple[Callable[[], object], str], ...] = (
@@ -406,7 +416,12 @@ def compiled() -> None:
     assert not any("cosh" in code for code in graphs), "the hook was compiled"
     graphs.clear()
     torch_private.keep_compiler_out(guarded, is_in_graphs=True)
-    shrink = nn.Tanhshrink()
+
+    class Shrink(nn.Module):  # not one of torch's, which older compilers leave alone
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value - value.tanh()
+
+    shrink = Shrink()
     shrink.register_forward_pre_hook(lambda _module, args: (guarded(args[0]),))
     torch_private.keep_compiler_out(*shrink._forward_pre_hooks.values())
     shrink.compile(backend=backend, fullgraph=True)

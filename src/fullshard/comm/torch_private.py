@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -240,6 +241,30 @@ parse_to = torch._C._nn._parse_to
 def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
     """Whether a tensor class computes in its own way, so it may wrap tensors that sharding never sees. Since 2.0."""
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def let_dtensors_compute() -> None:
+    """Have torch call the `__torch_dispatch__` of subclasses of DTensor.
+
+    From 2.13 on it does. 2.10 to 2.12 compute with every DTensor as with one of torch's own, unless a rule is
+    registered for its type. Since 2.6.
+    """
+    find = GenericTorchDispatchRuleHolder.find
+    if not "2.10" <= torch.__version__ < "2.13" or hasattr(find, "__wrapped__"):
+        return
+
+    @cache
+    def is_own(kind: type) -> bool:
+        return issubclass(kind, DTensor) and kind.__torch_dispatch__.__func__ is not DTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+
+    def rule(kind: Any, *given: Any) -> Any:
+        return kind.__torch_dispatch__(*given)
+
+    @wraps(find)
+    def find_own(self: GenericTorchDispatchRuleHolder, kind: type) -> Callable[..., Any] | None:
+        return rule if is_own(kind) else find(self, kind)
+
+    GenericTorchDispatchRuleHolder.find = find_own  # type: ignore[method-assign, assignment]
 
 
 # -- compiled code ----------------------------------------------------------------------------------------------
@@ -464,7 +489,7 @@ read_item = torch.ops.aten._local_scalar_dense
 """Reads a number, for which the host waits. Since 2.0."""
 
 copy_all, zero_all = torch.ops.aten._foreach_copy_, torch.ops.aten._foreach_zero_
-"""Write their first argument, and do not read it. Since 2.0 and 1.x."""
+"""Write their first argument, and do not read it. Since 2.0."""
 
 grouped_matmul = torch.ops.aten._grouped_mm
 """Rows with the weights of experts; the counter of FLOP does not know it. Since 2.8."""

@@ -3,7 +3,7 @@
 # Our own first, which says that torch is too old before a name of torch's is missing.
 # isort: off
 from fullshard.comm.mesh import Mesh, init_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
+from fullshard.comm.older_torch import DataParallelMeshDims
 # isort: on
 
 from fullshard.core.schedule import BackwardPrefetch

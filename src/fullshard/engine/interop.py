@@ -286,6 +286,7 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
 @functools.cache
 def install() -> None:
     """Put them in place. That happens when something is sharded for the first time, not when this is imported."""
+    torch_private.let_dtensors_compute()
     torch_private.allow_foreach(ShardedTensor)
     torch_private.allow_foreach(ShardedParameter)
     torch_private.allow_foreach(ExtendedParameter)

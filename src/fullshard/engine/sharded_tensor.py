@@ -342,7 +342,7 @@ class _Locals:
             self._wrapped[id(tensor.local)] = tensor
             return tensor.local
         if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+            tensor = _plain_whole(tensor)
         elif tensor.numel() != 1:
             raise _mixed(self._func, self._target, tensor)
         if tensor.dim() == 0:
@@ -363,7 +363,7 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
 
     def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
-            return value.full_tensor() if isinstance(value, DTensor) else value
+            return _plain_whole(value) if isinstance(value, DTensor) else value
         if len(value) != len(first):
             return value
         return [
@@ -409,8 +409,8 @@ def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, A
         return _gathered(func, args, kwargs)
     span, local = tensor.span, tensor.local
     whole = torch.empty(span.shape, dtype=local.dtype, device=local.device) if is_fresh else tensor.full_tensor()
-    others = _map(args[1:], DTensor, DTensor.full_tensor)
-    result = func(whole, *others, **_map(kwargs, DTensor, DTensor.full_tensor))
+    others = _map(args[1:], DTensor, _plain_whole)
+    result = func(whole, *others, **_map(kwargs, DTensor, _plain_whole))
     if torch_private.writes(func):
         local.copy_(span.cut(whole))
         _count_changes(func, args, kwargs)
@@ -427,7 +427,8 @@ def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, A
 def _plain_whole(tensor: DTensor) -> torch.Tensor:
     if isinstance(tensor, ShardedTensor):
         return tensor.span.gather(tensor.local)
-    whole: torch.Tensor = tensor.full_tensor()
+    detached: Any = tensor.detach()  # else torch does it in place, which it could not before 2.12
+    whole: torch.Tensor = detached.full_tensor()
     return whole
 
 

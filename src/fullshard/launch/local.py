@@ -205,7 +205,7 @@ class Agent(LocalElasticAgent):
             max_restarts=job.max_restarts,
             monitor_interval=job.monitor_interval,
         )
-        super().__init__(spec, logs, shutdown_timeout=SHUTDOWN_SECONDS)
+        super().__init__(spec, logs)
 
     def _make_handler(self) -> OneHostRendezvous:
         job, hosts = self._job, self._job.hosts
@@ -381,7 +381,10 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
         with _signals_ignored():
-            super()._shutdown(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
+            workers = torch_private.worker_context(self)
+            if workers is not None:
+                workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
+            super()._shutdown(death_sig)  # what else it has started; before 2.13 it gives workers half a minute
             end_descendants(self._groups, spared=self._elsewhere)
             self._close_files()
             self._logs.drain()
