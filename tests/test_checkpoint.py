@@ -17,6 +17,7 @@ from typing import Any
 import google_crc32c
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +33,7 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint.format import read_manifest
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.engine import fully_shard, shard_model, unsharded
+from tests.distributed import run_ranks
 
 
 class Net(nn.Module):
@@ -368,6 +370,46 @@ def test_a_refused_load_changes_nothing(saved: Path, flips: int, steps: int) -> 
         after = _values(*job)
         assert len(after) == len(before) and all(map(torch.equal, before, after))
     load_checkpoint(saved, model=job[0], optimizer=job[1], scheduler=job[2])
+
+
+def _flipped(directory: str, flips: int) -> int:
+    """Save, then load with one bit of a random file flipped, `flips` times; how many changed nothing."""
+    job = _job(seed=dist.get_world_size())
+    _train(*job, steps=2)
+    path = save_checkpoint(Path(directory) / "a", model=job[0], optimizer=job[1], scheduler=job[2])
+    _train(*job, steps=1)
+    before, random_, refused = _values(*job), random.Random(0), 0
+    names = sorted(file.name for file in path.iterdir())
+    for _ in range(flips):
+        file = path / random_.choice(names)
+        position, bit = random_.randrange(file.stat().st_size), random_.randrange(8)
+        _flip(file, position, bit)
+        with pytest.raises(CheckpointError):
+            load_checkpoint(path, model=job[0], optimizer=job[1], scheduler=job[2])
+        refused += all(map(torch.equal, before, _values(*job)))
+        _flip(file, position, bit)
+    load_checkpoint(path, model=job[0], optimizer=job[1], scheduler=job[2])
+    return refused
+
+
+def _flip(file: Path, position: int, bit: int) -> None:
+    """Flip one bit, on rank 0, while the others wait."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with file.open("r+b") as opened:
+            opened.seek(position)
+            byte = opened.read(1)[0]
+            opened.seek(position)
+            opened.write(bytes([byte ^ 1 << bit]))
+    dist.barrier()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_200_flips_at_every_world_size(tmp_path: Path, world_size: int) -> None:
+    """In any file, the manifest included: refused on all ranks, and each has what it had."""
+    assert run_ranks(_flipped, world_size, str(tmp_path), 200, timeout=800) == [200] * world_size
 
 
 def test_files_of_another_save_are_refused(saved: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model directory that cannot be used is an error of one line, whatever Transformers makes of it.
+"""A model directory or data that cannot be used is an error of one line, whatever other libraries make of it.
 
 pytest tests/test_unusable_models.py
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError, DataError
 from fullshard.recipes.model import build_model, read_config
 
 SMALL = {
@@ -56,3 +56,15 @@ def test_pickled_weights_are_loaded_or_refused_never_made_up(tmp_path: Path) -> 
     (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
     with pytest.raises(CheckpointError, match=r"cannot read .*pytorch_model.bin as tensors alone"):
         build()
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+def test_data_for_sft_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    import datasets
+
+    from fullshard.recipes.sft import _load_split
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / name).write_bytes(b'{"text": "fine"}\n{"text": [[[\n' * 3)
+    with pytest.raises(DataError, match=f"{tmp_path} cannot be read: "):
+        _load_split(str(tmp_path), "train")

@@ -19,7 +19,7 @@ from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
 from fullshard.checkpoint.weight_files import model_directory
 from fullshard.comm import cuda
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, DataError
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.launch.preemption import should_stop
 from fullshard.observe.report import write_report
@@ -282,7 +282,11 @@ def _load_split(name: str, split: str) -> Any:
     kind = _FILES.get(files[0].suffix)
     if kind is None:
         raise ConfigError(f"{files[0]} is no data file", hint=f"use {', '.join(_FILES)}")
-    return datasets.load_dataset(kind, data_files=[str(file) for file in files], split="train")
+    try:
+        return datasets.load_dataset(kind, data_files=[str(file) for file in files], split="train")
+    except Exception as error:  # of pyarrow's, of its JSON reader, or of the file system
+        found = f"{path} cannot be read: {error.__cause__ or error}"
+        raise DataError(found, hint="damaged files are best copied or downloaded again") from error
 
 
 def _uses_flash_attention(arguments: ModelArguments) -> bool:
