@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fullshard.core.imports import on_demand
+
 if TYPE_CHECKING:
     # Accelerate's own, which are no part of `__all__`: `x as x` is what re-exports them.
     from accelerate import cpu_offload as cpu_offload
@@ -128,6 +130,7 @@ _ENGINE = (
     "meta_parameters", "no_sync", "register_fsdp_forward_method", "repoint", "shard_model", "share_comm_ctx",
     "step_in_backward", "unsharded",
 )  # fmt: skip
+_PACKAGES = ("optim", "plan")  # of which the second can be called
 _HOMES = {
     "EMA": "fullshard.optim",
     **dict.fromkeys(_ENGINE, "fullshard.engine"),
@@ -140,20 +143,12 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
-
-    def __getattr__(name: str) -> Any:
-        if name in ("optim", "plan"):  # packages, of which the second can be called
-            return importlib.import_module(f"fullshard.{name}")
-        if name in __all__:
-            value = getattr(importlib.import_module(_HOMES.get(name, "fullshard.api")), name)
-        elif name.startswith("_"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        else:
-            value = importlib.import_module("fullshard.api.refused").from_accelerate(name)
-        globals()[name] = value
-        return value
+def _otherwise(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"fullshard.{name}")
+    return importlib.import_module("fullshard.api.refused").from_accelerate(name)
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    _names = {name: _HOMES.get(name, "fullshard.api") for name in __all__ if name not in _PACKAGES}
+    __getattr__, __dir__ = on_demand(__name__, _names, _otherwise)

@@ -5,9 +5,9 @@ The names below are imported when they are first used: the format alone is read 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fullshard.core.imports import on_demand
 from fullshard.core.requirements import require_torch, why_no_xla
 
 if TYPE_CHECKING:
@@ -62,16 +62,5 @@ _HOMES = {
     "whole_checkpoints": "catalog",
 }
 
-
-if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = on_demand(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -31,6 +31,32 @@ def import_extra(name: str, *, extra: str, purpose: str, package: str | None = N
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingExtraError(package or name.partition(".")[0], extra=extra, purpose=purpose) from error
+
+
+def on_demand(
+    module: str, homes: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a module whose names are imported from their homes when they are first used.
+
+    Write it under `if not TYPE_CHECKING`: a type checker would take `__getattr__` as leave to use any name.
+
+    Args:
+        module: its `__name__`; it has an `__all__`.
+        homes: for each of the names, the module that has it.
+        otherwise: makes the value of another name, or raises; default: there is none.
+    """
+
+    def get(name: str) -> Any:
+        if name in homes:
+            value = getattr(importlib.import_module(homes[name]), name)
+        elif otherwise is not None and not name.startswith("_"):
+            value = otherwise(name)
+        else:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return get, lambda: sorted({*vars(sys.modules[module]), *sys.modules[module].__all__})
 
 
 def after_import(name: str, action: Action) -> None:

@@ -5,8 +5,9 @@ The names below are imported when they are first used: a launcher reads its flag
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fullshard.core.imports import on_demand
 
 if TYPE_CHECKING:
     from fullshard.launch.environment import (
@@ -25,8 +26,5 @@ __all__ = [
     "run_on_main",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("fullshard.launch.environment"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = on_demand(__name__, dict.fromkeys(__all__, "fullshard.launch.environment"))

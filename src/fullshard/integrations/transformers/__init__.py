@@ -10,8 +10,9 @@ same without a change under `fullshard launch`, which calls `install()` first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fullshard.core.imports import on_demand
 from fullshard.integrations.transformers.install import install
 
 if TYPE_CHECKING:
@@ -62,21 +63,6 @@ __all__ = [
     "sharded",
 ]
 
-
-if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
-
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name == "EMACallback":
-            from fullshard.integrations.transformers import ema_callback as home
-        else:
-            from fullshard.integrations.transformers import classes as home
-
-        value = getattr(home, name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    _HOMES = {name: f"{__name__}.classes" for name in __all__ if name != "install"}
+    __getattr__, __dir__ = on_demand(__name__, {**_HOMES, "EMACallback": f"{__name__}.ema_callback"})
