@@ -104,7 +104,7 @@ def kill_again_and_again(commands: Sequence[list[str]], cwd: Path, kills: int, *
         for reader in readers:
             reader.start()
         for reader in readers:
-            reader.join(60 + 60 * kills)
+            reader.join(200 + 100 * kills)
         codes = [process.wait(60) for process in processes]
     text = "".join(line for _, line in output[0])
     assert set(codes) == {0}, text[-5000:]
