@@ -12,6 +12,7 @@ import typer
 
 from fullshard.cli.options import options_from
 from fullshard.core.errors import ConfigError
+from fullshard.core.requirements import is_installed
 from fullshard.recipes.arguments import TrainArguments
 
 _WORKER = "fullshard.recipes.train"
@@ -38,9 +39,11 @@ def train(
         return
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc must be at least 1, got {nproc}")
-    from fullshard.comm import device as devices
+    kind: str = arguments.device
+    if nproc is None or is_installed("torch_tpu"):  # else nobody here needs torch, whose import takes seconds
+        from fullshard.comm import device as devices
 
-    kind = devices.kind_of(arguments.device)
+        kind = devices.kind_of(kind)
     count = _default_nproc(kind) if nproc is None else nproc
     if count == 1:
         _take_part(arguments)
