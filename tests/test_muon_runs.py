@@ -95,6 +95,31 @@ def test_train(inputs: Path, tmp_path: Path) -> None:
     assert float(losses[-1]) < float(losses[0])
 
 
+SCRIPT = """
+import sys, torch, fullshard
+from tests.trainers import build
+accelerator, model = fullshard.Accelerator(cpu=True), build("tied")
+model, optimizer = accelerator.prepare(model, getattr(fullshard.optim, sys.argv[1])(model, lr=1e-3))
+for step in range(4):
+    ids = torch.randint(1, 97, (2, 12))
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.end_training()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["Muon", "SOAP"])
+def test_launch_checks_the_plan(name: str, tmp_path: Path) -> None:
+    """`fullshard launch --check_plan`: a script of two ranks, whose optimizer is looked at."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    flags = ["--cpu", "--num_processes", 2, "--use_fsdp", "--fsdp_version", 2, "--check_plan"]
+    done = fullshard("launch", *flags, tmp_path / "script.py", name)
+    assert done.returncode == 0, done.stderr
+    assert f"with {name}, step 3: as planned" in done.stdout + done.stderr
+
+
 def test_train_does_not_step_in_backward_with_it() -> None:
     from fullshard.recipes.arguments import TrainArguments
 
