@@ -156,6 +156,9 @@ def test_a_track_is_as_long_as_it_takes() -> None:
     with pytest.raises(OutOfStep) as error:
         one.compare()
     assert (error.value.rank, error.value.here, error.value.there) == (1, 699, -1)
+    one.end()
+    with pytest.raises(OutOfStep):  # although the first to find it has done with its own
+        other.compare()
     other.end()
     other.note(5)
     one.compare()

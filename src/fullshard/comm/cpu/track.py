@@ -31,7 +31,7 @@ class SharedTrack:
     def __init__(self, memory: mmap.mmap, rank: int, first_rank: int) -> None:
         self._pages: npt.NDArray[np.int64] = np.frombuffer(memory, dtype=np.int64).reshape(-1, _KEPT + 1)
         self._own, self._rank, self._first_rank = self._pages[rank], rank, first_rank
-        self._count = 0
+        self._count, self._is_out_of_step = 0, False
 
     def note(self, number: int) -> None:
         """This rank has come to it."""
@@ -43,7 +43,9 @@ class SharedTrack:
 
     def end(self) -> None:
         """This rank had an error on its way, so that from here on its numbers mean nothing."""
-        self._count = self._own[0] = -1
+        self._count = -1
+        if not self._is_out_of_step:  # the other must find that, too, or would wait for this rank until its time-out
+            self._own[0] = -1
 
     def compare(self) -> None:
         """Compare what all have written.
@@ -61,4 +63,5 @@ class SharedTrack:
             different = places[self._own[places] != other[places]]
             if len(different):
                 here, there = int(self._own[different[0]]), int(other[different[0]])
+                self._is_out_of_step = True
                 raise OutOfStep(self._first_rank + rank, here, there)
