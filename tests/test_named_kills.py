@@ -115,7 +115,7 @@ def kill_again_and_again(commands: Sequence[list[str]], cwd: Path, kills: int, *
     for number, ((_, report), last) in enumerate(zip(reports, lasts, strict=True)):
         phase, victim = PHASES[number % len(PHASES)], number // len(PHASES) % world_size
         assert re.search(rf"rank {victim} of {world_size} \(process \d+ on \S+\) was ended by SIGKILL", report), number
-        step = "" if phase in ("start", "save") else "step [34] of this process, "
+        step = "" if phase in ("start", "save") else "step [234] of this process, "
         assert re.match(rf"it did last: .*{step}(after|waiting in) ({LAST[phase]})\n", last), (phase, last)
     kill_times = [float((cwd / f"kill{number}").read_text()) for number in range(kills)]
     return [moment - kill for (moment, _), kill in zip(reports, kill_times, strict=True)]

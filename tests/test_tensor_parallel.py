@@ -845,5 +845,6 @@ def check_packed(directory: str) -> None:
     assert all(torch.equal(model.get_parameter(n).full_tensor(), v) for n, v in plain.state_dict().items())
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch cannot gather what is packed and split: an error")
 def test_packed_matrices(tmp_path: Path) -> None:
     run_ranks(check_packed, 4, str(tmp_path))
