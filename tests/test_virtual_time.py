@@ -102,6 +102,17 @@ def test_a_step_waits_for_its_links_and_is_within_memory() -> None:
     assert fast.peak_allocated <= fast.peak_reserved
 
 
+def test_embeddings_of_their_own_are_not_kept_through_the_step() -> None:
+    cluster = parse_cluster("8xH100")
+    within, apart = (
+        time_step(SMALL, Job.of({"seq_len": 1024, "wrap_embeddings": wraps}), cluster) for wraps in (False, True)
+    )
+    assert (
+        apart.collectives == within.collectives + 5
+    )  # the embedding is gathered twice, the head once, and both are reduced
+    assert apart.peak_allocated < within.peak_allocated
+
+
 def test_prefetching_hides_gathers() -> None:
     slow = parse_cluster("16xRTX4090")
     ahead = time_step(SMALL, FEW, slow)
@@ -174,6 +185,8 @@ def test_the_command(tmp_path: Path) -> None:
         ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "leave one out",
         ("--timeline", str(trace), "-d", "8xH100", "--rank", "8"): "rank 8 of 8 ranks",
         (): "how many ranks?",
+        ("--world-size", "8", "-d", "8xH100"): "of a step in virtual time",
+        ("--world-size", "8", "--launch-us", "3"): "of a step in virtual time",
     }.items():
         refused = CliRunner().invoke(app, [*usual, *wrong])
         assert refused.exit_code != 0 and message in f"{refused.output} {refused.exception}", wrong

@@ -22,7 +22,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventSink
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
-from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, describe, meta_parameters, shard_model
+from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.engine.module import units_of
 from fullshard.engine.sharding import Sharding
@@ -33,7 +33,7 @@ from fullshard.plan.optimizers import OPTIMIZERS
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 from fullshard.wrap.partition import Slot
-from fullshard.wrap.policies import checkpoint_modules, unit_modules
+from fullshard.wrap.policies import checkpoint_modules, embedding_modules, unit_modules
 
 Step = Callable[[nn.Module], torch.Tensor]
 """Runs a forward and returns the loss."""
@@ -130,6 +130,8 @@ def simulate(
     with meta_parameters():
         model = build().float()
     shape = model_shape(model)
+    if job.wrap_embeddings:
+        shape = shape.with_own_embeddings()
     built = time.perf_counter()
     mesh = simulated_mesh(rank=rank, replicate_size=replicate_size, shard_size=shard_size, device=torch.device("meta"))
     events: list[Event] = []
@@ -165,13 +167,14 @@ def simulate(
 def _shard(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> None:
     """Shard it as the job says, with weights that have no data."""
     units = unit_modules(model)
+    apart = embedding_modules(model) if job.wrap_embeddings else ()
     if job.checkpointing != "none":
         checkpoint_modules(model, units, reentrant=job.reentrant, selective=job.checkpointing == "selective")
     model.__dict__[WEIGHTS] = NoWeights()
     dtypes = job.dtypes
     shard_model(
         model,
-        unit_modules=units,
+        unit_modules=[*units, *apart],
         strategy=job.strategy,
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(
@@ -185,6 +188,8 @@ def _shard(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> Non
         backward_prefetch=job.backward_prefetch,
         event_sink=event_sink,
     )
+    if apart:
+        keep_head(apart[1])
 
 
 def _second_step(

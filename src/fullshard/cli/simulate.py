@@ -39,8 +39,9 @@ def simulate(
         Path | None, typer.Option(help="The same as a picture: .png, .svg or .pdf", parser=path_word)
     ] = None,
     launch_us: Annotated[
-        float, typer.Option(min=0, help="Microseconds of the host per operation that it launches")
-    ] = 6.0,
+        float | None,
+        typer.Option(min=0, help="Microseconds of the host per operation, for --timeline", show_default="6"),
+    ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Which of them to be")] = 0,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence")] = 2048,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
@@ -58,6 +59,11 @@ def simulate(
     if timeline is not None or plot is not None:
         _time(model, devices, world_size, rank, {**settings, "seq_len": seq_len}, timeline, plot, launch_us, as_json)
         return
+    if devices is not None or launch_us is not None:
+        raise ConfigError(
+            "--devices and --launch-us are of a step in virtual time",
+            hint="give --timeline or --plot, too; or leave them",
+        )
     if world_size is None:
         raise ConfigError("how many ranks?", hint="give --world-size; or --devices and --timeline")
     from fullshard.api.simulation import simulate as run
@@ -105,7 +111,7 @@ def _time(
     settings: dict[str, Any],
     trace: Path | None,
     picture: Path | None,
-    launch_us: float,
+    launch_us: float | None,
     as_json: bool,
 ) -> None:
     from fullshard.api.virtual.device import HostCosts
@@ -120,7 +126,8 @@ def _time(
         raise ConfigError(
             f"--world-size {world_size} and --devices {devices}, which are {cluster.count}", hint="leave one out"
         )
-    step = time_step(_config(model), Job.of(settings), cluster, rank=rank, host=HostCosts(launch=launch_us / 1e6))
+    host = HostCosts() if launch_us is None else HostCosts(launch=launch_us / 1e6)
+    step = time_step(_config(model), Job.of(settings), cluster, rank=rank, host=host)
     if trace is not None:
         step.write_trace(trace)
     if picture is not None:

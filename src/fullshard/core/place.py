@@ -49,6 +49,7 @@ class Whereabouts:
             step: of this process; None: it is part of none, and may take long.
         """
         self.what, self.is_waiting, self.is_patient = what, True, step is None
+        self.given_up = ""  # was of the last one
         if step is not None:
             self.step = step
         self.moves += 1
