@@ -147,3 +147,14 @@ def wait_for_a_save() -> tuple[str, float]:
 def test_a_rank_that_saves_is_waited_for() -> None:
     (line, one), (_, other) = run_ranks(wait_for_a_save, 2)
     assert line == "" and one == other
+
+
+def test_what_was_given_up_is_not_given_up_for_the_next_wait() -> None:
+    """Who catches the error and waits again, in a new group say, is to wait."""
+    place = Whereabouts()
+    place.enter("unit 'a', unshard", 3)
+    place.given_up = "no answer"
+    place.leave()
+    assert place.given_up == "no answer"  # for whoever makes the error of it
+    place.enter("comparing notes")
+    assert place.given_up == ""
