@@ -126,6 +126,8 @@ CONFIGS = groups(
         step_in_backward=BOOL,
         nonfinite_gradients=st.sampled_from(["raise", "skip", "rollback", "off"]),
         nonfinite_limit=st.integers(1, 10**6),
+        replica_check=st.sampled_from(["raise", "heal", "off"]),
+        compare_every=st.integers(0, 10**6),
         check_plan=BOOL,
     ),
     checkpoint=groups(

@@ -168,6 +168,7 @@ def shard(
     policy, limit = setup.training.nonfinite_gradients, setup.training.nonfinite_limit
     # Who rolls back does so when it is an error.
     model.set_nonfinite_gradients("raise" if policy == "rollback" else policy, limit=limit)  # type: ignore[operator]
+    model.set_replica_check(setup.training.replica_check, every=setup.training.compare_every)  # type: ignore[operator]
     for module in ignored:
         module.to(process.device)
     if is_adapted(model):

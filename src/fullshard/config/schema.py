@@ -32,6 +32,7 @@ RendezvousBackend = Literal["c10d", "static"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 CheckpointFormat = Literal["native", "dcp"]
 OnNonFinite = Literal["raise", "skip", "rollback", "off"]
+OnReplicas = Literal["raise", "heal", "off"]
 
 _IN_THE_POLICY = "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script"
 
@@ -297,6 +298,15 @@ class TrainingConfig(Settings):
     nonfinite_limit: int = setting(10, ge=1)
     """How many steps in a row may be left out, or how often a checkpoint may be gone back to, before it is an error."""
 
+    replica_check: OnReplicas = "raise"
+    """What becomes of replicas (NO_SHARD, HYBRID_SHARD) whose weights differ, by a bit that has flipped in memory say:
+    `raise` is an error on all ranks that names rank, host and parameter, `heal` gives those that differ from most
+    others what these have, and is an error where there is no such most, `off` does not look."""
+
+    compare_every: int = setting(100, ge=0)
+    """Steps from one comparison of the ranks to the next: whether replicas hold the same weights, and which rank is
+    slower than 0.7 of the median. Replicas are compared before each save, too. 0: never."""
+
     check_plan: bool = False
     """Whether the third step is compared with what `fullshard plan` says: events, bytes sent and held, by category."""
 
@@ -386,6 +396,13 @@ class RunConfig(Settings):
                     "sharding.strategy",
                     hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {name} out",
                 )
+        if self.training.replica_check == "heal" and row.shards and not row.is_hybrid:
+            raise CombinationError(
+                f"{self.sharding.strategy} has every weight on one rank only: there is no replica to heal from",
+                "training.replica_check",
+                "sharding.strategy",
+                hint="leave replica_check out, or use HYBRID_SHARD or NO_SHARD",
+            )
         size, launch = self.sharding.shard_size, self.launch
         if row.is_hybrid and size is None and launch.num_machines == 1 and launch.num_processes:
             raise CombinationError(

@@ -11,6 +11,7 @@
     ├── OptimizerError      (ValueError)    an optimizer that cannot work on sharded parameters
     ├── CommunicationError  (RuntimeError)  ranks disagree, or a collective failed
     ├── NonFiniteError      (FloatingPointError)  gradients hold NaN or infinity
+    ├── ReplicaError        (RuntimeError)  replicas hold different weights
     ├── CheckpointError     (RuntimeError)  a checkpoint is incomplete, damaged or does not match
     │   └── DamagedError                    its bytes are not those that were saved
     ├── DataError           (ValueError)    training data that cannot be read or used
@@ -91,6 +92,10 @@ class CommunicationError(FullshardError, RuntimeError):
 
 class NonFiniteError(FullshardError, FloatingPointError):
     """Gradients hold NaN or infinity. No parameter has been changed by them."""
+
+
+class ReplicaError(FullshardError, RuntimeError):
+    """Replicas of a model hold different weights: a bit has flipped, or a rank has changed its own alone."""
 
 
 class CheckpointError(FullshardError, RuntimeError):

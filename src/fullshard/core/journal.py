@@ -37,6 +37,8 @@ class Happening(StrEnum):
     RESTART = "restart"
     SHRINK = "shrink"
     GROWTH = "growth"
+    REPLICA = "replica"
+    SLOW = "slow"
     END = "end"
 
 

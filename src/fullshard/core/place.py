@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ class Whereabouts:
         is_waiting: whether it waits.
         is_patient: the wait is one that may take long: comparing notes, a save.
         slowest: seconds that the slowest step has taken, the first left out.
+        waited: seconds for which this process has waited so far.
         given_up: why waiting is over although nobody came; empty: it is not.
     """
 
@@ -37,8 +39,10 @@ class Whereabouts:
     is_waiting: bool = False
     is_patient: bool = False
     slowest: float = 0.0
+    waited: float = 0.0
     given_up: str = ""
     _since: float | None = None
+    _entered: float = 0.0
     _page: mmap.mmap | None = field(default=None, repr=False)
 
     def enter(self, what: str, step: int | None = None) -> None:
@@ -48,6 +52,8 @@ class Whereabouts:
             what: it is, in words.
             step: of this process; None: it is part of none, and may take long.
         """
+        if not self.is_waiting:
+            self._entered = time.monotonic()
         self.what, self.is_waiting, self.is_patient = what, True, step is None
         self.given_up = ""  # was of the last one
         if step is not None:
@@ -58,6 +64,8 @@ class Whereabouts:
 
     def leave(self) -> None:
         """It is over."""
+        if self.is_waiting:
+            self.waited += time.monotonic() - self._entered
         self.is_waiting = False
         self.moves += 1
         if self._page is not None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, CopyError, LifecycleError
+from fullshard.core.pace import RankPace
 from fullshard.core.user_class import USER_CLASS, user_class
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.schedule import Schedule, schedule_of
@@ -136,6 +137,40 @@ class FSDPModule:
             limit: how many steps in a row may be left out; one more is the error.
         """
         schedule_of(_unit(self)).guard.choose(policy, limit)
+
+    def set_replica_check(self, policy: str, *, every: int | None = None) -> None:
+        """What becomes of replicas (NO_SHARD, HYBRID_SHARD) whose weights differ. For the whole model.
+
+        They are compared before every save, and at the end of a backward every so many steps.
+
+        Args:
+            policy: `raise`: a `ReplicaError` on all ranks, with rank, host and parameter. `heal`: those that differ
+                from most others get what these have, weights and optimizer state; an error where there is no such
+                most. `off`: nobody looks.
+            every: steps from one comparison to the next, 100 unless said otherwise; slow ranks are told as often. 0:
+                never, and not before a save.
+
+        Raises:
+            ConfigError: no such policy, nothing to heal from, or a negative number.
+        """
+        checkup = schedule_of(_unit(self)).checkup
+        checkup.replicas.choose(policy)
+        if every is not None:
+            checkup.set_every(every)
+
+    def heal_replicas(self, *, from_rank: int) -> list[str]:
+        """Give all replicas the weights and the optimizer state of the one that `from_rank` is in. A collective.
+
+        To be called between two steps, on all ranks.
+
+        Returns:
+            The names of the parameters that were not the same.
+        """
+        return schedule_of(_unit(self)).checkup.replicas.heal_from(from_rank)
+
+    def rank_paces(self) -> list[RankPace]:
+        """Seconds that each rank computes and waits in a step, as last compared; empty before that. No collective."""
+        return list(schedule_of(_unit(self)).checkup.paces)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""

@@ -29,6 +29,7 @@ from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.additions import Additions
 from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.checkup import Checkup
 from fullshard.engine.fingerprint import NBYTES, Fingerprint
 from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.gradient import Gradient
@@ -65,6 +66,7 @@ class Schedule:
         keeps_parameters: whether what is unsharded stays so until a step, where freeing it gives anything back.
         keeps_gradients: whether other backwards than the last leave gradients whole and unreduced.
         guard: looks for gradients that are not finite.
+        checkup: compares the ranks every so many steps.
         loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
     """
 
@@ -77,6 +79,7 @@ class Schedule:
         self.steps = self.loads = 0
         self.after_step: Callable[[int], None] | None = None
         self.guard = FiniteGuard(mesh, self._parameters)
+        self.checkup = Checkup(mesh, self._buckets, self._optimizers)
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False
@@ -164,6 +167,9 @@ class Schedule:
         """The model is about to be saved, by all ranks."""
         if self.fingerprint is not None:
             self.fingerprint.note_save()
+            if self.checkup.every:
+                with self.units[-1].waiting("comparing replicas"):
+                    self.checkup.compare_replicas(self.steps)
 
     def words(self, error: OutOfStep) -> str:
         """What an error says, with names."""
@@ -183,6 +189,7 @@ class Schedule:
         if self._stepped_since_forward and torch.is_grad_enabled():
             self.steps, self._stepped_since_forward = self.steps + 1, False
             PLACE.begin_step(time.monotonic())
+            self.checkup.begin_step()
             if self.after_step is not None:
                 self.after_step(self.steps)
         if not self._is_verified:
@@ -424,6 +431,9 @@ class Schedule:
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self._finished]
         self._end_backward()
         self.settle()
+        if used and self.checkup.is_due(self.steps):
+            with self.units[-1].waiting("comparing ranks"):
+                self.checkup.run(self.steps)
         for bucket in hooked:  # at rest: they may do anything
             _call_gradient_hooks(bucket, used[bucket])
         if has_stepped and (finding := self.guard.find(p.name for p in self._parameters())):
@@ -434,7 +444,13 @@ class Schedule:
             )
 
     def _parameters(self) -> list[ShardedParameter]:
-        return [parameter for unit in self.units for bucket in unit.buckets for parameter in bucket.sharded_parameters]
+        return [parameter for bucket in self._buckets() for parameter in bucket.sharded_parameters]
+
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [] if self.fingerprint is None else list(self.fingerprint.optimizers)
 
     def _end_backward(self) -> None:
         for unit in self.units:

@@ -15,7 +15,7 @@ from fullshard.observe.charts import COLORS, Chart, Line, owners_svg, stack_svg
 from fullshard.observe.files import write_text
 from fullshard.observe.record import RunRecord, read_runs
 
-_TROUBLE = ("failure", "restart", "rollback", "skip", "preemption", "shrink", "growth")
+_TROUBLE = ("failure", "restart", "rollback", "skip", "preemption", "shrink", "growth", "replica", "slow")
 _MOST_ROWS = 200
 _STYLE = """
 :root { color-scheme: light dark; --text: #1d232b; --back: #ffffff; --soft: #5b6673; --line: #d8dee6; --card: #f6f8fa; }

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationError, field_validator
 
 from fullshard.config import values
-from fullshard.config.schema import Device, OnNonFinite
+from fullshard.config.schema import Device, OnNonFinite, OnReplicas
 from fullshard.config.sharding import CheckpointingMode
 from fullshard.config.trackers import PACKAGES
 from fullshard.config.view import View, kept_or_auto, of_run
@@ -132,6 +132,8 @@ class TrainArguments(View):
     check_plan: bool = of_run("training.check_plan")
     nonfinite_gradients: OnNonFinite = of_run("training.nonfinite_gradients")
     nonfinite_limit: int = of_run("training.nonfinite_limit")
+    replica_check: OnReplicas = of_run("training.replica_check")
+    compare_every: int = of_run("training.compare_every")
     log_every: int = Field(10, ge=1, description="Steps between two lines")
     log_with: str | None = Field(
         None,

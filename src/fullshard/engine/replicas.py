@@ -1,0 +1,286 @@
+"""Whether replicas hold the same weights: a bit that has flipped in one of them is found, named, and mended if asked.
+
+The weights of a rank are added up as 64-bit integers, which is one pass over them and notices every flip. Only when
+sums differ are parameters, and what optimizers keep for them, compared one by one. What most replicas have is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import ConfigError, ReplicaError
+from fullshard.core.journal import JOURNAL, Happening
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.sharded_tensor import ShardedTensor
+
+OnDifference = Literal["raise", "heal", "off"]
+_SHOWN = 3
+_BLOCK = 4096
+"""Elements compared at a time when the first one that differs is looked for."""
+_FACTOR = 1_000_003
+_WEIGHTS = ("", "weights")
+"""What of a parameter weights are; else the class of an optimizer, and the name of what it keeps."""
+
+Item = tuple[str, str, str]
+"""A parameter's name, and what of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """What a rank has of every item that replicas have, too."""
+
+    rank: int
+    where: str
+    row: int
+    column: int
+    hashes: dict[Item, bytes]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.where})"
+
+
+class Replicas:
+    """Of one model.
+
+    Args:
+        mesh: the ranks that share it; those with the same place along the shard axis are replicas of one another.
+        buckets: all of them.
+        optimizers: that have stepped it.
+
+    Attributes:
+        policy: what becomes of weights that differ: an error on all ranks, those of most replicas, or nothing.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        buckets: Callable[[], Sequence[Bucket]],
+        optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
+    ) -> None:
+        self._mesh, self._buckets, self._optimizers = mesh, buckets, optimizers
+        self.policy: OnDifference = "raise"
+
+    def choose(self, policy: str) -> None:
+        """Set `policy`.
+
+        Raises:
+            ConfigError: there is no such policy, or there are no replicas to heal from.
+        """
+        if policy not in get_args(OnDifference):
+            raise ConfigError(f"no policy {policy!r} for replicas that differ", hint="use raise, heal or off")
+        if policy == "heal" and self._mesh.replicate_size == 1 < self._mesh.world_size:
+            raise ConfigError(
+                "replica_check = heal, and every weight is on one rank only: there is nothing to heal from",
+                hint="replicas are those of NO_SHARD and HYBRID_SHARD; use raise, or leave it out",
+            )
+        self.policy = policy  # type: ignore[assignment]
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is another replica of what this rank has."""
+        return self._mesh.replicate_size > 1
+
+    @torch.no_grad()
+    def digest(self) -> int:
+        """64 bits, signed, of all weights of this rank; another number if any bit of them is another."""
+        parts = [b.main.view(torch.int64).sum().to(self._mesh.device) for b in self._buckets() if b.main.numel()]
+        found = 0
+        for part in torch.stack(parts).tolist() if parts else ():
+            found = (found * _FACTOR + part) & (2**64 - 1)  # an odd factor loses none of them
+        return found - 2**64 if found >= 2**63 else found
+
+    def settle(self, step: int) -> None:
+        """Digests differ somewhere: find out where, and heal it or raise. A collective.
+
+        Args:
+            step: of this process, counted from 1.
+
+        Raises:
+            ReplicaError: on all ranks, unless all was healed.
+        """
+        holdings = self._compare()
+        differing = sorted({item for items in _by_column(holdings).values() for item in _differing(items)})
+        weights = list(dict.fromkeys(name for name, *what in differing if tuple(what) == _WEIGHTS))
+        if not weights:
+            return  # of what lies between parameters
+        odd = _odd_ones(holdings)
+        more = f" and {len(weights) - _SHOWN} more" if len(weights) > _SHOWN else ""
+        subject = f"replicas hold different weights: {', '.join(weights[:_SHOWN])}{more}"
+        if odd is None:
+            apart = _first_apart(holdings)
+            text = f"{subject} of {' and '.join(map(str, apart))}{self._values(weights[0], apart)}"
+        else:
+            text = f"{subject} of {' and '.join(map(str, odd))}, unlike {self._mesh.replicate_size - 1} other replicas"
+        heals = self.policy == "heal" and odd is not None
+        named = apart if odd is None else odd
+        if self._mesh.rank == 0:
+            details = {"ranks": [h.rank for h in named], "parameters": weights[:_SHOWN], "healed": heals}
+            JOURNAL.note(Happening.REPLICA, text, rank=named[0].rank, **details)
+        if not heals:
+            raise ReplicaError(f"rank {self._mesh.rank}, step {step} of this process: {text}", hint=_hint(odd is None))
+        self._copy({(column, item): row for column, item, row in _sources(holdings)})
+        self._say(f"{text}; it has their weights and optimizer state again")
+
+    def heal_from(self, rank: int) -> list[str]:
+        """Give all replicas what the one of `rank` has, weights and optimizer state. A collective.
+
+        Returns:
+            The parameters that were not the same.
+        """
+        holdings = self._compare()
+        row = next((holding.row for holding in holdings if holding.rank == rank), None)
+        if row is None:
+            raise ConfigError(f"heal_replicas(from_rank={rank}): no such rank shares this model")
+        wrong = {(c, item): row for c, items in _by_column(holdings).items() for item in _differing(items)}
+        self._copy(wrong)
+        return sorted({item[0] for _, item in wrong})
+
+    # -- what there is ------------------------------------------------------------------------------------------
+
+    def _items(self) -> Iterator[tuple[Item, torch.Tensor]]:
+        for bucket in self._buckets():
+            for index, parameter in enumerate(bucket.sharded_parameters):
+                yield (parameter.name, *_WEIGHTS), bucket.main[bucket.slices[index]]
+                for optimizer in self._optimizers():
+                    if parameter not in optimizer.state:
+                        continue
+                    for key, value in optimizer.state[parameter].items():
+                        if isinstance(value, torch.Tensor):
+                            local = value.local if isinstance(value, ShardedTensor) else value.detach()
+                            yield (parameter.name, type(optimizer).__name__, str(key)), local
+
+    @torch.no_grad()
+    def _compare(self) -> list[_Holding]:
+        """What every rank has, the same on all of them. A collective."""
+        mesh, host = self._mesh, f"process {os.getpid()} on {socket.gethostname()}"
+        hashes = {item: _hash(tensor) for item, tensor in self._items()}
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        own = _Holding(rank, host, mesh.replicate_rank, mesh.shard_rank, hashes)
+        return mesh.all_gather_object(own)
+
+    @torch.no_grad()
+    def _values(self, name: str, apart: Sequence[_Holding]) -> str:
+        """The first element of a parameter that differs, as two ranks have it. A collective."""
+        mesh, rank = self._mesh, dist.get_rank()
+        held, start = self._local(name) if any(holding.rank == rank for holding in apart) else (None, 0)
+        blocks = None if held is None else (start, [_hash(block) for block in held.split(_BLOCK)])
+        (start, first), (_, second) = filter(None, mesh.all_gather_object(blocks))
+        begin = next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b) * _BLOCK
+        block = None if held is None else (rank, held[begin : begin + _BLOCK].cpu().clone())
+        (one, a), (other, b) = filter(None, mesh.all_gather_object(block))
+        differs = (a.view(torch.uint8).view(len(a), -1) != b.view(torch.uint8).view(len(b), -1)).any(1)
+        place = int(differs.nonzero()[0])
+        number = start + begin + place
+        return f"; element {number} is {a[place].item():g} on rank {one}, {b[place].item():g} on rank {other}"
+
+    def _local(self, name: str) -> tuple[torch.Tensor, int]:
+        """This rank's part of a parameter, and which element of it is the first."""
+        for bucket in self._buckets():
+            for index, parameter in enumerate(bucket.sharded_parameters):
+                if parameter.name == name:
+                    start = bucket.layout.interval(index, self._mesh.shard_rank).start
+                    return bucket.main[bucket.slices[index]], start
+        raise AssertionError(name)
+
+    @torch.no_grad()
+    def _copy(self, sources: dict[tuple[int, Item], int]) -> None:
+        """Have items, by column, from the replica in that row. A collective of each column's ranks."""
+        mesh, group = self._mesh, self._mesh.replicate_group
+        assert group is not None  # noqa: S101 -- something differs, so there are replicas
+        held = dict(self._items())
+        for (column, item), row in sorted(sources.items()):
+            if column != mesh.shard_rank:
+                continue
+            tensor = held[item]
+            sent = tensor.reshape(-1).view(torch.uint8).to(mesh.device, copy=True)
+            dist.broadcast(sent, src=dist.get_global_rank(group, row), group=group)
+            if mesh.replicate_rank != row:
+                tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
+        for bucket in self._buckets():
+            bucket.touch()
+
+    def _say(self, text: str) -> None:
+        if self._mesh.rank == 0:
+            sys.stderr.write(f"fullshard: {text}\n")
+            sys.stderr.flush()
+
+
+def _hint(is_even: bool) -> str:
+    if is_even:
+        return (
+            "as many replicas say one thing as the other, so you decide: a value that is far off is the wrong one, and "
+            "model.heal_replicas(from_rank=...) gives all of them the weights of that rank; or go on from a checkpoint"
+        )
+    return (
+        "go on from a checkpoint; training.replica_check = heal (model.set_replica_check('heal')) takes the weights of "
+        "the other replicas. A host that is named more than once has broken memory"
+    )
+
+
+def _hash(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().reshape(-1).view(torch.uint8).cpu().contiguous().numpy()
+    return hashlib.blake2b(data.data, digest_size=8).digest()
+
+
+def _by_column(holdings: Sequence[_Holding]) -> dict[int, dict[Item, list[tuple[bytes, _Holding]]]]:
+    """Of each place along the shard axis, what its replicas have, of items that all of them have."""
+    columns: dict[int, list[_Holding]] = {}
+    for holding in sorted(holdings, key=lambda h: h.row):
+        columns.setdefault(holding.column, []).append(holding)
+    return {
+        column: {
+            item: [(holding.hashes[item], holding) for holding in own]
+            for item in own[0].hashes
+            if all(item in holding.hashes for holding in own)
+        }
+        for column, own in columns.items()
+    }
+
+
+def _differing(items: dict[Item, list[tuple[bytes, Any]]]) -> list[Item]:
+    return [item for item, held in items.items() if len({value for value, _ in held}) > 1]
+
+
+def _majority(held: Sequence[tuple[bytes, _Holding]]) -> bytes | None:
+    value, count = Counter(value for value, _ in held).most_common(1)[0]
+    return value if 2 * count > len(held) else None
+
+
+def _odd_ones(holdings: Sequence[_Holding]) -> list[_Holding] | None:
+    """The ranks that have something else than most of their replicas; None if of something there is no such most."""
+    odd: dict[int, _Holding] = {}
+    for items in _by_column(holdings).values():
+        for item in _differing(items):
+            right = _majority(items[item])
+            if right is None:
+                return None
+            odd |= {holding.rank: holding for value, holding in items[item] if value != right}
+    return [odd[rank] for rank in sorted(odd)]
+
+
+def _first_apart(holdings: Sequence[_Holding]) -> tuple[_Holding, _Holding]:
+    """Two replicas that have other weights of the first parameter that any do."""
+    for items in _by_column(holdings).values():
+        for item in sorted(item for item in _differing(items) if item[1:] == _WEIGHTS):
+            held = items[item]
+            return held[0][1], next(holding for value, holding in held if value != held[0][0])
+    raise AssertionError
+
+
+def _sources(holdings: Sequence[_Holding]) -> Iterator[tuple[int, Item, int]]:
+    """Column, item, and the first row that has it as most have."""
+    for column, items in _by_column(holdings).items():
+        for item in _differing(items):
+            right = _majority(items[item])
+            yield column, item, next(holding.row for value, holding in items[item] if value == right)
