@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.core.dtypes import itemsize
-from fullshard.plan.activations import BACKWARD_LOSS_NBYTES, layer_activations
+from fullshard.plan.activations import layer_activations
 from fullshard.plan.job import Job
+from fullshard.plan.losses import BACKWARD_LOSS_NBYTES
 from fullshard.plan.memory import fragments_nbytes
 from fullshard.plan.methods import apply_method
 from fullshard.plan.shapes import Block, ModelShape, UnitShape

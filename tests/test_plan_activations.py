@@ -17,13 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from fullshard.core.errors import ConfigError
-from fullshard.plan.activations import (
-    BACKWARD_LOSS_NBYTES,
-    KEPT_BY_ACTIVATION,
-    LogitsNbytes,
-    layer_activations,
-    logits_nbytes,
-)
+from fullshard.plan.activations import KEPT_BY_ACTIVATION, layer_activations
 from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.job import Job
 from fullshard.plan.methods import apply_method
@@ -280,35 +274,6 @@ def test_a_selective_checkpoint_keeps_what_the_formula_says(kind: str, precision
     predicted = layer_activations(shape.blocks[0], Job.of(of_job)).kept
     measured = held_by_checkpoints(AutoConfig.for_model(**values), PRECISIONS[precision], "sdpa")
     assert predicted == pytest.approx(measured, rel=0.02)
-
-
-def test_the_loss_needs_what_the_formula_says() -> None:
-    """The three float32 tensors of cross entropy's backward, counted by their sizes."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    produced = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.dtype == torch.float32 and out.numel() == 64 * 1000:
-                produced.append(str(function))
-            return out
-
-    logits = torch.randn(64, 1000, dtype=torch.bfloat16, requires_grad=True)
-    with Count():
-        torch.nn.functional.cross_entropy(logits.float(), torch.zeros(64, dtype=torch.long)).backward()
-    names = [name.split(".")[1] for name in produced if "clone" not in name and "detach" not in name]
-    assert names == ["_to_copy", "_log_softmax", "nll_loss_backward", "_log_softmax_backward_data"]
-    assert len(names[1:]) * 4 == BACKWARD_LOSS_NBYTES
-
-
-def test_logits_of_a_large_vocabulary() -> None:
-    shape, _ = from_config({**LLAMA, "model_type": "llama", "vocab_size": 128256}, where="x")
-    job = Job.of({"precision": "bf16", "micro_batch": 2, "seq_len": 8192})
-    elements = 2 * 8192 * 128256
-    assert logits_nbytes(shape, job) == LogitsNbytes(10 * elements, 14 * elements, 2 * elements)
-    assert logits_nbytes(shape, job.model_copy(update={"loss": "fused"})) == LogitsNbytes(0, 0, 0)
 
 
 def test_checkpointing_trades_kept_for_recomputed() -> None:

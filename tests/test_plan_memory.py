@@ -247,9 +247,7 @@ def _train(case: Case) -> Any:
         for number in range(case.accumulation):
             cast(FSDPModule, model).set_is_last_backward(number == case.accumulation - 1)
             if case.vocab:
-                output = model(tokens, labels=tokens)
-                output.loss.backward()
-                del output
+                model(tokens, labels=tokens).loss.backward()
             else:
                 model(tokens).float().square().mean().backward()
         optimizer.step()

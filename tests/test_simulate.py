@@ -149,3 +149,12 @@ def test_refusals() -> None:
         simulate(transformers_model(SMALL), Job.of({"method": "lora"}), world_size=4)
     with pytest.raises(ConfigError, match="does not divide"):
         simulate(transformers_model(SMALL), Job.of({"strategy": "HYBRID_SHARD", "shard_size": 3}), world_size=4)
+
+
+def test_the_embeddings_as_units() -> None:
+    """The loss is taken inside the model's forward, so backward comes to the outermost unit before the head."""
+    job = Job.of({"seq_len": 16, "wrap_embeddings": True, "accumulation": 2})
+    result = simulate(transformers_model(SMALL), job, world_size=4)
+    assert result.differences == []
+    begun = [event.unit for event in result.events if event.kind is EventKind.BACKWARD_BEGIN]
+    assert begun[:2] == ["", "lm_head"]

@@ -58,6 +58,7 @@ def model_shape(
         tied=family.tied if family else False,
         encoder_decoder=family.encoder_decoder if family else False,
         calls=tuple(names[id(plan.modules[0])] for plan in calls),
+        capped_logits=family.capped_logits if family else False,
     )
     return shape.with_adapter_inputs() if _drops_adapter_inputs(model) else shape
 

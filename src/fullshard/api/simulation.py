@@ -116,7 +116,9 @@ def simulate(
         job: how it is trained; whole models only (`method="full"`).
         world_size: ranks to pretend.
         rank: which of them to be.
-        run: a forward and its loss. Default: token ids of the job's shape into a causal language model.
+        run: a forward and its loss. Default: token ids and labels of the job's shape into a causal language model,
+            which takes the loss inside its forward. With `wrap_embeddings` that decides whether backward comes to the
+            outermost unit first, as planned, or to the head.
 
     Raises:
         ConfigError: a rank that does not exist, a job that cannot be simulated, or a mesh that does not fit.
@@ -257,8 +259,8 @@ def _causal_step(job: Job) -> Step:
                 inputs |= {"input_ids": tokens, "attention_mask": mask}
         else:
             inputs = {"input_ids": tokens, "attention_mask": mask}
-        logits: torch.Tensor = model(**inputs).logits
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+        loss: torch.Tensor = model(**inputs, labels=tokens).loss
+        return loss
 
     return run
 

@@ -30,11 +30,7 @@ from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.job import Job
-from fullshard.plan.shapes import Block, ModelShape
-
-BACKWARD_LOSS_NBYTES = 12
-"""Per logit at the worst moment of the loss's backward: log-softmax's output, its gradient and that of its input, each
-in float32. `cross_entropy` saves nothing else."""
+from fullshard.plan.shapes import Block
 
 KEPT_BY_ACTIVATION = {
     "gelu": 1,
@@ -76,27 +72,29 @@ class LayerActivations:
         inputs: of them, the layer's own input.
         recomputed: made again in its backward, which then holds them on top of `kept`.
         working: temporaries of its backward: gradients of the widest tensors.
+        in_product: those that are there while the gradient of a large weight is made: one of the widest is not.
     """
 
     kept: int
     inputs: int
     recomputed: int
     working: int
+    in_product: int
 
 
 def layer_activations(block: Block, job: Job, *, on_cpu: bool = False) -> LayerActivations:
     """What one layer needs; `on_cpu`: by torch's CPU kernels, which draw dropout's masks in the compute dtype."""
     width = itemsize(job.compute_dtype)
     whole = _saved_per_token(block, job, width, on_cpu=on_cpu)
-    working = width * ((3 if block.gated else 2) * block.active_intermediate + 2 * block.hidden)
-    tokens = job.tokens
-    inputs = width * block.hidden * tokens
+    tokens, widest = job.tokens, width * block.active_intermediate
+    working = ((3 if block.gated else 2) * widest + 2 * width * block.hidden) * tokens
+    inputs, temporaries = width * block.hidden * tokens, (working, working - widest * tokens)
     if job.checkpointing == "none":
-        return LayerActivations(whole * tokens, inputs, 0, working * tokens)
+        return LayerActivations(whole * tokens, inputs, 0, *temporaries)
     if job.checkpointing == "full":
-        return LayerActivations(inputs, inputs, whole * tokens, working * tokens)
+        return LayerActivations(inputs, inputs, whole * tokens, *temporaries)
     kept = min(_selected_per_token(block, width), whole)
-    return LayerActivations(kept * tokens, inputs, (whole - kept) * tokens, working * tokens)
+    return LayerActivations(kept * tokens, inputs, (whole - kept) * tokens, *temporaries)
 
 
 def page_nbytes(block: Block, job: Job) -> int:
@@ -194,30 +192,3 @@ def _selected_per_token(block: Block, width: int) -> int:
     """
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
     return width * (2 * block.hidden + 2 * queries + keys + block.active_intermediate)
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsNbytes:
-    """Bytes of the logits and of what the loss makes of them.
-
-    Attributes:
-        forward: at the end of forward: the logits in the compute dtype, the float32 copy that Transformers' loss makes,
-            and log-softmax's output.
-        loss: at the worst moment of the loss's backward.
-        head: when the gradient of the head's weight is there and that of the logits is not any more.
-    """
-
-    forward: int
-    loss: int
-    head: int
-
-
-def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
-    """What a micro-batch needs. A fused loss (Liger and others) holds one chunk, a few per cent, which is left out."""
-    if not model.vocab or job.loss == "fused":
-        return LogitsNbytes(0, 0, 0)
-    width = itemsize(job.compute_dtype)
-    elements = job.tokens * model.vocab
-    copy = 4 if width < 4 else 0
-    # Transformers hands the logits back to the caller, so they live on in the output while backward runs.
-    return LogitsNbytes(elements * (width + copy + 4), elements * (width + BACKWARD_LOSS_NBYTES), elements * width)

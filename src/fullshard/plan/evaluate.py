@@ -18,6 +18,7 @@ from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, lay_out
+from fullshard.plan.losses import loss_note
 from fullshard.plan.matrices import matrix_work
 from fullshard.plan.memory import Memory, PlanSetting, memory_of
 from fullshard.plan.methods import apply_method
@@ -233,11 +234,8 @@ def notes_of(plan: Plan) -> list[str]:
         )
     if plan.job.precision == "bf16" and not device.has_bfloat16:
         notes.append(f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)")
-    if plan.job.loss == "eager" and plan.model.vocab:
-        notes.append(
-            "the loss is Transformers' own, which keeps whole logits in float32 (--loss fused: in chunks, as "
-            "use_chunked_loss does)"
-        )
+    if said := loss_note(plan.model, plan.job):
+        notes.append(said)
     if plan.job.on_host and plan.cluster.device.is_cpu:
         notes.append("offload saves nothing here: a CPU computes in host memory")
     if plan.job.reshard_after_forward == "auto":
@@ -318,7 +316,7 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "selective activation checkpointing", {"checkpointing": "selective"}
     if job.checkpointing != "full":
         yield "full activation checkpointing", {"checkpointing": "full"}
-    if job.loss == "eager":
+    if job.loss != "fused":
         yield "a loss in chunks (use_chunked_loss), which never holds whole logits", {"loss": "fused"}
     if job.strategy != "FULL_SHARD":
         yield "FULL_SHARD", {"strategy": "FULL_SHARD", "shard_size": None}

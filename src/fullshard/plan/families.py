@@ -87,7 +87,8 @@ def _llama_like(fields: Fields, kind: _Decoder) -> ModelShape:
         units.append(UnitShape(prefix, (*attention, *feed_forward, *norms), layer))
     head = [] if tied else head_weights("lm_head", hidden, vocab)
     root = [*embedding_weights("model.embed_tokens", vocab, hidden), *norm_weights("model.norm", hidden), *head]
-    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
+    capped = kind.caps_scores and fields.values.get("final_logit_softcapping", 30.0) is not None
+    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied, capped_logits=capped)
 
 
 def _attention(

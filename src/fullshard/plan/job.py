@@ -21,7 +21,7 @@ from fullshard.plan.schedule import ScheduleOptions
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "soap", "sgd", "sgd-momentum", "none"]
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
-Loss = Literal["eager", "fused"]
+Loss = Literal["eager", "kernel", "fused"]
 
 
 def _checkpointing(kind: str) -> Mapping[str, Any]:
@@ -87,7 +87,14 @@ class Job(View):
     attention: Kernel = Field(
         "flash", description="flash (version 2), flash1, flash3 or sdpa, which keep no scores, or eager, which does"
     )
-    loss: Loss = Field("eager", description="eager keeps whole logits; fused computes the loss in chunks")
+    loss: Loss = Field(
+        "eager",
+        description="eager is Transformers' own, in float32; kernel is one kernel on whole logits, not in float32; "
+        "fused computes the loss in chunks",
+    )
+    keeps_outputs: bool = Field(
+        False, description="The loop keeps the model's outputs, logits among them, until backward is over"
+    )
     forward_prefetch: bool = of_run("sharding.forward_prefetch")
     backward_prefetch: BackwardPrefetch = of_run("sharding.backward_prefetch")
 

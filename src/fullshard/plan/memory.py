@@ -28,9 +28,10 @@ from fullshard.core.events import Event, EventKind
 from fullshard.core.offload import Offload
 from fullshard.core.route import Route
 from fullshard.core.sizes import LONG_NBYTES
-from fullshard.plan.activations import LayerActivations, LogitsNbytes, layer_activations, logits_nbytes
+from fullshard.plan.activations import LayerActivations, layer_activations
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
+from fullshard.plan.losses import LogitsNbytes, logits_nbytes
 from fullshard.plan.matrices import MatrixWork
 from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.shapes import ModelShape
@@ -385,11 +386,12 @@ class _Ledger:
         self.now["logits"] = 0
         self.backward_of = unit.name
         layer = self.layers.get(unit.name)
-        working = 0
-        if layer is not None:
-            self.now["activations"] += layer.recomputed
-            working = layer.working + self._dequantised(unit)
-        return [*self._for_a_moment({"activations": working}), *self._collect(unit, working)]
+        if layer is None:
+            return self._collect(unit)
+        self.now["activations"] += layer.recomputed
+        working, in_product = (each + self._dequantised(unit) for each in (layer.working, layer.in_product))
+        moments = [*self._for_a_moment({"activations": working}), *self._collect(unit, in_product)]
+        return moments + self._for_a_moment({"activations": working})
 
     def _leave_loss(self) -> list[dict[str, int]]:
         """The loss's backward, and what is left of it when the head's begins."""

@@ -153,6 +153,7 @@ class ModelShape:
         tied: whether the head shares the embedding's parameter.
         encoder_decoder: whether half of the tokens pass an encoder.
         calls: names of the inner units in the order their forwards begin; empty: definition order.
+        capped_logits: whether logits pass a tanh, which keeps what it has made.
         is_final: whether dtypes and trainability are those of the run already, so that no training method applies.
     """
 
@@ -164,6 +165,7 @@ class ModelShape:
     encoder_decoder: bool = False
     calls: tuple[str, ...] = ()
     is_final: bool = False
+    capped_logits: bool = False
 
     @property
     def root(self) -> UnitShape:
