@@ -372,6 +372,7 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "step_in_backward": ({}, True),
     "attention": ({}, "eager"),
     "loss": ({}, "fused"),
+    "keeps_outputs": ({}, True),
     "forward_prefetch": ({}, False),
     "backward_prefetch": ({}, "NO_PREFETCH"),
 }

@@ -321,9 +321,8 @@ class _Clock:
         beside = float("inf") if not device.is_cpu else bandwidth
         self.weights = {name: unit.full_nbytes / beside for name, unit in self.layouts.items()}
         # log-softmax 2, picking the targets' 1, its backward 3; three are new. One kernel reads twice, writes once.
-        logits = (
-            {"eager": 4, "kernel": itemsize(job.compute_dtype) / 2, "fused": 0}[job.loss] * model.vocab * job.tokens
-        )
+        of_a_logit = {"eager": 4, "kernel": itemsize(job.compute_dtype) // 2, "fused": 0}[job.loss]
+        logits = of_a_logit * model.vocab * job.tokens
         self.loss = 6 * logits / bandwidth + (
             3 * _fresh(logits) / device.fresh_bandwidth if device.fresh_bandwidth else 0
         )
