@@ -67,6 +67,8 @@ def peer_memory(model: ModelShape, job: Job, peer: Peer, *, ranks: int) -> dict[
         peer: the engine and how it was measured.
         ranks: devices.
     """
+    if peer.dropout and job.method != "full":
+        job = job.model_copy(update={"lora_dropout": 0.1})
     trained = apply_method(model, job)
     persistent = _persistent(trained, job, peer, ranks)
     loss, layer = _loss_moment(trained, job, peer), _layer_moment(trained, job, peer, ranks)
@@ -131,24 +133,8 @@ def _layer_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[s
         "activations kept": _kept(model, job),
         "one layer recomputed": layer.recomputed,
         "temporaries": layer.working,
-        "LoRA inputs": _lora_inputs(unit, block, job, peer) if job.method != "full" else 0,
         "unpacked weight": 2 * packed * compute,
         # Reductions under way: gradients in the compute dtype, and the reduce input in that of the sum.
         "unsharded gradients": trained * (compute + width),
         "gradients": on_device * model.trainable_numel * width // ranks,
     }
-
-
-def _lora_inputs(unit: UnitShape, block: Block, job: Job, peer: Peer) -> int:
-    """PEFT: the input cast to the adapter's dtype, dropped out, and the mask, for every target.
-
-    Under autocast the product casts it back, so the copy is in the compute dtype. The inputs that the targets share are
-    in the formula of the layer already, once.
-    """
-    if not peer.dropout:
-        return 0
-    compute = itemsize(job.compute_dtype)
-    copy = compute if job.precision == "bf16" else itemsize(peer.adapter_dtype)
-    inputs = sum(p.shape[1] for p in unit.parameters if ".lora_A." in p.name)
-    shared = compute * (2 * block.hidden + block.intermediate)
-    return max(0, inputs * (copy + 1) - shared) * job.tokens

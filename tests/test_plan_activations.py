@@ -213,25 +213,39 @@ def test_a_wrong_field_is_refused(changes: dict[str, Any]) -> None:
         from_config(configuration("gpt2", 1, **changes), where="config.json")
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj"])
-def test_what_adapters_drop_out_is_kept(targets: str) -> None:
-    """PEFT's own: a copy and a mask for every adapter, in one layer more."""
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("targets", "precision", "dtype"),
+    [
+        ("all-linear", "no", "float32"),
+        ("q_proj,v_proj", "no", "float32"),
+        ("all-linear", "no", "bfloat16"),
+        ("k_proj,o_proj,down_proj", "no", "bfloat16"),
+        ("all-linear", "bf16", "bfloat16"),
+        ("gate_proj", "bf16", "bfloat16"),
+    ],
+)
+def test_what_adapters_read_is_kept(targets: str, precision: str, dtype: str, dropout: float) -> None:
+    """PEFT's own, in one layer more: what is cast is a copy for every adapter, and so is what is dropped out."""
     from peft import LoraConfig, get_peft_model
 
     totals = []
     for layers in (1, 2):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**configuration("llama", layers)))
+        config = AutoConfig.for_model(**configuration("llama", layers))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         names = targets if targets == "all-linear" else targets.split(",")
-        model = get_peft_model(model, LoraConfig(r=8, lora_dropout=0.1, target_modules=names)).train()
+        model = get_peft_model(model, LoraConfig(r=8, lora_dropout=dropout, target_modules=names)).train()
+        if precision == "bf16":  # unsharded, adapters are in it, too
+            model.to(torch.bfloat16)
         with saving(model.parameters()) as storages:
             model(input_ids=torch.full((BATCH, SEQUENCE), 3), use_cache=False)
         totals.append(sum(storage.nbytes() for storage in storages.values()))
-    settings = {"method": "lora", "lora_dropout": 0.1, "lora_targets": targets, "base_dtype": "float32"}
-    job = Job.of({**settings, "precision": "no", "attention": "sdpa", "micro_batch": BATCH, "seq_len": SEQUENCE})
+    settings = {"method": "lora", "lora_dropout": dropout, "lora_targets": targets, "base_dtype": dtype}
+    job = Job.of({**settings, "precision": precision, "attention": "sdpa", "micro_batch": BATCH, "seq_len": SEQUENCE})
     shape = apply_method(from_config(configuration("llama", 1), where="x")[0], job)
     predicted, measured = layer_activations(shape.blocks[0], job, on_cpu=True).kept, totals[1] - totals[0]
     print(f"{targets}: predicted {predicted}, saved {measured}, {predicted / measured:.3f}")
-    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted == pytest.approx(measured, rel=0.03)
 
 
 def held_by_checkpoints(config: Any, dtype: torch.dtype, attention: str) -> int:

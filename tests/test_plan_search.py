@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,11 +37,17 @@ SITUATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "7B in four bits": ("Llama-2-7B", "2xRTX3090", {"method": "qlora", "micro_batch": 4}),
     "mixture": ("Mixtral-8x7B", "64xH100", {"seq_len": 4096}),
     "70B": ("Llama-3.1-70B", "64xH100", {"micro_batch": 2, "seq_len": 4096}),
+    "8B in four bits, one card": ("Llama-3.1-8B", "1xRTX4090", {"method": "qlora", "micro_batch": 4}),
+    "8B, PCIe": ("Llama-3.1-8B", "8xL40S", {"seq_len": 4096}),
+    "8B, very long": ("Llama-3.1-8B", "8xH100", {"seq_len": 131072}),
+    "small experts": ("Qwen3-30B-A3B", "64xH100", {"seq_len": 4096}),
 }
 QUICK = ("small, no room",)
+WITH_WHAT_COSTS_NOTHING = ("small, one host", "small, no room", "small, two hosts", "adapters")
+"""Where the other optimizer and loss are tried, too, which are never faster: four times as many plans."""
 
 
-def everything(model: ModelShape, job: Job, cluster: Cluster) -> Iterator[Plan]:
+def everything(model: ModelShape, job: Job, cluster: Cluster, *, tries_all: bool) -> Iterator[Plan]:
     """Each combination that fits below the margin."""
     sizes = [2**power for power in range(1, 12) if 2**power < cluster.count]
     meshes: list[tuple[str, int | None]] = [(name, None) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
@@ -49,12 +56,13 @@ def everything(model: ModelShape, job: Job, cluster: Cluster) -> Iterator[Plan]:
     parts = ("offload_activations", "offload_optimizer_state", "offload_main_weights", "offload")
     hosts: list[dict[str, Any]] = [{}, *({part: True} for part in parts)]
     sequences = job.micro_batch * job.accumulation
-    kinds, flags, losses = ("none", "selective", "full"), (False, True), ("eager", "fused")
+    kinds, flags = ("none", "selective", "full"), (False, True)
+    optimizers, losses = (("adamw", "adamw-fused"), ("eager", "fused")) if tries_all else (("adamw-fused",), ("fused",))
     for (
         strategy,
         shard_size,
     ), checkpointing, host, in_backward, embeddings, optimizer, loss, size in itertools.product(
-        meshes, kinds, hosts, flags, flags, ("adamw", "adamw-fused"), losses, (1, 2, 4, 8, 16, 32, 64)
+        meshes, kinds, hosts, flags, flags, optimizers, losses, (1, 2, 4, 8, 16, 32, 64)
     ):
         if size > sequences > 1 or (checkpointing == "selective" and job.compile):
             continue
@@ -80,13 +88,28 @@ def test_no_combination_is_faster(name: str) -> None:
     layers = 7
     share = (model.numel - model.root.numel) * layers / len(model.blocks) / model.numel + model.root.numel / model.numel
     model = dataclasses.replace(model, units=(*model.units[:layers], model.root))
-    memory = round(cluster.device.memory * min(1.0, 2 * share))
+    # Of a very long sequence one layer alone needs most of it.
+    memory = round(cluster.device.memory * (min(1.0, 2 * share) if job.seq_len < 2**17 else 1.0))
     cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
     found = search(model, job, cluster)[0]
-    best = max(everything(model, job, cluster), key=lambda plan: plan.time.tokens_per_second)
+    plans = everything(model, job, cluster, tries_all=name in WITH_WHAT_COSTS_NOTHING)
+    best = max(plans, key=lambda plan: plan.time.tokens_per_second)
     speeds = found.time.tokens_per_second, best.time.tokens_per_second
     print(f"{name}: found {speeds[0]:.0f}, best {speeds[1]:.0f}: {best.job.model_dump(exclude_defaults=True)}")
     assert speeds[0] >= 0.98 * speeds[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_it_answers_within_five_seconds(name: str) -> None:
+    """Of processor time, for the whole model."""
+    model_name, devices, values = SITUATIONS[name]
+    model, cluster, job = load_model(model_name)[0], parse_cluster(devices), Job.of(values)
+    begun = time.process_time()
+    search(model, job, cluster)
+    spent = time.process_time() - begun
+    print(f"{name}: {spent:.1f} s")
+    assert spent < 5
 
 
 def test_bounds_are_bounds() -> None:

@@ -60,7 +60,7 @@ def model_shape(
         calls=tuple(names[id(plan.modules[0])] for plan in calls),
         capped_logits=family.capped_logits if family else False,
     )
-    return shape.with_adapter_inputs() if _drops_adapter_inputs(model) else shape
+    return shape.with_adapters(dropout=_drops_adapter_inputs(model))
 
 
 def _drops_adapter_inputs(model: nn.Module) -> bool:

@@ -17,7 +17,10 @@ queries and the keys (heads times head size). What autograd saves in a layer as 
 | an activation of several operations | `KEPT_BY_ACTIVATION` | each keeps what it needs |
 | mixture | that of each of k experts, + 2 b k H | the tokens gathered for them and their weighted outputs |
 | dropout | b H each on a CPU, else H | its mask |
-| dropout of what adapters read | b + 1 per element (2 b on a CPU) | a copy and its mask for each adapter, by PEFT |
+| frozen projections' inputs | none, but for attention's output | only adapters read them for a weight's gradient |
+| adapters' inputs, of width A in all | b each once; 4 A if they are float32 and nothing else is | PEFT casts for each |
+| dropout of those | A (b + 1), on a CPU 2 b A | a copy and its mask for each adapter |
+| between an adapter's factors | b times its rank | the second one's input |
 
 Compiled, norms and activations fuse, and the partitioner recomputes what is cheap (PyTorch's min-cut partitioner): the
 norms' float32 copies and the activation's output go. Checked against what a real forward saves, for every family and
@@ -30,7 +33,7 @@ from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.job import Job
-from fullshard.plan.shapes import Block
+from fullshard.plan.shapes import Adapters, Block
 
 KEPT_BY_ACTIVATION = {
     "gelu": 1,
@@ -126,13 +129,27 @@ def _saved_per_token(block: Block, job: Job, width: int, *, on_cpu: bool) -> int
         saved += width * block.hidden  # its output, which is multiplied by a gate
     if block.dropout:
         saved += mask * sublayers * block.hidden
-    if block.adapter_inputs:
-        # Where all of them are dropped out, nobody keeps what they share.
-        shared = width * (2 * block.hidden + block.heads * block.head_dim + block.intermediate)
-        saved += max(0, (width + mask) * block.adapter_inputs - shared)
+    if block.adapters is not None:
+        saved += _adapters(block, block.adapters, job, width, on_cpu=on_cpu)
     if block.inner_dropout:
         saved += (mask + width) * block.intermediate
     return saved
+
+
+def _adapters(block: Block, adapters: Adapters, job: Job, width: int, *, on_cpu: bool) -> int:
+    """What they keep, less what a frozen layer does not keep of what its products read.
+
+    PEFT casts what an adapter reads to the adapter's dtype. With a precision both are the compute dtype.
+    """
+    own = itemsize(adapters.dtype) if job.precision == "no" else width
+    kept = own * adapters.ranks
+    if own == width and not adapters.dropout:
+        kept += width * adapters.read_once
+    else:
+        kept += (own + (0 if not adapters.dropout else own if on_cpu else 1)) * adapters.read
+    if block.experts or block.cross_attention:  # theirs are not told apart
+        return max(0, kept - width * adapters.read_once)
+    return kept - width * (2 * block.hidden + block.intermediate)
 
 
 def _norm(block: Block, job: Job, width: int) -> int:

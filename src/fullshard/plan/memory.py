@@ -365,7 +365,7 @@ class _Ledger:
         if unit.name in self.layers:
             layer = self.layers[unit.name]
             self.now["activations"] += layer.kept
-            return self._for_a_moment({"activations": layer.working + self._dequantised(unit)})
+            return self._for_a_moment({"activations": self._temporary(unit, layer)})
         return [self.nbytes]
 
     def _give_up_page(self) -> None:
@@ -389,7 +389,7 @@ class _Ledger:
         if layer is None:
             return self._collect(unit)
         self.now["activations"] += layer.recomputed
-        working, in_product = (each + self._dequantised(unit) for each in (layer.working, layer.in_product))
+        working, in_product = self._temporary(unit, layer), layer.in_product + self._dequantised(unit)
         moments = [*self._for_a_moment({"activations": working}), *self._collect(unit, in_product)]
         return moments + self._for_a_moment({"activations": working})
 
@@ -399,6 +399,10 @@ class _Ledger:
         moments = [self.nbytes]
         self.now["logits"] = self.logits.head
         return moments
+
+    def _temporary(self, unit: UnitLayout, layer: LayerActivations) -> int:
+        """Between two products, or in one, which unpacks its weight."""
+        return max(layer.working, layer.in_product + self._dequantised(unit))
 
     def _dequantised(self, unit: UnitLayout) -> int:
         """A 4-bit layer unpacks its weight for each product: the largest, two elements per byte, in compute dtype."""

@@ -49,8 +49,7 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
             yield ParameterShape(f"{stem}.lora_A.default.weight", (job.adapter_rank, columns), role="adapter")
             yield ParameterShape(f"{stem}.lora_B.default.weight", (rows, job.adapter_rank), role="adapter")
 
-    adapted = model.map(change)
-    return adapted.with_adapter_inputs() if job.lora_dropout else adapted
+    return model.map(change).with_adapters(dropout=bool(job.lora_dropout))
 
 
 def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:

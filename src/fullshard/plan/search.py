@@ -160,10 +160,15 @@ def _with_layers(model: ModelShape, count: int) -> ModelShape:
 
 
 class _Line:
-    """Jobs that differ in the micro-batch alone: those that may fit, the largest first."""
+    """Jobs that differ in the micro-batch alone: those that may fit, the largest first.
+
+    Attributes:
+        is_of_embeddings: whether embeddings are units in them.
+    """
 
     def __init__(self, bounds: _Bounds, job: Job, values: Mapping[str, Any]) -> None:
         self._bounds, self._job, self._values = bounds, job, values
+        self.is_of_embeddings = bool(values.get("wrap_embeddings")) and not values.get("offload")
         self._sequences = job.micro_batch * job.accumulation
         self._left = [size for size in _MICRO_BATCHES if size <= self._sequences or self._sequences == 1]
         self._known: dict[int, _Candidate | None] = {}
@@ -213,13 +218,18 @@ def _groups(bounds: _Bounds, job: Job, fixed: frozenset[str]) -> Iterator[_Group
 
 
 def _first(group: _Group) -> Iterator[tuple[_Candidate, _Group]]:
-    """The two largest micro-batches with nothing switched on, and what the switches make room for beyond them."""
+    """The two largest micro-batches with nothing switched on, and what the switches make room for beyond them.
+
+    With embeddings as units the largest as it is, too: where links are slow, a root that is sent in three parts beside
+    computing is faster than one that is sent at once.
+    """
     plain, *switched = group
     found = list(itertools.islice(plain, 2))
     yield from ((candidate, group) for candidate in found)
     reached = found[0].job.micro_batch if found else 0
     for line in switched:
-        yield from ((candidate, group) for candidate in itertools.islice(line.above(reached), 1))
+        least = reached - 1 if line.is_of_embeddings else reached
+        yield from ((candidate, group) for candidate in itertools.islice(line.above(least), 1))
 
 
 def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:

@@ -61,6 +61,40 @@ whose weight multiplies before the result is cast; T5's, which multiplies the un
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """Those of one layer, per token.
+
+    Attributes:
+        read: widths of all that they read, added up.
+        read_once: the same with what several read counted once, and without attention's output, which is kept anyway.
+        ranks: of all, added up.
+        dtype: in which they are stored.
+        dropout: whether they drop out what they read.
+    """
+
+    read: int
+    read_once: int
+    ranks: int
+    dtype: str = "float32"
+    dropout: bool = False
+
+    @classmethod
+    def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Adapters | None:
+        """Those among a layer's parameters, by PEFT's names; None if there are none."""
+        factors = [p for p in parameters if ".lora_A." in p.name]
+        if not factors:
+            return None
+        paths = [p.name.partition(".lora_A.")[0].rpartition(".") for p in factors]
+        once = {(parent, p.shape[1]) for (parent, _, leaf), p in zip(paths, factors, strict=True) if leaf not in _LAST}
+        read, ranks = (sum(p.shape[dim] for p in factors) for dim in (1, 0))
+        return cls(read, sum(width for _, width in once), ranks, factors[0].dtype, dropout)
+
+
+_LAST = ("o_proj", "out_proj", "o")
+"""Attention's last projections."""
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """What a transformer layer computes, per token.
 
@@ -89,7 +123,7 @@ class Block:
         dropout: whether a sublayer's result is dropped out.
         inner_dropout: whether the activation's is, too.
         attention_dropout: whether attention's scores are.
-        adapter_inputs: widths of all that adapters read and drop out, added up; 0: without dropout.
+        adapters: what they read; None: there are none.
     """
 
     hidden: int
@@ -115,7 +149,7 @@ class Block:
     dropout: bool = False
     inner_dropout: bool = False
     attention_dropout: bool = False
-    adapter_inputs: int = 0
+    adapters: Adapters | None = None
     value_dim: int = 0
     latents: int = 0
     window: int = 0
@@ -222,13 +256,16 @@ class ModelShape:
             calls=(first.name, *self.calls, last.name) if self.calls else (),
         )
 
-    def with_adapter_inputs(self) -> ModelShape:
-        """The model whose adapters drop out what they read, each its own copy."""
-        units = []
-        for unit in self.units:
-            block, read = unit.block, sum(p.shape[1] for p in unit.parameters if ".lora_A." in p.name)
-            changed = None if block is None else dataclasses.replace(block, adapter_inputs=read)
-            units.append(dataclasses.replace(unit, block=changed))
+    def with_adapters(self, *, dropout: bool) -> ModelShape:
+        """The model whose layers say what their adapters read."""
+        units = [
+            unit
+            if unit.block is None
+            else dataclasses.replace(
+                unit, block=dataclasses.replace(unit.block, adapters=Adapters.of(unit.parameters, dropout=dropout))
+            )
+            for unit in self.units
+        ]
         return dataclasses.replace(self, units=tuple(units))
 
     def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> ModelShape:
