@@ -28,7 +28,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.losses import BACKWARD_LOSS_NBYTES
 from fullshard.plan.memory import fragments_nbytes
 from fullshard.plan.methods import apply_method
-from fullshard.plan.shapes import Block, ModelShape, UnitShape
+from fullshard.plan.shapes import ModelShape, UnitShape
 
 Tool = Literal["allocated", "reserved", "nvidia-smi"]
 """What was measured: tensors; what the allocator holds; all the device holds."""
