@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-gpu test-versions test-xla mutants lint format bench bench-more bench-gpu clean
+.PHONY: help venv train test test-full test-gpu test-versions test-xla mutants lint format docs bench bench-more bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -108,6 +108,13 @@ lint: $(VENV)/.dev  ## check style, types and layers
 format: $(VENV)/.dev  ## rewrite the files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP_INSTALL) --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## build the site of the documentation into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
 
 bench: $(VENV)/.bench  ## compare with the other engines on 2 processes (options: ARGS="--quick")
 	$(BIN)/python -m benchmarks.run $(ARGS)

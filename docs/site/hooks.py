@@ -1,0 +1,96 @@
+"""What mkdocs adds to the pages of this folder: pages that lie elsewhere, every command's help, links that lead out."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File, Files
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {
+    "index.md": "README.md",
+    "architecture.md": "ARCHITECTURE.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "examples.md": "examples/README.md",
+}
+"""Pages of the site that are files outside of docs/."""
+WIDTH = 88
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what is not in docs/."""
+    pages = {page: (ROOT / source).read_text(encoding="utf-8") for page, source in ELSEWHERE.items()}
+    for page, text in {**pages, "cli.md": commands(), "decisions/index.md": decisions()}.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Turn links of the repository into links of the site, or to the repository for what the site lacks."""
+    uri = page.file.src_uri
+    folder = posixpath.dirname(ELSEWHERE.get(uri, f"docs/{uri}"))
+
+    def link(found: re.Match[str]) -> str:
+        return found[1] + resolve(found[2], folder, uri, config.repo_url, files) + found[3]
+
+    parts = _FENCE.split(markdown)
+    return "".join(part if index % 2 else _LINK.sub(link, part) for index, part in enumerate(parts))
+
+
+def resolve(target: str, folder: str, uri: str, repository: str, files: Files) -> str:
+    """A link for the page `uri` of the site, from one that holds for a file in this folder of the repository."""
+    base = f"{repository}/blob/main/"
+    if target.startswith(base):
+        target, folder = target.removeprefix(base), ""
+    if target.startswith("#") or re.match(r"\w+:", target):
+        return target
+    path, hash_, anchor = target.partition("#")
+    path = posixpath.normpath(posixpath.join(folder, path))
+    pages = {source: name for name, source in ELSEWHERE.items()}
+    pages["docs/decisions"] = "decisions/index.md"
+    name = pages.get(path, path.removeprefix("docs/"))
+    is_here = path in pages or (path.startswith("docs/") and files.get_file_from_path(name) is not None)
+    if is_here:
+        return posixpath.relpath(name, posixpath.dirname(uri) or ".") + hash_ + anchor
+    if not (ROOT / path).exists():
+        return target  # which mkdocs will find to be wrong
+    return base + path + hash_ + anchor
+
+
+def decisions() -> str:
+    """A list of the decisions by their titles."""
+    lines = ["# Decisions", "", "What was not obvious, and why it was decided so.", ""]
+    for path in sorted((ROOT / "docs" / "decisions").glob("0*.md")):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        lines.append(f"* [{title}]({path.name})")
+    return "\n".join(lines) + "\n"
+
+
+def commands() -> str:
+    """The help of every command, as it is printed."""
+    from fullshard.cli.main import COMMANDS, app, load_command
+
+    os.environ["COLUMNS"], os.environ["NO_COLOR"] = str(WIDTH), "1"
+    lines = ["# Command line", "", _help(app, []), ""]
+    for name in COMMANDS:
+        lines += [f"## fullshard {name}", "", _help(app, [name]), ""]
+        for inner in getattr(load_command(name), "commands", {}):
+            lines += [f"### fullshard {name} {inner}", "", _help(app, [name, inner]), ""]
+    return "\n".join(lines)
+
+
+def _help(app: typer.Typer, words: list[str]) -> str:
+    result = CliRunner().invoke(app, [*words, "--help"], prog_name="fullshard", terminal_width=WIDTH)
+    if result.exit_code:
+        raise RuntimeError(f"fullshard {' '.join(words)} --help: {result.output}")
+    return f"```text\n{result.output.strip()}\n```"
