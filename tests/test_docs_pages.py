@@ -129,7 +129,7 @@ def test_the_first_run(tmp_path: Path) -> None:
     ]
     assert len(wanted) == 3
     for command in wanted:
-        run(f"{command} --seq-len 16" if "train" in command else command, place, proof=False)
+        run(f"{command} --seq-len 16" if " train " in command else command, place, proof=False)
     [code] = [code for language, code in BLOCK.findall(text) if language == "python"]
     subprocess.run([sys.executable, "-c", code], cwd=place, env=environment(), check=True, timeout=120)
 
