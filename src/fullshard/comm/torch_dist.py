@@ -88,6 +88,7 @@ class Alone(Collectives):
     rank = 0
     size = 1
     sends = False
+    adds_in_tree = True
 
     def __init__(self, pages: HostPages | None = None) -> None:
         self.pages = pages or HostPages()

@@ -15,6 +15,7 @@ from fullshard.comm.packing import Packing, packing_for
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
+from fullshard.engine.rounds import check_rounds
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.tile import plain_of, tile_of
 from fullshard.wrap.extended import is_extended
@@ -61,6 +62,11 @@ class Reducing:
     stream: Any = None
     watch: Watch | None = None
 
+    @classmethod
+    def of(cls, policy: MixedPrecisionPolicy, mesh: Mesh) -> Reducing:
+        """An average over the ranks; over virtual ranks a sum, as their share of a loss is the same at any number."""
+        return cls(float(mesh.world_size) if policy.virtual_ranks is None else 1.0)
+
     def call_hook(self, reduced: torch.Tensor) -> None:
         """Call the hook, if there is one, in order with what comes before and after it."""
         if self.hook is None:
@@ -92,6 +98,7 @@ class BucketSpec:
         plan: dtypes, places and bytes, as the planner has them, from when it was made: it may have been frozen then.
         slices: where in this rank's interval each parameter is.
         tiles: what of each parameter is in the bucket, where tensor parallelism has split it.
+        rounds: backwards of a step, where their gradients are added up in a tree; None: they are as they come.
         tag: its number in the model, the same on every rank; set when the model is put together.
         reducing: the unit's, once it is a part of one.
     """
@@ -119,15 +126,23 @@ class BucketSpec:
         self.main_is_on_host = plan.main_is_on_host
         self.is_gathered_from_host = plan.is_gathered_from_host
         self.state_visits_device = plan.state_visits_device
+        self.rounds = check_rounds(
+            mesh,
+            policy.virtual_ranks,
+            reduce_dtype=self.reduce_dtype if plan.trainable else None,
+            is_extended=is_extended(slots[0].parameter),
+            is_tiled=any(tile_of(slot.parameter) is not None for slot in slots),
+        )
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         self.tiles = [tile_of(slot.parameter) for slot in slots]
-        self.reducing = Reducing(float(mesh.world_size))
+        self.reducing = Reducing.of(policy, mesh)
 
     def span(self, index: int) -> Span:
         """Which elements of parameter `index` each rank has, and under no name yet."""
         layout, tile = self.layout, self.tiles[index]
         shape = layout.specs[index].shape if tile is None else tile.whole_shape
-        return Span(self.mesh, shape, RaggedShard(layout.shard_numel, layout.offsets[index]), Name(), tile)
+        placement = RaggedShard(layout.shard_numel, layout.offsets[index])
+        return Span(self.mesh, shape, placement, Name(), tile, in_blocks=self.rounds is not None)
 
 
 def _packing(sent_as: str | None) -> Packing | None:

@@ -30,6 +30,7 @@ from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.parameter import ShardedParameter, are_same, local_gradients
 from fullshard.engine.precision import torch_dtype
+from fullshard.engine.rounds import RoundSums
 from fullshard.engine.tile import storage_of
 
 
@@ -97,6 +98,9 @@ class Gradient:
         self._rounded: torch.Tensor | None = None
         self._published: list[torch.Tensor | None] = []
         self._versions: list[int] = []
+        self._sums = None if spec.rounds is None else RoundSums(spec.rounds)
+        self._round: torch.Tensor | None = None
+        self._used_in_rounds = bytearray(len(spec.slots))
         layout, own = spec.layout, spec.layout.rank_interval(spec.mesh.shard_rank)
         self._full_cut = _Cut(layout, own=Interval(0, layout.full_numel))
         self._shard_cut = _Cut(layout, own=own)
@@ -108,8 +112,8 @@ class Gradient:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of the main gradient; 0 if there is none."""
-        return 0 if self._main is None else self._main.nbytes
+        """Bytes of the main gradient, or of what is to be one after the last round; 0 if there is none."""
+        return (0 if self._main is None else self._main.nbytes) + (0 if self._sums is None else self._sums.nbytes)
 
     @property
     def is_collecting(self) -> bool:
@@ -256,12 +260,20 @@ class Gradient:
             return
         shard, self._reducing = self._reducing.wait(), None  # this lets go of the unsharded gradient's memory
         if self._replicating is not None:  # a bucket was reduced twice in one backward: both count
+            if self._sums is not None:
+                raise LifecycleError(
+                    f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: its gradient was reduced twice "
+                    "in one backward, so that the order of the sum is another one at each number of ranks",
+                    hint="use non-reentrant checkpointing, or leave virtual_ranks out",
+                )
             self._earlier = self._replicating.wait()
         if self._held is not None:  # of backwards that left the replicas out
             shard.add_(self._held)
             self._held = None
         if self._spec.reducing.requires_all_reduce:
-            self._replicating = self._spec.mesh.replicate.all_reduce(shard, tag=self._spec.tag)
+            replicate = self._spec.mesh.replicate
+            reduce = replicate.all_reduce if self._sums is None else replicate.all_reduce_in_tree
+            self._replicating = reduce(shard, tag=self._spec.tag)
             if self._spec.main_is_on_host and self._spec.storage.host is not None:
                 # Now, not in `finish`: the copy goes on beside the rest of backward.
                 self._replicating = self._spec.storage.host.send(self._replicating)
@@ -283,8 +295,21 @@ class Gradient:
             shard.add_(self._earlier)
             self._earlier = None
         self._spec.reducing.call_hook(shard)  # sees this backward's sum alone, not what was accumulated before
-        self._accumulate(shard.to(self.main_dtype), used)
+        if self._sums is None:
+            self._accumulate(shard.to(self.main_dtype), used)
+        else:
+            self._round = shard
+            self._used_in_rounds = bytearray(map(operator.or_, self._used_in_rounds, used))
         return True
+
+    def end_round(self) -> None:
+        """A backward is over in which this may have got something or not; after the last of a step the sum is published."""
+        if self._sums is None:
+            return
+        total, self._round = self._sums.add(self._round), None
+        if total is not None:
+            used, self._used_in_rounds = self._used_in_rounds, bytearray(len(self.used))
+            self._accumulate(total.to(self.main_dtype), used)
 
     def forget_used(self) -> None:
         """What was used has been published on all ranks."""
@@ -348,7 +373,14 @@ class Gradient:
         self._pieces = ()
         self._filled, self._lent, self.fired = set(), set(), set()
         self._begun = {}
+        self.forget_rounds()
         self.forget_used()
+
+    def forget_rounds(self) -> None:
+        """The next backward is the first round."""
+        if self._sums is not None:
+            self._sums.clear()
+            self._round, self._used_in_rounds = None, bytearray(len(self.used))
 
 
 def _add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:

@@ -17,6 +17,7 @@ when something is sharded for the first time; until then torch is as it was.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,12 @@ from torch.optim import optimizer as torch_optimizer
 from fullshard.comm import torch_private
 from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh, mesh_of
-from fullshard.core.errors import LifecycleError
+from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.finite import note_before_clipping
 from fullshard.engine.parameter import ShardedParameter, sharded_parameters
+from fullshard.engine.rounds import square_sum
 from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.step import hooks
@@ -123,15 +125,20 @@ def _norm_of(
     parts: Sequence[tuple[Span | None, torch.Tensor]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
     """The total norm of what each rank has a part of, with its span, and of what all have whole."""
-    sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...]], list[torch.Tensor]] = {}
+    sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...], bool], list[torch.Tensor]] = {}
     ordinary = []
     for span, tensor in parts:
         if span is None:
             ordinary.append(tensor)
         else:
-            sharded.setdefault((span.mesh, span.groups), []).append(tensor)
-    note_before_clipping({mesh for mesh, _ in sharded})
-    norms = [_group_norm(*ranks, part, float(norm_type), foreach) for ranks, part in sharded.items()]
+            sharded.setdefault((span.mesh, span.groups, span.in_blocks), []).append(tensor)
+    note_before_clipping({mesh for mesh, _, _ in sharded})
+    norms = [
+        _norm_in_blocks(mesh, groups, part, float(norm_type), foreach)
+        if in_blocks
+        else _group_norm(mesh, groups, part, float(norm_type), foreach)
+        for (mesh, groups, in_blocks), part in sharded.items()
+    ]
     if ordinary or not norms:
         norms.append(_local_norm(ordinary, norm_type, False, foreach))
     device = norms[0].device
@@ -165,6 +172,20 @@ def _group_norm(
     for group in groups:
         dist.all_reduce(summed, op=dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM, group=group)
     return summed ** (1 / order) if is_root else summed
+
+
+def _norm_in_blocks(
+    mesh: Mesh, groups: Sequence[dist.ProcessGroup], gradients: Sequence[torch.Tensor], order: float, foreach: bool | None
+) -> torch.Tensor:
+    """The same, the same bits however parameters are cut over ranks."""
+    if order == float("inf"):
+        return _group_norm(mesh, groups, gradients, order, foreach)
+    if order != 2:
+        raise ConfigError(
+            f"the norm of order {order:g} of gradients of virtual ranks would depend on the number of ranks",
+            hint="use order 2 or infinity",
+        )
+    return torch.tensor(math.sqrt(square_sum(gradients, groups)), dtype=torch.float32)
 
 
 # -- loss scaling -----------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from fullshard.engine.fingerprint import NBYTES, Fingerprint
 from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.rounds import Rounds
 from fullshard.engine.unit import Call, Unit, owner_of
 from fullshard.engine.unit_parameters import UnitState
 
@@ -67,6 +68,7 @@ class Schedule:
         keeps_gradients: whether other backwards than the last leave gradients whole and unreduced.
         guard: looks for gradients that are not finite.
         checkup: compares the ranks every so many steps.
+        rounds: backwards of a step, where there are virtual ranks.
         loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
     """
 
@@ -77,6 +79,7 @@ class Schedule:
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
         self.steps = self.loads = 0
+        self.rounds = Rounds()
         self.after_step: Callable[[int], None] | None = None
         self.guard = FiniteGuard(mesh, self._parameters)
         self.checkup = Checkup(mesh, self._buckets, self._optimizers)
@@ -129,6 +132,8 @@ class Schedule:
         for tag, bucket in enumerate(bucket for unit in self.units for bucket in unit.buckets):
             bucket.tag = tag
         self._activations = Activations.of(self.units)
+        modules = [module for unit in self.units for module in unit.modules]
+        self.rounds = Rounds.of((bucket.rounds for unit in self.units for bucket in unit.buckets), modules)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -278,6 +283,8 @@ class Schedule:
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
         if not self._in_backward:
+            if self.rounds.count is not None:
+                self._check_rounds()
             self._stepping = self._steppers_at_work()
             self._in_backward = True
             for each in self.units:
@@ -290,6 +297,29 @@ class Schedule:
             torch_private.call_after_backward(self._finish_backward)
         if unit not in self._queued:
             self._enqueue(unit)
+
+    def _check_rounds(self) -> None:
+        """Every backward is a round, and a round ends in each rank's own interval, or bits would differ.
+
+        Raises:
+            LifecycleError: it does not.
+        """
+        reducing = [unit.reducing for unit in self.units]
+        keeps = self.keeps_gradients or not all(unit.reduce_gradients for unit in self.units)
+        problem = (
+            "gradients of a round are kept whole (no_sync, SHARD_OPTIMIZER)"
+            if keeps or not all(each.requires_all_reduce for each in reducing)
+            else "a hook sees gradients of ranks, not of virtual ranks"
+            if any(each.hook is not None for each in reducing)
+            else "an optimizer steps in backward, before the last round"
+            if self.steppers
+            else ""
+        )
+        if problem:
+            raise LifecycleError(
+                f"rank {self.mesh.rank}: {problem}, so that bits would differ between numbers of ranks",
+                hint="leave that out, or virtual_ranks",
+            )
 
     def _steppers_at_work(self) -> list[StepsInBackward]:
         stepping = [stepper for stepper in self.steppers if stepper.begin(self, is_last=self.is_last_backward)]
@@ -419,6 +449,7 @@ class Schedule:
             self._advance(bucket)
         for bucket in list(self._reductions.waiting):
             self._finish(bucket, used[bucket])
+        self._end_round()
         for bucket in self._finished:  # not in `finish`: until here the message may have wanted to know
             _gradient(bucket).forget_used()
         if self.fingerprint is not None:
@@ -442,6 +473,15 @@ class Schedule:
                 "stepped in backward what came before them, and nothing with them",
                 hint="load a checkpoint; without step_in_backward nothing would have been stepped",
             )
+
+    def _end_round(self) -> None:
+        """Where a step has rounds, this was one; also for a bucket that had no part in it."""
+        if self.rounds.count is None:
+            return
+        self.rounds.end_one()
+        for bucket in self._buckets():
+            if bucket.gradient is not None:
+                bucket.gradient.end_round()
 
     def _parameters(self) -> list[ShardedParameter]:
         return [parameter for bucket in self._buckets() for parameter in bucket.sharded_parameters]
@@ -534,6 +574,7 @@ class Schedule:
         for unit in self.units:
             unit.reset()  # first: it waits for reductions under way, which write into what is forgotten next
         self._depth = 0
+        self.rounds.clear()
         self._end_track()
         self._end_backward()
 
@@ -563,6 +604,7 @@ class Schedule:
                 "an optimizer's step after a backward that was not to be the last: its gradients are not reduced",
                 hint="call model.set_is_last_backward(True) before the last backward of a step",
             )
+        self.rounds.check_complete()
         self._stepped_since_forward = True  # once for several optimizers
         if self.fingerprint is not None:
             self.fingerprint.note_step()

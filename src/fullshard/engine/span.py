@@ -68,6 +68,7 @@ class Span:
         placement: where in which bucket it is.
         name: of the parameter.
         tile: what this rank has to shard of it, if tensor parallelism has split it.
+        in_blocks: every rank's part is whole blocks of `core.virtual_ranks`.
 
     Attributes:
         device_mesh: torch's name for the ranks that it is spread over.
@@ -75,11 +76,19 @@ class Span:
         interval: elements of that, flattened, that this rank has.
     """
 
-    __slots__ = ("_layouts", "device_mesh", "interval", "mesh", "name", "numel", "placement", "shape", "tile")
+    __slots__ = ("_layouts", "device_mesh", "in_blocks", "interval", "mesh", "name", "numel", "placement", "shape", "tile")
 
     def __init__(
-        self, mesh: Mesh, shape: Sequence[int], placement: RaggedShard, name: Name, tile: Tile | None = None
+        self,
+        mesh: Mesh,
+        shape: Sequence[int],
+        placement: RaggedShard,
+        name: Name,
+        tile: Tile | None = None,
+        *,
+        in_blocks: bool = False,
     ) -> None:
+        self.in_blocks = in_blocks
         self.mesh, self.shape, self.placement, self.name, self.tile = mesh, torch.Size(shape), placement, name, tile
         self.device_mesh = mesh.device_mesh if tile is None else mesh.joined(tile.mesh)
         self.numel = math.prod(self.tile_shape)

@@ -106,7 +106,7 @@ class UnitParameters:
     ) -> None:
         self.schedule, self.slots = schedule, plan.slots
         self.modules, self.mesh, self.policy, self.storage = plan.modules, mesh, policy, storage
-        self.reducing = Reducing(float(mesh.world_size))
+        self.reducing = Reducing.of(policy, mesh)
         self.name, self.number = "", 0
         self.state = UnitState.SHARDED
         self.is_pinned = False

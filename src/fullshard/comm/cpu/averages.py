@@ -21,7 +21,9 @@ def average(
     *,
     first_rank: int = 0,
 ) -> torch.Tensor:
-    """The sum of `terms`, added up in their order, over `divisor`; in the dtype of `into`, which may be one of them.
+    """The sum of `terms` over `divisor`; in the dtype of `into`, which may be one of them.
+
+    They are added up in a balanced binary tree, in their order: what 8 ranks give is added as two times 4 would be.
 
     Args:
         terms: at least two; those of ranks `first_rank`, `first_rank` + 1 and so on.
@@ -33,19 +35,12 @@ def average(
     length = _BLOCK_NBYTES // into.itemsize
     is_cast = any(term.dtype != into.dtype for term in terms)
     is_apart = is_cast or len(terms) > 2  # `into` may be a term that is still to be read
-    room, cast = (into.new_empty(min(length, into.numel()) if wanted else 0) for wanted in (is_apart, is_cast))
+    levels = (len(terms) - 1).bit_length() + is_cast
+    rooms = [into.new_empty(min(length, into.numel())) for _ in range(levels)] if is_apart else []
     for start in range(0, into.numel(), length):
         block = into[start : start + length]
         parts = [term[start : start + length] for term in terms]
-        first, second, *others = parts
-        total = room[: block.numel()] if is_apart else block
-        if is_cast:
-            total.copy_(first)
-            others = [second, *others]
-        else:
-            torch.add(first, second, out=total)
-        for other in others:
-            total.add_(other if other.dtype == into.dtype else cast[: other.numel()].copy_(other))
+        total = _sum(parts, [room[: block.numel()] for room in rooms] if is_apart else [block])
         if divisor != 1:
             total.div_(divisor)
         if watch is not None:
@@ -53,3 +48,11 @@ def average(
         if is_apart:
             block.copy_(total)
     return into
+
+
+def _sum(terms: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of `terms` in the first of `rooms`, of which there is one for every level; a term alone as it is."""
+    if len(terms) == 1:
+        return terms[0] if terms[0].dtype == rooms[-1].dtype else rooms[0].copy_(terms[0])
+    half = 1 << (len(terms) - 1).bit_length() - 1
+    return torch.add(_sum(terms[:half], rooms), _sum(terms[half:], rooms[1:] or rooms), out=rooms[0])

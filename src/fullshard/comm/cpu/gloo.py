@@ -23,6 +23,7 @@ class GlooCollectives(NativeCollectives):
     inside, which sends every byte twice (`docs/decisions/0002-gloo-point-to-point.md`).
     """
 
+    adds_in_tree = True
     pages: HostPages = CpuPages()
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:

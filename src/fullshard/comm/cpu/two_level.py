@@ -8,7 +8,8 @@ counterparts, the ranks (h', l), so that a byte crosses a link once per host and
     reduce-scatter    Each rank adds up, over the ranks of its host, the intervals of its counterparts and its own. It
                       sends the former, and adds what it receives to the latter, in the order of the hosts.
 
-So two hosts of two ranks sum gradients as (a + b) + (c + d), always, where one host of four has ((a + b) + c) + d.
+So two hosts of two ranks sum gradients as (a + b) + (c + d), as one host of four does; two hosts of three do not sum as
+one of six.
 
 A thread sees the messages through, so that they progress while the main one computes.
 """
@@ -55,6 +56,7 @@ class TwoLevelCollectives(SharedMemoryCollectives):
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group, peers)
+        self.adds_in_tree = peers.size.bit_count() == 1
         self._gathers = _Channel(group, peers, 0)
         self._received = _ReceivePool(self._buffers)
         self._reductions = _Reductions(_Channel(group, peers, 1), self._queues)
