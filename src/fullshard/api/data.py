@@ -69,6 +69,7 @@ class ShardedDataLoader(DataLoader[Any]):
             be changed at any time, as `loader.batch_sampler.even_batches`. Iterable datasets are always even.
         dispatch_batches: rank 0 reads the batches of all ranks and sends each its own.
         on_uneven: called at the start of an epoch in which some ranks have more batches than others.
+        rounds_per_step: batches that a loader which drops its incomplete last step has of each step.
 
     Raises:
         ConfigError: `split_batches` with a batch size that is not a multiple of the world size, or with batches of the
@@ -91,9 +92,11 @@ class ShardedDataLoader(DataLoader[Any]):
         even_batches: bool = True,
         dispatch_batches: bool = False,
         on_uneven: Callable[[], None] | None = None,
+        rounds_per_step: int = 1,
     ) -> None:
         _refuse_sharded(loader, world_size)
         share = _Share.of(loader, rank, world_size, split_batches)
+        share.deal.rounds_per_step = rounds_per_step
         share.deal.for_all = dispatch_batches and world_size > 1
         share.deal.even = even_batches or share.is_always_even
         inherited = {name: getattr(loader, name) for name in _INHERITED if hasattr(loader, name)}
@@ -130,6 +133,21 @@ class ShardedDataLoader(DataLoader[Any]):
     def total_dataset_length(self) -> int:
         """Samples of an epoch. Raises `TypeError` if the dataset has no length."""
         return self.share.length()
+
+    def check_whole_steps(self) -> None:
+        """Raise `DataError` if an epoch ends within a step of several rounds, as far as its length is known."""
+        deal = self.share.deal
+        size = deal.round_size * deal.rounds_per_step
+        try:
+            rest = 0 if deal.drop_last else self.share.length() % size
+        except TypeError:
+            rest = 0 if not self.end_of_dataloader or self._consumed % size == 0 else self._consumed % size
+        if rest:
+            raise DataError(
+                f"an epoch ends {rest} samples into a step of {size}: its last step would be another one at each "
+                "number of ranks",
+                hint="DataLoader(drop_last=True) leaves the incomplete step out",
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`. Called by the loader itself after each complete iteration."""

@@ -23,6 +23,7 @@ from torch import nn
 
 from fullshard import checkpoint
 from fullshard.api.data import ShardedDataLoader
+from fullshard.api.slices import Slices
 from fullshard.checkpoint.adapters import is_adapted, save_adapters
 from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, is_for_others, part_paths, read_manifest
@@ -52,6 +53,7 @@ class TrainingState:
         objects: registered by the script.
         step: a counter the script keeps.
         config: the resolved configuration, for people; nothing depends on it.
+        slices: where training is deterministic across world sizes.
     """
 
     models: Sequence[nn.Module]
@@ -62,6 +64,7 @@ class TrainingState:
     objects: Sequence[Any]
     step: int
     config: Mapping[str, Any]
+    slices: Slices | None = None
 
     def parts(self) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
         """Models with their optimizers. A model with two optimizers comes twice.
@@ -114,7 +117,8 @@ class TrainingState:
     def extra(self) -> dict[str, Any]:
         """What is no object of its own: counters, positions of the loaders, the configuration."""
         loaders = [loader.state_dict() for loader in self.loaders]
-        return {"step": self.step, "loaders": loaders, "config": dict(self.config)}
+        slices = None if self.slices is None else self.slices.state_dict()
+        return {"step": self.step, "loaders": loaders, "config": dict(self.config), "slices": slices}
 
 
 def next_path(config: Any, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
@@ -288,6 +292,8 @@ def load(path: Path, state: TrainingState) -> int:
         )
     for loader, position in zip(state.loaders, positions, strict=True):
         loader.load_state_dict(position)
+    if state.slices is not None:
+        state.slices.load_state_dict(extra.get("slices"))
     return int(extra["step"])
 
 

@@ -151,12 +151,14 @@ def shard(
             buffer_dtype=torch_dtype(precision.buffer_dtype),
             gather_as=torch_dtype(precision.gather_as),
             reduce_as=torch_dtype(precision.reduce_as),
+            virtual_ranks=setup.training.summed_ranks,
         ),
         offload_policy=OffloadPolicy(**dataclasses.asdict(config.offload)),
         ignored_params=[parameter for module in ignored for parameter in module.parameters()],
         forward_prefetch=config.forward_prefetch,
         backward_prefetch=config.backward_prefetch,
-        sync_module_states=config.sync_module_states,
+        # Virtual ranks are to begin with the same weights, however many ranks have drawn some.
+        sync_module_states=config.sync_module_states or setup.training.summed_ranks is not None,
         param_init_fn=setup.plugin.param_init_fn if setup.plugin is not None else None,
         device=process.device,
         mesh=None

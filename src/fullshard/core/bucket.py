@@ -218,9 +218,7 @@ def _atom(key: BucketKey, shapes: Sequence[tuple[int, ...]], dtypes: Dtypes, *, 
 
 
 @cache
-def _layout(
-    shapes: tuple[tuple[int, ...], ...], narrowest: int, world_size: int, atom: int | None
-) -> BucketLayout:
+def _layout(shapes: tuple[tuple[int, ...], ...], narrowest: int, world_size: int, atom: int | None) -> BucketLayout:
     """Layers repeat, so most calls find their layout made."""
     specs = [ParameterSpec(str(index), shape) for index, shape in enumerate(shapes)]
     return BucketLayout.build(specs, itemsize=narrowest, world_size=world_size, atom=atom)

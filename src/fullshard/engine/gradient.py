@@ -262,8 +262,8 @@ class Gradient:
         if self._replicating is not None:  # a bucket was reduced twice in one backward: both count
             if self._sums is not None:
                 raise LifecycleError(
-                    f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: its gradient was reduced twice "
-                    "in one backward, so that the order of the sum is another one at each number of ranks",
+                    f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: its gradient was reduced "
+                    "twice in one backward, so that the order of the sum is another one at each number of ranks",
                     hint="use non-reentrant checkpointing, or leave virtual_ranks out",
                 )
             self._earlier = self._replicating.wait()
@@ -303,7 +303,7 @@ class Gradient:
         return True
 
     def end_round(self) -> None:
-        """A backward is over in which this may have got something or not; after the last of a step the sum is published."""
+        """A backward is over, in which this has got something or not; after the last of a step publish the sum."""
         if self._sums is None:
             return
         total, self._round = self._sums.add(self._round), None

@@ -175,7 +175,11 @@ def _group_norm(
 
 
 def _norm_in_blocks(
-    mesh: Mesh, groups: Sequence[dist.ProcessGroup], gradients: Sequence[torch.Tensor], order: float, foreach: bool | None
+    mesh: Mesh,
+    groups: Sequence[dist.ProcessGroup],
+    gradients: Sequence[torch.Tensor],
+    order: float,
+    foreach: bool | None,
 ) -> torch.Tensor:
     """The same, the same bits however parameters are cut over ranks."""
     if order == float("inf"):

@@ -1,9 +1,8 @@
 """Gradients of virtual ranks, added up in one order at any number of real ones; see `core.virtual_ranks`.
 
-    backward          one round: what it reduces over the ranks is a subtree
-    end of backward   `RoundSums.add`: the upper levels of the tree, over the rounds, in each rank's own interval
-    the last round    the root is published as `.grad`
-    clipping          `square_sum`: the same bits, wherever parameters are cut
+A backward is one round, and what it reduces over the ranks is a subtree. At its end `RoundSums` goes on with the upper
+levels of the tree, in each rank's own interval; after the last round of a step the root is published as `.grad`.
+Clipping asks for `square_sum`, which is the same bits wherever parameters are cut.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ def square_sum(gradients: Sequence[torch.Tensor], groups: Iterable[dist.ProcessG
     *counts, infinities, nans = bins.tolist()
     if nans or infinities:
         return float("nan" if nans else "inf")
-    total = sum(count << place for place, count in enumerate(counts))
+    total: int = sum(count << place for place, count in enumerate(counts))
     return total / (1 << (_MANTISSA_BITS - _LEAST_EXPONENT))  # rounded once
 
 
@@ -213,7 +212,7 @@ def _block_sums(gradient: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def _exact(values: torch.Tensor) -> torch.Tensor:
-    """How many units there are of each exponent's last place, shape (exponents + 2,); infinities and NaNs at the end."""
+    """Units of each exponent's last place, shape (exponents + 2,); at the end how many infinities and NaNs."""
     mantissas, exponents = torch.frexp(values.where(values.isfinite(), 0.0))
     bins = torch.zeros(_EXPONENTS + 2, dtype=torch.int64)
     units = (mantissas * 2**_MANTISSA_BITS).long()

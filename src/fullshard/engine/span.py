@@ -76,7 +76,18 @@ class Span:
         interval: elements of that, flattened, that this rank has.
     """
 
-    __slots__ = ("_layouts", "device_mesh", "in_blocks", "interval", "mesh", "name", "numel", "placement", "shape", "tile")
+    __slots__ = (
+        "_layouts",
+        "device_mesh",
+        "in_blocks",
+        "interval",
+        "mesh",
+        "name",
+        "numel",
+        "placement",
+        "shape",
+        "tile",
+    )
 
     def __init__(
         self,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,6 @@ from torch.nn import functional
 
 from fullshard.api.accelerator import Accelerator
 from fullshard.api.optimizer import AcceleratedOptimizer
-from fullshard.launch import RankEnvironment
 from fullshard.optim import EMA
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.packing import IGNORED, GlobalOrder, PackedSequences, micro_batches
@@ -29,12 +29,12 @@ class StepResult:
     """What a step did, before the ranks have put their parts together.
 
     Attributes:
-        loss_sum: sum over this rank's target tokens, nats.
+        loss_sums: of each part of the batch that this rank has run, by its number: summed over target tokens, nats.
         grad_norm: global norm before clipping; None where the optimizer steps in backward.
         data_wait_seconds: time this rank waited for its batch.
     """
 
-    loss_sum: float
+    loss_sums: Mapping[int, float]
     grad_norm: float | None
     data_wait_seconds: float
 
@@ -78,14 +78,14 @@ class Trainer:
         begin = time.perf_counter()
         batch = self._read(self._sequences, self._order.indices(step + self.skipped_batches))
         waited = time.perf_counter() - begin
-        # The engine averages gradients over ranks; the mean wanted is over the tokens of all of them together.
-        weight = self.environment.world_size / (arguments.batch_size * arguments.seq_len)
-        loss_sum = 0.0
-        for number, micro_batch in enumerate(batch, start=1):
-            loss = self._loss_sum(micro_batch)
-            self.accelerator.sync_gradients = number == len(batch)
-            self.accelerator.backward(loss * weight)
-            loss_sum += float(loss.detach())
+        # Gradients are averaged over the parts; the mean wanted is over the tokens of all of them together.
+        weight = self._part_count / (arguments.batch_size * arguments.seq_len)
+        loss_sums: Counter[int] = Counter()
+        for number, (part, micro_batch) in enumerate(batch, start=1):
+            with self._running(is_last=number == len(batch)):
+                loss = self._loss_sum(micro_batch)
+                self.accelerator.backward(loss * weight)
+            loss_sums[part] += float(loss.detach())  # type: ignore[assignment]
         grad_norm = None
         if not arguments.step_in_backward:
             limit = arguments.max_grad_norm or math.inf
@@ -94,7 +94,17 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.ema is not None and not self.optimizer.step_was_skipped:
             self.ema.update()
-        return StepResult(loss_sum, grad_norm, waited)
+        return StepResult(loss_sums, grad_norm, waited)
+
+    @contextmanager
+    def _running(self, *, is_last: bool) -> Iterator[None]:
+        """Around each micro-batch of a step."""
+        if self.accelerator.slices is None:
+            self.accelerator.sync_gradients = is_last
+            yield
+        else:
+            with self.accelerator.accumulate(self.model):
+                yield
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the weights are their averages, if there are any. Collective."""
@@ -106,26 +116,51 @@ class Trainer:
         arguments = self._arguments
         indices = np.arange(min(limit, len(sequences)))
         self.model.eval()
-        total = torch.zeros((), dtype=torch.float64)
-        for chunk in np.array_split(indices, math.ceil(len(indices) / arguments.batch_size)):
-            for micro_batch in self._read(sequences, chunk):
-                total += self._loss_sum(micro_batch).double().cpu()
+        chunks = np.array_split(indices, math.ceil(len(indices) / arguments.batch_size))
+        totals = torch.zeros(len(chunks), self._part_count, dtype=torch.float64)
+        for chunk, total in zip(chunks, totals, strict=True):
+            for part, micro_batch in self._read(sequences, chunk):
+                total[part] += self._loss_sum(micro_batch).double().cpu()
         self.model.train()
         if dist.is_initialized():
-            dist.all_reduce(total)
-        return float(total) / (len(indices) * arguments.seq_len)
+            dist.all_reduce(totals)
+        return math.fsum(totals.flatten().tolist()) / (len(indices) * arguments.seq_len)
+
+    def sum_over_ranks(self, result: StepResult, memory: int) -> tuple[float, float, tuple[int, ...]]:
+        """Loss sum, mean data wait in seconds and memory per rank in bytes, over all ranks, by one small collective."""
+        rank, size = self.environment.rank, self.environment.world_size
+        values = torch.zeros(1 + size + self._part_count, dtype=torch.float64)
+        values[0], values[1 + rank] = result.data_wait_seconds, memory
+        for part, loss_sum in result.loss_sums.items():
+            values[1 + size + part] = loss_sum
+        if dist.is_initialized():
+            dist.all_reduce(values)
+        wait, *rest = values.tolist()
+        # Each part's is of one rank, and `fsum` rounds once: the same number, whoever has run what.
+        return math.fsum(rest[size:]), wait / size, tuple(int(nbytes) for nbytes in rest[:size])
+
+    @property
+    def _part_count(self) -> int:
+        """Parts of a batch: one for each rank, or each virtual one."""
+        slices = self.accelerator.slices
+        return self.environment.world_size if slices is None else slices.count
 
     def _read(
         self, sequences: PackedSequences, indices: np.ndarray[tuple[int], np.dtype[np.int64]]
-    ) -> Sequence[MicroBatch]:
-        batch = micro_batches(
-            sequences,
-            indices,
-            rank=self.environment.rank,
-            world_size=self.environment.world_size,
-            micro_batch_size=self._arguments.micro_batch_size,
-        )
-        return [(inputs.to(self.device), labels.to(self.device)) for inputs, labels in batch]
+    ) -> Sequence[tuple[int, MicroBatch]]:
+        """This rank's micro-batches of a batch, each with the number of the part that it is of."""
+        slices = self.accelerator.slices
+        return [
+            (part, (inputs.to(self.device), labels.to(self.device)))
+            for part in ([self.environment.rank] if slices is None else slices.of_rank())
+            for inputs, labels in micro_batches(
+                sequences,
+                indices,
+                rank=part,
+                world_size=self._part_count,
+                micro_batch_size=self._arguments.micro_batch_size,
+            )
+        ]
 
     def _loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""
@@ -149,15 +184,3 @@ def learning_rate(step: int, arguments: TrainArguments) -> float:
     done = (step - warmup) / max(1, arguments.steps - 1 - warmup)
     lowest = arguments.lr * arguments.min_lr_ratio
     return lowest + (arguments.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def sum_over_ranks(
-    result: StepResult, memory: int, environment: RankEnvironment
-) -> tuple[float, float, tuple[int, ...]]:
-    """Loss sum, mean data wait in seconds and memory per rank in bytes, over all ranks, by one small collective."""
-    values = torch.zeros(2 + environment.world_size, dtype=torch.float64)
-    values[0], values[1], values[2 + environment.rank] = result.loss_sum, result.data_wait_seconds, memory
-    if dist.is_initialized():
-        dist.all_reduce(values)
-    loss_sum, wait, *memories = values.tolist()
-    return loss_sum, wait / environment.world_size, tuple(int(nbytes) for nbytes in memories)

@@ -82,6 +82,7 @@ def save(
             "skipped_batches": trainer.skipped_batches,
             "data_crc32c": checksum,
             "arguments": arguments.model_dump(mode="json"),
+            "slices": None if (slices := trainer.accelerator.slices) is None else slices.state_dict(),
         },
         total_limit=arguments.keep_checkpoints,
         # Only an incomplete one can be there: `find_checkpoints` has refused to begin before a complete one.
@@ -100,6 +101,8 @@ def load(path: Path, trainer: Trainer, arguments: TrainArguments, *, checksum: i
     extra = load_checkpoint(path, **_state(trainer))
     step = int(extra["step"])
     _check_same_run(path, extra, arguments, checksum=checksum)
+    if trainer.accelerator.slices is not None:
+        trainer.accelerator.slices.load_state_dict(extra.get("slices"))
     if step > arguments.steps:
         raise ConfigError(f"the checkpoint {path} is {step} steps in, more than --steps {arguments.steps}")
     trainer.skipped_batches = int(extra.get("skipped_batches", 0))  # older checkpoints have none
@@ -144,6 +147,12 @@ def _check_same_run(path: Path, extra: dict[str, Any], arguments: TrainArguments
         for name in _STREAM
         if saved[name] != getattr(arguments, name)
     ]
+    if arguments.deterministic != "no" or saved.get("deterministic", "no") != "no":
+        differing += [
+            f"--{name.replace('_', '-')} was {saved.get(name)} and is {getattr(arguments, name)}"
+            for name in ("deterministic", "virtual_ranks")
+            if saved.get(name) != getattr(arguments, name)
+        ]
     averaged = saved.get("ema_decay")  # older checkpoints have none
     if averaged is not None and arguments.ema_decay is None:
         differing.append(f"--ema-decay was {averaged} and is not given, so the average would be lost")

@@ -44,7 +44,7 @@ from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
 from fullshard.recipes.console import Console, metrics_path, open_console
 from fullshard.recipes.data import TrainingData, prepare_data
-from fullshard.recipes.loop import Trainer, learning_rate, sum_over_ranks
+from fullshard.recipes.loop import Trainer, learning_rate
 from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.optimizers import matrix_optimizer
 from fullshard.recipes.planned import job_values, plan_run
@@ -251,7 +251,7 @@ def _train_steps(
                 continue
             profile.end_step()
             skipped += trainer.optimizer.step_was_skipped
-            loss_sum, data_wait, memory = sum_over_ranks(result, memory_nbytes(trainer.device), trainer.environment)
+            loss_sum, data_wait, memory = trainer.sum_over_ranks(result, memory_nbytes(trainer.device))
             metrics = StepMetrics(
                 step=step,
                 loss=loss_sum / tokens,

@@ -21,7 +21,7 @@ from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.local_parameters import lend, take_back, takes_local
 from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.offloaded_state import bring_state, send_state
-from fullshard.engine.step.segments import finish_step, use_segments
+from fullshard.engine.step.segments import ELEMENT_WISE, ELEMENT_WISE_ALONE, finish_step, use_segments
 from fullshard.engine.step.state_dict import cut_state
 from fullshard.engine.unit import Unit, owner_of
 
@@ -46,6 +46,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__module__}.{name} needs whole tensors and would be wrong on slices without a word",
             hint=_in_place_of(type(optimizer), names),
         )
+    if any(parameter.span.in_blocks for parameter in sharded_parameters(optimizer)):
+        _check_elements(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             sharded = sharded_parameter_of(parameter)
@@ -55,6 +57,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     "gets a gradient",
                     hint="make the optimizer after fully_shard, or call fullshard.repoint(optimizer)",
                 )
+
+
+def _check_elements(optimizer: torch.optim.Optimizer) -> None:
+    """See to it that an element's update is the same bits wherever a slice begins and ends."""
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if type(optimizer) in (*ELEMENT_WISE, *ELEMENT_WISE_ALONE) and not is_fused:
+        return
+    name = type(optimizer).__name__
+    problem = "fused kernels round the last elements of a slice differently" if is_fused else "it is not known to do so"
+    raise OptimizerError(
+        f"{name} is to update virtual ranks' sums alike at any number of ranks: {problem}",
+        hint=f"use torch's own, without fused=True: {', '.join(cls.__name__ for cls in ELEMENT_WISE)}",
+    )
 
 
 def _in_place_of(cls: type, names: set[str]) -> str:
