@@ -91,8 +91,8 @@ class MixedPrecisionPolicy:
     def dtypes_of(self, override: torch.dtype | None) -> Dtypes:
         """The same for parameters that are computed with in a dtype of their own."""
         roles = (override or self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
-        names = [None if dtype is None else dtype_name(dtype) for dtype in roles]
-        return dataclasses.replace(Dtypes(*names), virtual_ranks=self.virtual_ranks)
+        compute, reduce, gather_as, reduce_as = (None if dtype is None else dtype_name(dtype) for dtype in roles)
+        return Dtypes(compute, reduce, gather_as, reduce_as, self.virtual_ranks)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

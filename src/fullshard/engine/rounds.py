@@ -85,7 +85,9 @@ class Rounds:
 
     def __init__(self, count: int | None = None, modules: Iterable[nn.Module] = ()) -> None:
         self.count, self.number = count, 0
-        self._buffers = [] if count is None else [(*found, found[1]._version) for found in _buffers(modules)]
+        self._modules = list(modules)
+        self._buffers: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._is_first = count is not None
 
     @classmethod
     def of(cls, counts: Iterable[int | None], modules: Iterable[nn.Module]) -> Rounds:
@@ -102,6 +104,13 @@ class Rounds:
             )
         return cls(next(iter(different), None), modules)
 
+    def begin_forward(self) -> None:
+        """Before the first of a process: remember what forward is not to change."""
+        if self._is_first and torch.is_grad_enabled():
+            named = (pair for module in self._modules for pair in module.named_buffers())
+            found = {id(buffer): (name, buffer, buffer.clone()) for name, buffer in named}
+            self._buffers = list(found.values())
+
     def end_one(self) -> None:
         """One has gone by.
 
@@ -110,8 +119,9 @@ class Rounds:
         """
         assert self.count is not None  # noqa: S101 -- there are some
         self.number = (self.number + 1) % self.count
-        for name, buffer, version in self._buffers:
-            if buffer._version != version:
+        buffers, self._buffers, self._is_first = self._buffers, [], False
+        for name, buffer, before in buffers:
+            if not torch.equal(buffer, before):
                 raise LifecycleError(
                     f"buffer {name!r} was changed by a forward (running statistics?), by each rank's slices alone, so "
                     "that it would differ between numbers of ranks",
@@ -130,13 +140,6 @@ class Rounds:
     def clear(self) -> None:
         """Back to the first."""
         self.number = 0
-
-
-def _buffers(modules: Iterable[nn.Module]) -> list[tuple[str, torch.Tensor]]:
-    """All that forward might change, each once, with its name within its unit."""
-    named = (pair for module in modules for pair in module.named_buffers())
-    found = {id(buffer): (name, buffer) for name, buffer in named if buffer.is_floating_point() and not buffer.is_meta}
-    return list(found.values())
 
 
 def check_rounds(

@@ -215,6 +215,7 @@ class Schedule:
             for bucket in unit.buckets:
                 if bucket.gradient is not None:
                     bucket.gradient.release_if_cleared()
+        self.rounds.begin_forward()
         self._last_called = None
         self._forward = []
         if self._activations is not None:
