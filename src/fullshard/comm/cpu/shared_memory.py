@@ -7,7 +7,7 @@ Nothing is sent. Each rank writes where its peers read:
                       and unsharding copies nothing at all; else each rank casts its own into it.
     exchange          Each rank says where what it has for each of the others begins; they copy it from there.
     reduce-scatter    Each rank collects its gradients in memory that the others can read, says where, and adds up its
-                      own interval of everybody's, in rank order, so that the sum is always the same number. It casts
+                      own interval of everybody's, in pairs (`comm.cpu.averages`), always the same number. It casts
                       what it reads if the sum is to be in a wider dtype.
 
 What remains is to know when. A rank counts how often it has offered and freed each bucket, and how many gradients it
