@@ -9,7 +9,8 @@ GPT-2's shape, fp32, AdamW, clipping to 1, one thread per rank, the same global 
     virtual    in the same slices, summed in the tree of 8 virtual ranks
 
 A turn is one step of each, in an order that changes from turn to turn, so a slow minute is one of all. What counts
-is the median over the turns of the ratio of the time on the wall of the slowest rank.
+is the median over the turns of the ratio: of CPU seconds of all ranks, which other programs change little, and of the
+time on the wall of the slowest rank.
 """
 
 from __future__ import annotations
@@ -49,20 +50,22 @@ class Way:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.held = 0
 
-    def step(self, tokens: torch.Tensor) -> float:
-        """Seconds on the wall of the slowest rank."""
+    def step(self, tokens: torch.Tensor) -> dict[str, float]:
+        """CPU seconds of all ranks, and seconds on the wall of the slowest."""
         share = VIRTUAL_RANKS if self.is_virtual else self.slices
         dist.barrier()
-        begin = time.perf_counter()
+        cpu, begin = time.process_time(), time.perf_counter()
         for part in tokens.chunk(self.slices):
             (self.model(input_ids=part, labels=part).loss / share).backward()
             self.held = max(self.held, self._gradient_nbytes())
         clip_grad_norm_(self.model, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        seconds = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
         slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(seconds)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return float(slowest)
+        return {"cpu": float(seconds), "wall": float(slowest)}
 
     def _gradient_nbytes(self) -> int:
         buckets = (bucket for unit in units_of(self.model) for bucket in unit.buckets)
@@ -92,8 +95,11 @@ def _rank(rank: int, arguments: argparse.Namespace) -> None:
             "shape": dataclasses.asdict(SHAPES[arguments.shape]),
             "ranks": arguments.ranks,
             "sequences": arguments.sequences,
-            "to_whole": statistics.median(turn["virtual"] / turn["whole"] for turn in turns),
-            "to_sliced": statistics.median(turn["virtual"] / turn["sliced"] for turn in turns),
+            "ratios": {
+                f"{what} to {other}": statistics.median(turn["virtual"][what] / turn[other][what] for turn in turns)
+                for what in ("cpu", "wall")
+                for other in ("whole", "sliced")
+            },
             "gradient_nbytes": {name: way.held for name, way in ways.items()},
             "padding": {name: describe(way.model).padding for name, way in ways.items()},
             "turns": turns,

@@ -67,10 +67,10 @@ class Slices:
                     )
 
     def __str__(self) -> str:
-        threads = self._kernels["threads"]
+        threads, size = self._kernels["threads"], self._environment.world_size
         return (
-            f"deterministic across world sizes: {self.count} virtual ranks, {self.rounds} on each of "
-            f"{self._environment.world_size} ranks, with {threads} thread{'s' * (threads != 1)}"
+            f"deterministic across world sizes: {self.count} virtual ranks, {self.rounds} on each of {size} "
+            f"rank{'s' * (size != 1)}, with {threads} thread{'s' * (threads != 1)}"
         )
 
     @property
