@@ -245,7 +245,7 @@ class Collectives(Protocol):
         dtype: torch.dtype | None = None,
         watch: Watch | None = None,
     ) -> Work:
-        """Sum `full` (1-D, size x S elements) over the ranks, in pairs in rank order where the backend leaves the choice.
+        """Sum `full` (1-D, size x S elements) over the ranks, in pairs where the backend leaves the choice.
 
         The rest is as in `Reduction`. In another dtype than that of `full` a copy is summed, unless `pages` widen.
 
