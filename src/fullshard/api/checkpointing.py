@@ -20,6 +20,7 @@ from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.slices import Slices
 from fullshard.api.state import GradientState, ProcessState
+from fullshard.checkpoint.objects import ObjectPath, on_this_host
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import run_on_main
@@ -88,7 +89,7 @@ class Checkpointing(Facts):
 
     def save_state(
         self,
-        output_dir: str | os.PathLike[str] | None = None,
+        output_dir: str | os.PathLike[str] | ObjectPath | None = None,
         safe_serialization: bool = True,
         *,
         wait: bool | None = None,
@@ -96,8 +97,9 @@ class Checkpointing(Facts):
         """Save models, optimizers, schedulers, scaler, loader positions, random states and registered objects.
 
         Args:
-            output_dir: directory to create; an earlier checkpoint there is replaced once the new one is complete. With
-                `automatic_checkpoint_naming` it is `project_dir/checkpoints/checkpoint_N` instead.
+            output_dir: directory to create, or a URL of an object store (`s3://bucket/run/step-10`); an earlier
+                checkpoint there is replaced once the new one is complete. With `automatic_checkpoint_naming` it is
+                `project_dir/checkpoints/checkpoint_N` instead.
             safe_serialization: must not be False: there is no other.
             wait: whether training waits until it is written. If not, an error is raised by the `backward` that ends a
                 step, by the next `save_state` or by `end_training`. Default: as `async_save` of the project or of the
@@ -125,6 +127,11 @@ class Checkpointing(Facts):
             self._saver.wait()  # for an earlier save that was not
         # Rank 0 looks, because others may see the file system a moment earlier or later.
         path, overwrite = run_on_main(self.process.environment, lambda: saving.next_path(config, output_dir))
+        if self._save_hooks and isinstance(path, ObjectPath):
+            raise ConfigError(
+                f"a hook of register_save_state_pre_hook writes into a directory of this host, and {path} is none",
+                hint="save to a directory and copy it, or remove the hook",
+            )
         saving.save(
             path,
             self._training_state(),
@@ -137,14 +144,14 @@ class Checkpointing(Facts):
         )
         config.iteration += 1
         if self._save_hooks:
-            with saving.files_of_hooks(path, self.process.environment):
+            with saving.files_of_hooks(on_this_host(path), self.process.environment):
                 for hook in self._save_hooks.values():
                     hook(list(self._models), [], str(path))
         return str(path)
 
     def load_state(
         self,
-        input_dir: str | os.PathLike[str] | None = None,
+        input_dir: str | os.PathLike[str] | ObjectPath | None = None,
         load_kwargs: dict[str, Any] | None = None,
         *,
         strict: bool = True,

@@ -26,8 +26,16 @@ from fullshard.api.data import ShardedDataLoader
 from fullshard.api.slices import Slices
 from fullshard.checkpoint.adapters import is_adapted, save_adapters
 from fullshard.checkpoint.collect import SaveArguments
-from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, is_for_others, part_paths, read_manifest
+from fullshard.checkpoint.format import (
+    MANIFEST_NAME,
+    PART_PREFIX,
+    is_data_file,
+    is_for_others,
+    part_paths,
+    read_manifest,
+)
 from fullshard.checkpoint.lease import hold_folder
+from fullshard.checkpoint.objects import Location, ObjectPath, location, on_this_host
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
 from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -121,7 +129,7 @@ class TrainingState:
         return {"step": self.step, "loaders": loaders, "config": dict(self.config), "slices": slices}
 
 
-def next_path(config: Any, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
+def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | None) -> tuple[Location, bool]:
     """Where to save, and whether what is there may be replaced.
 
     Raises:
@@ -136,7 +144,7 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | None) -> tuple[P
         return folder / f"checkpoint_{config.iteration}", False
     if output_dir is None:
         raise ConfigError("save_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")
-    path = local_path(output_dir)
+    path = location(output_dir)
     foreign = _foreign_entries(path)
     if foreign:
         raise CheckpointError(
@@ -146,7 +154,7 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | None) -> tuple[P
     return path, True
 
 
-def existing_path(config: Any, input_dir: str | os.PathLike[str] | None) -> Path:
+def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | None) -> Location:
     """Where to load from.
 
     Raises:
@@ -154,7 +162,7 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | None) -> Path
         CheckpointError: there is no checkpoint.
     """
     if input_dir is not None:
-        path = local_path(input_dir)
+        path = location(input_dir)
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint at {path}")
         return path
@@ -167,14 +175,14 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | None) -> Path
     return newest
 
 
-def number_of(path: Path) -> int:
+def number_of(path: Location) -> int:
     """The number in an automatic name, -1 for others."""
     match = _AUTOMATIC.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def save(
-    path: Path,
+    path: Location,
     state: TrainingState,
     environment: RankEnvironment,
     *,
@@ -205,6 +213,12 @@ def save(
             "FULL_STATE_DICT cannot be saved in the background: the ranks must put the weights together first",
             hint="use SHARDED_STATE_DICT and `fullshard ckpt consolidate`, or let training wait",
         )
+    if isinstance(path, ObjectPath) and (whole_weights or torch_format):
+        what = "FULL_STATE_DICT" if whole_weights else "checkpoint.format = dcp"
+        raise ConfigError(
+            f"{what} writes files for other programs into the checkpoint, which {path} cannot take",
+            hint="save SHARDED_STATE_DICT there; fullshard ckpt consolidate and export make those files of it",
+        )
     if saver is not None:
         saver.make_room()
     memory = None if saver is None else saver.memory
@@ -233,7 +247,8 @@ def save(
     if whole_weights:
         # Into the complete checkpoint: what resumes a run must not wait for what only other programs read.
         for number, (model, _) in enumerate(parts):
-            part = path if len(parts) == 1 else path / f"{PART_PREFIX}{number}"
+            directory = on_this_host(path)
+            part = directory if len(parts) == 1 else directory / f"{PART_PREFIX}{number}"
             save_model(model, part / _WHOLE, "10GB", environment)
 
 
@@ -259,7 +274,7 @@ def announce(state: TrainingState, saver: checkpoint.AsyncSaver) -> None:
         saver.reserve(state.parts())
 
 
-def load(path: Path, state: TrainingState) -> int:
+def load(path: Location, state: TrainingState) -> int:
     """Load everything that `save` wrote; returns the step. A collective.
 
     Raises:
@@ -335,11 +350,13 @@ def save_object(obj: Any, path: Path, *, safe: bool) -> None:
             torch.save(obj, temp)
 
 
-def _foreign_entries(path: Path) -> list[str]:
+def _foreign_entries(path: Location) -> list[str]:
     """Names in a directory that no checkpoint of ours put there."""
     if not path.is_dir():
         return []
     names = {entry.name for entry in path.iterdir() if not is_for_others(entry.name)} - _names_of_hooks(path)
+    if isinstance(path, ObjectPath):  # what a save that was killed has left
+        names = {name for name in names if not is_data_file(name)}
     if (path / MANIFEST_NAME).is_file():
         return sorted(names - {MANIFEST_NAME, *read_manifest(path).files})
     return sorted(name for name in names if not (path / name / MANIFEST_NAME).is_file())
@@ -349,7 +366,7 @@ def _names(path: Path) -> set[str]:
     return {entry.name for entry in path.iterdir()}
 
 
-def _names_of_hooks(path: Path) -> set[str]:
+def _names_of_hooks(path: Location) -> set[str]:
     """Names in a checkpoint that a script's hooks put there."""
     if not (path / _HOOKS).is_file():
         return set()

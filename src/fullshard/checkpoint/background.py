@@ -20,7 +20,6 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, Unpack
 
@@ -28,6 +27,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.collect import SaveArguments, staged_blocks
+from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_save
@@ -69,7 +69,7 @@ class AsyncSaver:
         self._ranks: Ranks | None = None
         self._background: Ranks | None = None
         self._thread: threading.Thread | None = None
-        self._path: Path | None = None
+        self._path: Location | None = None
         self._error: BaseException | None = None
         self._announced: list[tuple[list[LocalTensor], torch.optim.Optimizer | None]] = []
         self._reserving: threading.Thread | None = None
@@ -92,7 +92,7 @@ class AsyncSaver:
             tensors = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
             self._announced.append((tensors, unwrapped(optimizer)))
 
-    def save(self, path: str | Path, **arguments: Unpack[SaveArguments]) -> Path:
+    def save(self, path: str | Location, **arguments: Unpack[SaveArguments]) -> Location:
         """Copy the state and return; it is written meanwhile. Takes the arguments of `save_checkpoint`. A collective.
 
         Raises:
@@ -134,7 +134,7 @@ class AsyncSaver:
         atexit.register(self._report)
         self._thread.start()
 
-    def check(self) -> Path | None:
+    def check(self) -> Location | None:
         """Whether the save has ended on all ranks; to be called once per step. A small collective while there is one.
 
         Returns:
@@ -149,7 +149,7 @@ class AsyncSaver:
             return None
         return self.wait() if self._ranks.all(not self._thread.is_alive()) else None
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Location | None:
         """Wait for the save under way, if there is one. Returns its path. Raises as `check` does."""
         if self._thread is None:
             return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, part_paths, read_manifest, trainer_state
-from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX, remove_directory
+from fullshard.checkpoint.objects import Location, entries_of, location
+from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX
+from fullshard.checkpoint.store import store_of
 from fullshard.checkpoint.verify import part_problems, quick_problems, verify_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.core.paths import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ LATEST_NAME = "LATEST"
 """A file that holds the name of the last checkpoint saved. A hint for people and scripts; nothing here reads it."""
 
 
-def latest_checkpoint(root: str | Path, *, thorough: bool = False) -> Path | None:
+def latest_checkpoint(root: str | Location, *, thorough: bool = False) -> Location | None:
     """The newest valid checkpoint directly inside `root`. Not a collective.
 
     Every newer one that is not valid is logged with the reason. Loading checks every byte anyway, so by default only
@@ -35,9 +35,9 @@ def latest_checkpoint(root: str | Path, *, thorough: bool = False) -> Path | Non
     return next(whole_checkpoints(root, thorough=thorough), None)
 
 
-def whole_checkpoints(root: str | Path, *, thorough: bool = False) -> Iterator[Path]:
+def whole_checkpoints(root: str | Location, *, thorough: bool = False) -> Iterator[Location]:
     """The valid checkpoint directories directly inside `root`, the newest first. See `latest_checkpoint`."""
-    for directory, parts in _newest_first(local_path(root)):
+    for directory, parts in _newest_first(location(root)):
         problems = _problems(parts, thorough=thorough)
         if not problems:
             yield directory
@@ -45,7 +45,7 @@ def whole_checkpoints(root: str | Path, *, thorough: bool = False) -> Iterator[P
             logger.warning("skipping checkpoint %s: %s (%d problems)", directory, problems[0], len(problems))
 
 
-def remove_oldest(newest: Path, *, keep: int) -> list[Path]:
+def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
     """Remove the oldest checkpoints beside `newest` until `keep` are left, which include it whatever its age.
 
     Directories that hold no manifest of ours are never touched.
@@ -56,7 +56,7 @@ def remove_oldest(newest: Path, *, keep: int) -> list[Path]:
     others = [directory for directory, _ in _newest_first(newest.parent) if directory != newest]
     removed = others[keep - 1 :]
     for directory in reversed(removed):
-        remove_directory(directory)
+        store_of(directory).remove(directory)
     return removed
 
 
@@ -69,12 +69,12 @@ class Pruned:
         damaged: what was left alone because it is no whole checkpoint, each with the first reason.
     """
 
-    kept: tuple[Path, ...]
-    removed: tuple[Path, ...]
-    damaged: tuple[tuple[Path, str], ...]
+    kept: tuple[Location, ...]
+    removed: tuple[Location, ...]
+    damaged: tuple[tuple[Location, str], ...]
 
 
-def prune(root: Path, *, keep: int, thorough: bool = False, dry_run: bool = False) -> Pruned:
+def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = False) -> Pruned:
     """Remove the oldest whole checkpoints directly inside `root` until `keep` are left. Not a collective.
 
     Only whole ones count, so the newest whole one always stays; what is damaged is nobody's last resort and nobody's
@@ -89,7 +89,7 @@ def prune(root: Path, *, keep: int, thorough: bool = False, dry_run: bool = Fals
     if keep < 1:
         raise ConfigError(f"keep = {keep} would leave no checkpoint", hint="use 1 or more")
     whole, damaged = [], []
-    for directory in sorted(path for path in root.iterdir() if path.is_dir()):
+    for directory in [path for path in entries_of(root) if path.is_dir()]:
         if directory.name.startswith((TEMP_PREFIX, OLD_PREFIX)):
             damaged.append((directory, "left by a save that was killed, or a save under way"))
             continue
@@ -106,16 +106,16 @@ def prune(root: Path, *, keep: int, thorough: bool = False, dry_run: bool = Fals
             damaged.append((directory, "Trainer's, which may be its best: save_total_limit removes old ones"))
         elif _looks_like_one(directory):
             damaged.append((directory, f"it has no {MANIFEST_NAME}"))
-    newest_first = [directory for _, directory in sorted(whole, reverse=True)]
+    newest_first = [directory for _, directory in sorted(whole, key=lambda item: (item[0], str(item[1])), reverse=True)]
     for directory in [] if dry_run else reversed(newest_first[keep:]):
-        remove_directory(directory)
+        store_of(directory).remove(directory)
     return Pruned(tuple(newest_first[:keep]), tuple(newest_first[keep:]), tuple(damaged))
 
 
-def _newest_first(root: Path) -> list[tuple[Path, list[tuple[Path, Manifest]]]]:
+def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, Manifest]]]]:
     """Checkpoints with readable manifests (one, or one per part), newest first; the others are logged."""
     found = []
-    for directory in sorted(root.iterdir()) if root.is_dir() else []:
+    for directory in entries_of(root) if root.is_dir() else []:
         if directory.name.startswith(TEMP_PREFIX) or not directory.is_dir() or _is_superseded(directory):
             continue
         try:
@@ -130,13 +130,13 @@ def _newest_first(root: Path) -> list[tuple[Path, list[tuple[Path, Manifest]]]]:
     return sorted(found, key=lambda item: item[1][0][1].saved_at, reverse=True)
 
 
-def _parts(directory: Path) -> list[tuple[Path, Manifest]]:
+def _parts(directory: Location) -> list[tuple[Location, Manifest]]:
     """The checkpoint in a directory, or one per model; none if it holds none. Raises if a manifest is damaged."""
     places = [directory, *part_paths(directory)]
     return [(place, read_manifest(place)) for place in places if (place / MANIFEST_NAME).exists()]
 
 
-def _problems(parts: list[tuple[Path, Manifest]], *, thorough: bool) -> list[str]:
+def _problems(parts: list[tuple[Location, Manifest]], *, thorough: bool) -> list[str]:
     return part_problems(parts) + [
         problem
         for part, manifest in parts
@@ -144,11 +144,11 @@ def _problems(parts: list[tuple[Path, Manifest]], *, thorough: bool) -> list[str
     ]
 
 
-def _looks_like_one(directory: Path) -> bool:
+def _looks_like_one(directory: Location) -> bool:
     return any(directory.glob("model-rank*.safetensors"))
 
 
-def _is_superseded(directory: Path) -> bool:
+def _is_superseded(directory: Location) -> bool:
     """Whether this is the old version of a checkpoint whose replacement is in place."""
     if not directory.name.startswith(OLD_PREFIX):
         return False

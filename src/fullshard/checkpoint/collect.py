@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Required, TypedDict
 
 import google_crc32c
@@ -16,7 +15,6 @@ import fullshard
 from fullshard.checkpoint.averages import AVERAGES, average_entries, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.format import (
-    FORMAT_VERSION,
     CodedPieceRecord,
     FileRecord,
     Manifest,
@@ -29,6 +27,7 @@ from fullshard.checkpoint.format import (
     rank_file_name,
     tiling_record,
 )
+from fullshard.checkpoint.objects import Location, sizes_in
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
 from fullshard.checkpoint.rng import rng_tensors
 from fullshard.checkpoint.staging import HostMemory, LateCopies, is_copied_late
@@ -95,11 +94,14 @@ class RankReport(BaseModel):
 class RankWriter:
     """One rank's part of a save: everything that can be refused is refused here, before a byte is written."""
 
-    def __init__(self, directory: Path, save_id: str, rank: int, arguments: SaveArguments) -> None:
+    def __init__(
+        self, directory: Location, save_id: str, rank: int, arguments: SaveArguments, *, own_names: bool = False
+    ) -> None:
         model, optimizer = arguments["model"], arguments.get("optimizer")
         rest(model)
         self._weights = arguments.get("weights")
         self.directory, self.save_id, self.rank, self.optimizer = directory, save_id, rank, optimizer
+        self._own_names = own_names
         self._late_state: LateCopies | None = None
         self.mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
         self.parameters = local_parameters(model, rank=rank)
@@ -162,14 +164,14 @@ class RankWriter:
         contents["optimizer"] = {**contents["optimizer"], **contents.pop(AVERAGES)}
         for kind, named in contents.items():
             if named:
-                name = rank_file_name(kind, self.rank)
+                name = rank_file_name(kind, self.rank, self.save_id if self._own_names else "")
                 files[name] = self._write_file(self.directory / name, named)
         return RankReport(files=files, tensors=self._tensors, state=self._state)
 
     def _is_stored(self, local: LocalTensor) -> bool:
         return self._weights is None or any(name in self._weights for name in local.names)
 
-    def _write_file(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    def _write_file(self, path: Location, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         entries = [TensorEntry(n, dtype_name(t, where=n), tuple(t.shape)) for n, t in tensors.items()]
         metadata = {"format": "pt", "save_id": self.save_id, "rank": str(self.rank)}
         try:
@@ -198,7 +200,8 @@ class RankWriter:
             )
         parameters = _merge_tensors(self.parameters, reports, self._is_stored)
         manifest = Manifest(
-            format_version=FORMAT_VERSION if any(record.tiles for record in parameters.values()) else 1,
+            format_version=3 if self._own_names else 2 if any(record.tiles for record in parameters.values()) else 1,
+            own_names=self._own_names,
             save_id=self.save_id,
             saved_at=time.time(),
             fullshard_version=fullshard.__version__,
@@ -220,9 +223,10 @@ class RankWriter:
         }
         problems = [f"rank 0 does not know {name!r}, which another rank saved" for name in sorted(unknown)]
         problems += structure_problems(manifest)
+        sizes = sizes_in(self.directory, manifest.files)
         for name, record in manifest.files.items():
             # proof that all ranks wrote into the same directory, not each into one of the same name
-            if not (self.directory / name).exists() or (self.directory / name).stat().st_size != record.nbytes:
+            if sizes.get(name) != record.nbytes:
                 problems.append(
                     f"rank 0 does not see {name} of {record.nbytes} bytes: do all hosts share the directory?"
                 )

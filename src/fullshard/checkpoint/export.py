@@ -20,7 +20,7 @@ from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
-from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter
+from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, temp_directory
 from fullshard.checkpoint.tensors import (
     LocalTensor,
     dtype_name,
@@ -31,6 +31,7 @@ from fullshard.checkpoint.tensors import (
     tensor_bytes,
 )
 from fullshard.core.errors import CheckpointError
+from fullshard.core.paths import local_path
 from fullshard.core.user_class import user_class
 
 
@@ -71,8 +72,9 @@ def export_hf(
         ConfigError: `max_shard_size` or `dtype` that cannot be understood.
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
-    destination = Destination.of(model, path)
-    final, ranks, temp = destination.final, destination.ranks, destination.temp
+    final = local_path(path).absolute()
+    destination = Destination.of(model, final)
+    ranks, temp = destination.ranks, temp_directory(final, destination.save_id)
     with destination.discarded_on_failure():
         plan, convert = ranks.together(f"exporting {final}", lambda: _plan(model, ranks.rank, limit=limit, cast=cast))
         destination.make("exporting", overwrite=overwrite)

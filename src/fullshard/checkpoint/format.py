@@ -17,19 +17,19 @@ import json
 import math
 import re
 import stat
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from fullshard.checkpoint.objects import Location, ObjectPath
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
 
-FORMAT_VERSION = 2
-"""The newest that is read, and written where the first does not do: of tensors that tensor parallelism has cut. Every
-older version stays readable."""
+FORMAT_VERSION = 3
+"""The newest that is read. Written is the oldest that does: 2 of tensors that tensor parallelism has cut, 3 of files
+that carry the name of their save. Every older version stays readable."""
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_NBYTES = 2**30
@@ -39,6 +39,7 @@ TRAINER_STATE = "training_state"
 
 PART_PREFIX = "part_"
 """A directory of `part_0`, `part_1`, ... holds a checkpoint for each of several models."""
+_DATA_FILE = re.compile(r"(model|optimizer|state)-rank[0-9]{5,}(\.[0-9a-f]{16})?\.safetensors")
 _FOR_OTHERS = re.compile(r"model|(pytorch_model_fsdp|optimizer)_[0-9]+")
 CHUNK_NBYTES = 4 * 2**20
 """Bytes under one checksum: the least a rank reads to prove one element, and few enough checksums for a terabyte."""
@@ -256,6 +257,8 @@ class Manifest(_Record):
         world_size: ranks that saved; generators are restored only at this world size.
         parts: checkpoints that were saved together, one for each of several models; they count only together.
         states: name -> encoded Python value (`scheduler`, `scaler`, `extra`, `objects`).
+        own_names: whether the names of the data files carry `save_id`: of a checkpoint that has replaced another in a
+            store that cannot rename, where both must be whole at a time.
     """
 
     format: Literal["fullshard"] = "fullshard"
@@ -273,6 +276,11 @@ class Manifest(_Record):
     buffers: dict[str, TensorRecord]
     optimizer: OptimizerRecord | None = None
     states: dict[str, JsonValue] = {}
+    own_names: bool = Field(default=False, exclude_if=lambda own_names: not own_names)
+
+    def file_name(self, kind: str, rank: int) -> str:
+        """Name of the data file of one rank."""
+        return rank_file_name(kind, rank, self.save_id if self.own_names else "")
 
 
 def is_for_others(name: str) -> bool:
@@ -280,21 +288,26 @@ def is_for_others(name: str) -> bool:
     return _FOR_OTHERS.fullmatch(name) is not None
 
 
-def trainer_state(directory: Path) -> Path:
+def trainer_state(directory: Location) -> Location:
     """The checkpoint inside a `checkpoint-N` of Trainer's; of any other directory that itself."""
     inside = directory / TRAINER_STATE
     return inside if (inside / MANIFEST_NAME).is_file() and not (directory / MANIFEST_NAME).exists() else directory
 
 
-def part_paths(directory: Path) -> list[Path]:
+def part_paths(directory: Location) -> list[Location]:
     """The checkpoints in a directory of several, in the order of their models; empty if it is a checkpoint itself."""
     found = [path for path in directory.glob(f"{PART_PREFIX}*") if path.name.removeprefix(PART_PREFIX).isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PART_PREFIX)))
 
 
-def rank_file_name(kind: str, rank: int) -> str:
-    """Name of the data file of one rank. `kind` is `model`, `optimizer` or `state`."""
-    return f"{kind}-rank{rank:05d}.safetensors"
+def rank_file_name(kind: str, rank: int, save_id: str = "") -> str:
+    """Name of the data file of one rank. `kind` is `model`, `optimizer` or `state`; see `Manifest.own_names`."""
+    return f"{kind}-rank{rank:05d}{'.' * bool(save_id)}{save_id}.safetensors"
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file is called as those that a rank writes."""
+    return _DATA_FILE.fullmatch(name) is not None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -336,7 +349,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
         raise CheckpointError(f"{where} does not follow the schema: {error}") from None
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Location) -> Manifest:
     """The manifest of a checkpoint directory.
 
     Raises:
@@ -345,7 +358,7 @@ def read_manifest(directory: Path) -> Manifest:
     return decode_manifest(read_manifest_bytes(directory), where=str(directory / MANIFEST_NAME))
 
 
-def read_manifest_bytes(directory: Path) -> bytes:
+def read_manifest_bytes(directory: Location) -> bytes:
     """Contents of the manifest file. Raises `CheckpointError` if there is none, or what is there cannot be one."""
     path = directory / MANIFEST_NAME
     try:
@@ -355,6 +368,8 @@ def read_manifest_bytes(directory: Path) -> bytes:
                 f"a file of {status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "no file, but a pipe or device"
             )
             raise CheckpointError(f"{path} is {what}, expected a file of at most {MAX_MANIFEST_NBYTES} bytes")
+        if isinstance(path, ObjectPath):
+            return path.read_bytes()
         with path.open("rb") as file:
             begin = file.read(len(_PREFIX))
             if begin != _PREFIX:  # before all of it is

@@ -5,6 +5,8 @@ of another is refused, unless that has ended: its process is gone, or, on anothe
 
     OUT/.lease.json           all of OUT is one job's: it removes old checkpoints there, or numbers new ones
     OUT/.NAME.lease.json      OUT/NAME is one job's: it replaces that
+
+In an object store these are objects, which are made only if they are not there, and written anew to be renewed.
 """
 
 from __future__ import annotations
@@ -21,20 +23,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.errors import ConfigError, cut
+from fullshard.checkpoint.objects import Location, ObjectPath
+from fullshard.core.errors import ConfigError, StoreError, cut
 
 LEASE_NAME = ".lease.json"
 RENEWED_EVERY_SECONDS = 10.0
 LASTS_SECONDS = 60.0
 """Without being renewed; several times as long as between two renewals, for file systems are slow at times."""
 
-_HELD: dict[Path, int] = {}
+_HELD: dict[Location, int] = {}
 """Leases of this process, each with its process id: a fork does not inherit them."""
 _THREAD = "fullshard-lease"
 
 
 @contextlib.contextmanager
-def lease(directory: Path) -> Iterator[None]:
+def lease(directory: Location) -> Iterator[None]:
     """Have `directory`, and what is held in it meanwhile, to oneself inside. Called on one rank.
 
     Args:
@@ -51,7 +54,7 @@ def lease(directory: Path) -> Iterator[None]:
             let_go(directory)
 
 
-def hold_folder(directory: Path) -> bool:
+def hold_folder(directory: Location) -> bool:
     """Have `directory` to oneself until this process ends, or `let_go`; whether it was not one's own before.
 
     Raises:
@@ -71,17 +74,17 @@ def hold_folder(directory: Path) -> bool:
     return is_own
 
 
-def hold_name(path: Path) -> None:
-    """Have what is called `path` to oneself, as `hold_folder` does.
+def hold_name(path: Location) -> bool:
+    """Have what is called `path` to oneself, as `hold_folder` does; whether this process had not yet, nor its folder.
 
     Raises:
         ConfigError: another job has it, or the folder that it is in.
     """
     path = path.absolute()
-    if any(_is_mine(folder / LEASE_NAME) for folder in path.parents):
-        return
+    if any(map(holds, path.parents)):
+        return False
     _make(path.parent)
-    own = path.with_name(f".{path.name}{LEASE_NAME}")
+    own = _of_name(path)
     is_own = _hold(own)
     try:
         _refuse_another(path.with_name(LEASE_NAME))
@@ -89,29 +92,54 @@ def hold_name(path: Path) -> None:
         if is_own:
             _let_go(own)
         raise
+    return is_own
 
 
-def require_free(path: Path) -> None:
+def holds(directory: Location) -> bool:
+    """Whether this process has a folder to itself."""
+    return _is_mine(directory / LEASE_NAME)
+
+
+def require_free(path: Location) -> None:
     """Raise `ConfigError` if another job has what is called `path`, or the folder that it is in, to itself."""
     path = path.absolute()
-    _refuse_another(path.with_name(f".{path.name}{LEASE_NAME}"))
+    _refuse_another(_of_name(path))
     _refuse_another(path.with_name(LEASE_NAME))
 
 
-def let_go(directory: Path = Path("/")) -> None:
-    """Leave all folders and names, those in `directory`, to others."""
-    for path in [path for path in _HELD if _is_mine(path) and path.is_relative_to(directory.absolute())]:
-        _let_go(path)
+def let_go(directory: Location | None = None) -> None:
+    """Leave all folders and names, or those in `directory`, to others."""
+    inside = None if directory is None else directory.absolute()
+    for path in [path for path in _HELD if _is_mine(path)]:
+        if inside is None or _lies_in(path, inside):
+            _let_go(path)
 
 
-def _make(directory: Path) -> None:
+def let_go_of(path: Location) -> None:
+    """Leave what is called `path`, which `hold_name` gave, to others."""
+    _let_go(_of_name(path))
+
+
+def _of_name(path: Location) -> Location:
+    return path.with_name(f".{path.name}{LEASE_NAME}")
+
+
+def _lies_in(path: Location, directory: Location) -> bool:
+    if isinstance(path, ObjectPath) or isinstance(directory, ObjectPath):
+        return isinstance(path, ObjectPath) and path.is_relative_to(directory)
+    return path.is_relative_to(directory)
+
+
+def _make(directory: Location) -> None:
+    if isinstance(directory, ObjectPath):
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot prepare a directory at {cut(str(directory), 300)}: {error.strerror}") from None
 
 
-def _hold(path: Path) -> bool:
+def _hold(path: Location) -> bool:
     """Put one's own lease there; whether this process had none there yet."""
     mine = {"host": socket.gethostname(), **_process(os.getpid()), "since": time.time()}
     if _is_mine(path) or not _take(path, mine):
@@ -122,17 +150,21 @@ def _hold(path: Path) -> bool:
     return True
 
 
-def _is_mine(path: Path) -> bool:
+def _is_mine(path: Location) -> bool:
     return _HELD.get(path) == os.getpid()
 
 
-def _let_go(path: Path) -> None:
+def _let_go(path: Location) -> None:
     if _HELD.pop(path, None) is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StoreError):
             path.unlink()
 
 
-def _take(path: Path, mine: dict[str, Any]) -> bool:
+def _take(path: Location, mine: dict[str, Any]) -> bool:
+    return _take_object(path, mine) if isinstance(path, ObjectPath) else _take_file(path, mine)
+
+
+def _take_file(path: Path, mine: dict[str, Any]) -> bool:
     own = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         own.write_text(json.dumps(mine), encoding="utf-8")
@@ -156,11 +188,52 @@ def _take(path: Path, mine: dict[str, Any]) -> bool:
     raise ConfigError(f"{path.parent}: another job has just begun in it", hint="use another folder")
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _take_object(path: ObjectPath, mine: dict[str, Any]) -> bool:
+    data = json.dumps(mine | {"renewed": time.time()}).encode()
+    for _ in range(2):
+        try:
+            if path.create(data):
+                return True
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{path.parent} cannot be written to: {error}", hint="see that the bucket is there"
+            ) from None
+        theirs = _read(path)
+        if theirs is not None and _same(theirs, mine):
+            return False
+        _refuse_another(path)
+        if _replace_ended(path, theirs, data):
+            return True
+    raise ConfigError(f"{path.parent}: another job has just begun in it", hint="use another folder")
+
+
+def _replace_ended(path: ObjectPath, ended: dict[str, Any] | None, data: bytes) -> bool:
+    """Put one's own lease in the place of one whose job has ended; whether no other has been faster.
+
+    Nothing can be replaced on a condition, so of those that want to, one at a time may: who made a second object.
+    """
+    turn = path.with_name(f"{path.name}.turn")
+    if not turn.create(data):
+        theirs = _read(turn)
+        if theirs is None or theirs["age"] > LASTS_SECONDS:
+            turn.unlink(missing_ok=True)
+        return False
+    try:
+        found = _read(path)
+        is_it = found is None or (ended is not None and _same(found, ended))
+        if is_it:
+            path.write_bytes(data)
+        return is_it
+    finally:
+        turn.unlink(missing_ok=True)
+
+
+def _read(path: Location) -> dict[str, Any] | None:
     """Whose lease it is, and how long ago they renewed it; None if there is none, or nobody can tell whose it is."""
     try:
         theirs = json.loads(path.read_text(encoding="utf-8"))
-        numbers = {"age": time.time() - path.stat().st_mtime, "since": float(theirs["since"])}
+        renewed = float(theirs["renewed"]) if isinstance(path, ObjectPath) else path.stat().st_mtime
+        numbers = {"age": time.time() - renewed, "since": float(theirs["since"])}
         return {key: theirs[key] for key in ("host", "pid", "begun", "machine")} | numbers
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -182,8 +255,15 @@ def _renew() -> None:
     while True:
         time.sleep(RENEWED_EVERY_SECONDS)
         for path in [path for path in list(_HELD) if _is_mine(path)]:
-            with contextlib.suppress(OSError):
-                os.utime(path)
+            with contextlib.suppress(OSError, StoreError):
+                _renew_object(path) if isinstance(path, ObjectPath) else os.utime(path)
+
+
+def _renew_object(path: ObjectPath) -> None:
+    found = _read(path)
+    mine = {"host": socket.gethostname(), **_process(os.getpid())}
+    if found is not None and _same(found, mine) and _is_mine(path):
+        path.write_bytes(json.dumps(mine | {"since": found["since"], "renewed": time.time()}).encode())
 
 
 def _process(pid: int) -> dict[str, Any]:
@@ -200,7 +280,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one[key] == other[key] for key in ("host", "pid", "begun", "machine"))
 
 
-def _refuse_another(path: Path) -> None:
+def _refuse_another(path: Location) -> None:
     """Raise if a job that still runs, and is not this one, has this lease."""
     theirs = _read(path)
     if theirs is None or _is_mine(path):

@@ -11,7 +11,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,16 +28,17 @@ from fullshard.checkpoint.format import (
     StateValueRecord,
     TensorRecord,
     decode_manifest,
-    rank_file_name,
     read_manifest,
     read_manifest_bytes,
     stored_as,
 )
+from fullshard.checkpoint.objects import Location, location
 from fullshard.checkpoint.optimizer_state import group_parameters, unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.resharding import plan_reads
 from fullshard.checkpoint.rng import restore_rng
-from fullshard.checkpoint.storage import Bytes, TensorFileReader, order_key, replaced_directories
+from fullshard.checkpoint.storage import Bytes, TensorFileReader, order_key
+from fullshard.checkpoint.store import store_of
 from fullshard.checkpoint.tensors import (
     LocalTensor,
     device_of,
@@ -56,7 +56,6 @@ from fullshard.checkpoint.verify import file_problems, pieces_of, quick_problems
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
-from fullshard.core.paths import local_path
 from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.state_dict import as_local, as_sharded
@@ -92,7 +91,7 @@ class _Target:
 
 
 def load_checkpoint(
-    path: str | Path,
+    path: str | Location,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -125,7 +124,7 @@ def load_checkpoint(
         CheckpointError: on every rank, if any rank found the checkpoint damaged or not to match. What differs is
             listed in full. Nothing has changed then. `DamagedError` if the bytes are not those that were saved.
     """
-    directory, optimizer = local_path(path).absolute(), unwrapped(optimizer)
+    directory, optimizer = location(path).absolute(), unwrapped(optimizer)
     ranks = Ranks.of(model)
     opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory), kind=DamagedError)
     data = ranks.broadcast_bytes(opened or b"")
@@ -159,7 +158,7 @@ def load_checkpoint(
     return extra
 
 
-def _note(directory: Path, manifest: Manifest, ranks: Ranks, *, is_whole: bool) -> None:
+def _note(directory: Location, manifest: Manifest, ranks: Ranks, *, is_whole: bool) -> None:
     before, now = manifest.world_size, ranks.world_size
     JOURNAL.note(Happening.LOAD, path=str(directory), optimizer=is_whole, saved_by=before)
     if before != now and is_whole:
@@ -167,7 +166,7 @@ def _note(directory: Path, manifest: Manifest, ranks: Ranks, *, is_whole: bool) 
         JOURNAL.note(kind, f"from {before} ranks to {now}", before=before, now=now)
 
 
-def prove_files(directory: Path, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:
+def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:
     """Read every byte of the files of some kinds. A collective: each file is read by one rank.
 
     Raises:
@@ -181,13 +180,13 @@ def prove_files(directory: Path, manifest: Manifest, ranks: Ranks, kinds: Sequen
     ranks.together(f"reading {directory}", prove, kind=DamagedError)
 
 
-def prove_checkpoint(path: str | Path) -> None:
+def prove_checkpoint(path: str | Location) -> None:
     """Read every byte of a checkpoint, by all ranks together. A collective; `verify_checkpoint` says more, alone.
 
     Raises:
         DamagedError: on every rank, if anything is not what was saved.
     """
-    directory, ranks = local_path(path).absolute(), Ranks()
+    directory, ranks = location(path).absolute(), Ranks()
     opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory), kind=DamagedError)
     manifest = decode_manifest(ranks.broadcast_bytes(opened or b""), where=str(directory / MANIFEST_NAME))
     prove_files(directory, manifest, ranks, ("model", "optimizer", "state"))
@@ -198,7 +197,7 @@ class _Load:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Location,
         manifest: Manifest,
         rank: int,
         model: nn.Module,
@@ -254,11 +253,11 @@ class _Load:
             for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
                 _fill(target, readers)
             readers.settle()
-            stored = readers.all_tensors(rank_file_name("state", 0))
+            stored = readers.all_tensors(self.manifest.file_name("state", 0))
             if self.rank:
                 stored = {name: t for name, t in stored.items() if not name.startswith("rng/")}
                 if self.rank < self.manifest.world_size:
-                    stored |= readers.all_tensors(rank_file_name("state", self.rank))
+                    stored |= readers.all_tensors(self.manifest.file_name("state", self.rank))
         return stored
 
     def restore_optimizer(self, stored: Mapping[str, torch.Tensor]) -> None:
@@ -377,7 +376,7 @@ class _Load:
 class Readers:
     """Readers of the data files, a few open at a time."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Location, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
         self._open: OrderedDict[str, TensorFileReader] = OrderedDict()
 
@@ -446,7 +445,7 @@ class Readers:
         itemsize = DTYPES[record.dtype][1]
         pieces = {piece.rank: piece for piece in record.pieces}
         for read in plan_reads(pieces_of(record), interval):
-            reader, piece = self[rank_file_name(kind, read.rank)], pieces[read.rank]
+            reader, piece = self[self._manifest.file_name(kind, read.rank)], pieces[read.rank]
             part = data[read.target.start * itemsize : read.target.stop * itemsize]
             if isinstance(piece, CodedPieceRecord):
                 values = self._decoded(kind, name, record.dtype, piece, read.source)
@@ -483,7 +482,7 @@ class Readers:
         self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, blocks: Interval
     ) -> dict[str, torch.Tensor]:
         """Codes and scales of whole blocks of a piece, and the book."""
-        reader, coding, result = self[rank_file_name(kind, piece.rank)], piece.coding, {}
+        reader, coding, result = self[self._manifest.file_name(kind, piece.rank)], piece.coding, {}
         share = {"codes": (coding.bits, 8), "scales": (1, coding.block)}  # elements per value, as a fraction
         for part, (stored_dtype, numel) in stored_as(name, dtype, piece).items():
             ending = part.rpartition(".")[2]
@@ -577,9 +576,9 @@ def _match(
     return targets
 
 
-def _open(directory: Path) -> bytes:
+def _open(directory: Location) -> bytes:
     """The manifest, after a look at all files. On rank 0 only, to spare the file system."""
-    if not directory.exists() and (old := replaced_directories(directory)):
+    if not directory.exists() and (old := store_of(directory).replaced(directory)):
         raise DamagedError(
             f"{directory} is missing: a save that was to replace it was killed",
             hint=f"its old contents are in {old[0]}",

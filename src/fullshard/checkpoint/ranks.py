@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.comm.torch_dist import all_gather_single
-from fullshard.core.errors import CheckpointError, FullshardError
+from fullshard.core.errors import CheckpointError, FullshardError, StoreError
 from fullshard.core.place import PLACE
 from fullshard.engine import ShardedParameter
 
@@ -148,7 +148,10 @@ class Ranks:
         if self.all(error is None):  # one small message is all it takes nearly always
             return
         message = None if error is None else (str(error) if isinstance(error, FullshardError) else _describe(error))
-        messages: Sequence[str | None] = self.broadcast(self.gather(message))
+        found: Sequence[tuple[str | None, bool]] = self.broadcast(self.gather([message, isinstance(error, StoreError)]))
+        messages = [message for message, _ in found]
+        if any(is_silent for _, is_silent in found):
+            kind = CheckpointError  # of what a store does not hand out nobody knows whether it is damaged
         if self.world_size == 1 and isinstance(error, CheckpointError):
             raise error
         reasons = dict.fromkeys(text for text in messages if text is not None)

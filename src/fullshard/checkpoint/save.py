@@ -6,7 +6,8 @@
     every rank    writes its files there, fsyncs them, reports sizes and checksums      [rank 0 learns all, or all fail]
     rank 0        checks that every element is stored exactly once, writes the manifest, fsyncs, renames to NAME
 
-Until the rename nothing looks like a checkpoint, and nothing old is touched before it.
+Until the rename nothing looks like a checkpoint, and nothing old is touched before it. In an object store, which cannot
+rename, it is the manifest that makes it count: see `store`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -26,22 +26,15 @@ from torch import nn
 
 from fullshard.checkpoint.catalog import LATEST_NAME, remove_oldest
 from fullshard.checkpoint.collect import RankReport, RankWriter, SaveArguments
-from fullshard.checkpoint.format import MANIFEST_NAME, encode_manifest
+from fullshard.checkpoint.format import encode_manifest
 from fullshard.checkpoint.lease import hold_folder, hold_name, require_free
+from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.staging import HostMemory
-from fullshard.checkpoint.storage import (
-    commit_directory,
-    discard_directory,
-    make_temp_directory,
-    require_room,
-    temp_directory,
-    write_file,
-)
+from fullshard.checkpoint.store import Store, store_of
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
-from fullshard.core.paths import local_path
 from fullshard.engine.module import units_of
 from fullshard.engine.schedule import schedule_of
 
@@ -49,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
-    path: str | Path,
+    path: str | Location,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -60,14 +53,14 @@ def save_checkpoint(
     weights: Container[str] | None = None,
     total_limit: int | None = None,
     overwrite: bool = False,
-) -> Path:
+) -> Location:
     """Save a training state that any number of ranks can load. A collective: every rank calls it.
 
     Parameters, optimizer state and persistent buffers are stored once, by the ranks that own them; random number
     generators by every rank; all else as rank 0 has it. The directory must lie where every rank can write to.
 
     Args:
-        path: directory to create, for example `out/step-1000`.
+        path: directory to create, for example `out/step-1000` or `s3://bucket/run/step-1000`.
         model: sharded or not.
         optimizer: its state must be one value per element of a parameter, or the same on all ranks (`step`).
         scheduler: an object with `state_dict()` and `load_state_dict()`.
@@ -105,27 +98,34 @@ class Destination:
     """
 
     ranks: Ranks
-    final: Path
+    final: Location
     save_id: str
 
     @classmethod
-    def of(cls, model: nn.Module, path: str | Path) -> Destination:
+    def of(cls, model: nn.Module, path: str | Location) -> Destination:
         """Agree on one. A collective of the ranks of `model`."""
         for schedule in dict.fromkeys(map(schedule_of, units_of(model))):
             schedule.note_save()  # before anything can wait for a rank that trains on
         ranks = Ranks.of(model)
-        return cls(ranks, local_path(path).absolute(), ranks.broadcast(uuid.uuid4().hex[:16]))
+        return cls(ranks, location(path).absolute(), ranks.broadcast(uuid.uuid4().hex[:16]))
 
     @property
-    def temp(self) -> Path:
-        """The temporary directory."""
-        return temp_directory(self.final, self.save_id)
+    def store(self) -> Store:
+        """What keeps it."""
+        return store_of(self.final)
 
-    def make(self, doing: str, *, overwrite: bool) -> None:
-        """Make the temporary directory; see `make_temp_directory`."""
-        self.ranks.on_rank_0(
-            f"{doing} {self.final}", lambda: make_temp_directory(self.final, self.save_id, overwrite=overwrite)
+    @property
+    def directory(self) -> Location:
+        """Where the ranks write: under another name, if the store can rename."""
+        return self.store.directory(self.final, self.save_id)
+
+    def make(self, doing: str, *, overwrite: bool, several: bool = False) -> bool:
+        """Make ready for it, see `Store.prepare`; whether the files need names of their own."""
+        own_names = self.ranks.on_rank_0(
+            f"{doing} {self.final}",
+            lambda: self.store.prepare(self.final, self.save_id, overwrite=overwrite, several=several),
         )
+        return isinstance(self.final, ObjectPath) and bool(self.ranks.broadcast(own_names))
 
     def hold(self, *, overwrite: bool, total_limit: int | None) -> None:
         """Keep other jobs from what this one replaces and removes, and this one from what is theirs; see `lease`."""
@@ -140,9 +140,9 @@ class Destination:
 
         self.ranks.on_rank_0(f"saving {self.final}", hold)
 
-    def commit(self) -> None:
-        """Give it its name; see `commit_directory`. Rank 0 alone."""
-        commit_directory(self.temp, self.final, self.save_id)
+    def commit(self, manifest: bytes | None = None) -> None:
+        """Make it count; see `Store.commit`. Rank 0 alone."""
+        self.store.commit(self.final, self.save_id, manifest)
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
@@ -151,7 +151,7 @@ class Destination:
             yield
         except BaseException:
             if self.ranks.rank == 0:
-                discard_directory(self.temp)
+                self.store.discard(self.final, self.save_id)
             raise
 
 
@@ -169,10 +169,10 @@ class Pending(ABC):
 
     destination: Destination
     total_limit: int | None
-    then: tuple[str, Callable[[Path], None]] | None = field(default=None, kw_only=True)
+    then: tuple[str, Callable[[Location], None]] | None = field(default=None, kw_only=True)
     step: int | None = field(default_factory=lambda: JOURNAL.step, kw_only=True)
 
-    def complete(self, ranks: Ranks) -> Path:
+    def complete(self, ranks: Ranks) -> Location:
         """Write it and make it count. A collective over `ranks`, which another thread must have for itself.
 
         Raises:
@@ -185,7 +185,7 @@ class Pending(ABC):
             JOURNAL.note(Happening.SAVE, path=str(final), step=self.step, seconds=seconds)
         return final
 
-    def _complete(self, ranks: Ranks) -> Path:
+    def _complete(self, ranks: Ranks) -> Location:
         final = self.destination.final
         with self.destination.discarded_on_failure():
             commit = self._write(ranks)
@@ -202,7 +202,7 @@ class Pending(ABC):
 
 
 def prepare_save(
-    path: str | Path, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
+    path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
 ) -> PendingSave:
     """The part of a save that needs the training to stand still. A collective.
 
@@ -228,12 +228,16 @@ def prepare_save(
     if parts == 1:
         destination.hold(overwrite=overwrite, total_limit=total_limit)
     with destination.discarded_on_failure():
-        destination.make("saving", overwrite=overwrite)
+        own_names = destination.make("saving", overwrite=overwrite)
+        directory, save_id = destination.directory, destination.save_id
         writer = ranks.together(
-            "collecting the state", lambda: RankWriter(destination.temp, destination.save_id, ranks.rank, arguments)
+            "collecting the state",
+            lambda: RankWriter(directory, save_id, ranks.rank, arguments, own_names=own_names),
         )
         nbytes = sum(ranks.gather(writer.nbytes))
-        ranks.on_rank_0(f"saving {destination.final}", lambda: require_room(destination.temp, nbytes))
+        ranks.on_rank_0(
+            f"saving {destination.final}", lambda: destination.store.require_room(destination.final, save_id, nbytes)
+        )
         if memory is not None:
             ranks.together("copying the state to host memory", lambda: writer.stage(memory))
     return PendingSave(destination, total_limit, writer, parts)
@@ -258,14 +262,13 @@ class PendingSave(Pending):
 
         def commit() -> None:
             manifest = writer.manifest([RankReport.model_validate(r) for r in reports], parts=self.parts)
-            write_file(self.destination.temp / MANIFEST_NAME, encode_manifest(manifest))
-            self.destination.commit()
+            self.destination.commit(encode_manifest(manifest))
 
         return commit
 
 
 def prepare_parts(
-    path: str | Path,
+    path: str | Location,
     parts: Mapping[str, SaveArguments],
     memory: HostMemory | None = None,
     *,
@@ -284,8 +287,10 @@ def prepare_parts(
     destination = Destination.of(next(iter(parts.values()))["model"], path)
     destination.hold(overwrite=overwrite, total_limit=total_limit)
     with destination.discarded_on_failure():
-        destination.make("saving", overwrite=overwrite)
-        pending = [prepare_save(destination.temp / name, memory, len(parts), **part) for name, part in parts.items()]
+        destination.make("saving", overwrite=overwrite, several=True)
+        pending = [
+            prepare_save(destination.directory / name, memory, len(parts), **part) for name, part in parts.items()
+        ]
     return PendingParts(destination, total_limit, tuple(pending))
 
 
@@ -300,16 +305,15 @@ class PendingParts(Pending):
             part._complete(ranks)
 
         def commit() -> None:
-            (self.destination.temp / LATEST_NAME).unlink(
-                missing_ok=True
-            )  # of the parts, among which none is the latest
+            # Of the parts, among which none is the latest.
+            (self.destination.directory / LATEST_NAME).unlink(missing_ok=True)
             self.destination.commit()
 
         return commit
 
 
-def _tidy_up(final: Path, total_limit: int | None) -> None:
-    write_file(final.with_name(LATEST_NAME), f"{final.name}\n".encode())
+def _tidy_up(final: Location, total_limit: int | None) -> None:
+    store_of(final).write(final.with_name(LATEST_NAME), f"{final.name}\n".encode())
     if total_limit is not None:
         for removed in remove_oldest(final, keep=total_limit):
             logger.info("removed checkpoint %s: total_limit is %d", removed, total_limit)

@@ -8,7 +8,6 @@ safetensors package does not offer: one tensor in memory at a time while writing
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import json
@@ -29,6 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, FileRecord
+from fullshard.checkpoint.objects import Location
+from fullshard.checkpoint.streams import open_sink, open_source
 from fullshard.core.errors import CheckpointError
 from fullshard.core.sizes import format_nbytes
 
@@ -43,8 +44,6 @@ _TEMPORARY_HINT = re.compile(re.escape(TEMP_PREFIX) + r"LATEST-[0-9]+")
 _HEADER_ALIGNMENT = 8
 MAX_HEADER_NBYTES = 100 * 2**20
 """Of a data file: a header is some hundred bytes per tensor; more than this is not one."""
-_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Python has no name for it
-_SYNC_FILE_RANGE_WRITE = 2
 _BLOCK_NBYTES = 256 * 2**10
 """Bytes written or read at a time: small enough to stay in a core's cache until they are summed."""
 
@@ -95,7 +94,7 @@ class TensorFileWriter:
         OSError: the file cannot be created or written.
     """
 
-    def __init__(self, path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
+    def __init__(self, path: Location, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
         self._pending = storage_order(entries)
         self._crc32c: list[int] = []
         self._chunk_crc32c = self._chunk_filled = self._nbytes = 0
@@ -110,7 +109,7 @@ class TensorFileWriter:
             offset += entry.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        self._file = path.open("xb", buffering=0)
+        self._file = open_sink(path, 8 + len(text) + offset)
         try:
             self._append(np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8))
         except BaseException:
@@ -137,8 +136,7 @@ class TensorFileWriter:
             raise CheckpointError(f"{len(self._pending)} tensors were not written, first {self._pending[0].name!r}")
         if self._chunk_filled:
             self._crc32c.append(self._chunk_crc32c)
-        os.fsync(self._file.fileno())
-        self._file.close()
+        self._file.finish()
         return FileRecord(nbytes=self._nbytes, crc32c=tuple(self._crc32c))
 
     def __enter__(self) -> Self:
@@ -156,22 +154,16 @@ class TensorFileWriter:
             part = data[at : at + min(_BLOCK_NBYTES, CHUNK_NBYTES - self._chunk_filled)]
             written = 0
             while written < part.nbytes:  # an unbuffered write may stop early, for example when the disk is full
-                written += self._file.write(part[written:].data) or 0
+                written += self._file.write(part[written:].data)
             # After the write, which has brought the block into the cache: that halves the cost of the checksum.
             self._chunk_crc32c = google_crc32c.extend(self._chunk_crc32c, part)
             self._chunk_filled += part.nbytes
             at += part.nbytes
             if self._chunk_filled == CHUNK_NBYTES:
-                _start_writeback(self._file.fileno(), len(self._crc32c) * CHUNK_NBYTES, CHUNK_NBYTES)
+                self._file.start_writeback(len(self._crc32c) * CHUNK_NBYTES, CHUNK_NBYTES)
                 self._crc32c.append(self._chunk_crc32c)
                 self._chunk_crc32c = self._chunk_filled = 0
         self._nbytes += data.nbytes
-
-
-def _start_writeback(descriptor: int, start: int, nbytes: int) -> None:
-    """Have the disk begin with a part of a file, so that the `fsync` at its end finds little left to do. Linux only."""
-    if _SYNC_FILE_RANGE is not None:
-        _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +189,7 @@ class TensorFileReader:
         CheckpointError: missing, of the wrong size, damaged, or from another save.
     """
 
-    def __init__(self, path: Path, record: FileRecord, *, chunk_nbytes: int, save_id: str) -> None:
+    def __init__(self, path: Location, record: FileRecord, *, chunk_nbytes: int, save_id: str) -> None:
         self.path = path
         self._record, self._chunk_nbytes, self._save_id = record, chunk_nbytes, save_id
         self._cached = -1
@@ -205,7 +197,7 @@ class TensorFileReader:
         self._at = self._crc32c = 0  # where the last read ended, and the sum of its chunk up to there
         if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
             raise CheckpointError(problem)
-        self._file = path.open("rb", buffering=0)
+        self._file = open_source(path, record.nbytes)
         try:
             self.tensors = self._read_header()
         except BaseException:
@@ -273,7 +265,7 @@ class TensorFileReader:
         for index in range(len(self._record.crc32c)):
             start = index * self._chunk_nbytes
             data = self._pread(start, min(self._chunk_nbytes, self._record.nbytes - start))
-            if google_crc32c.value(data) != self._record.crc32c[index]:
+            if google_crc32c.extend(0, np.frombuffer(data, dtype=np.uint8)) != self._record.crc32c[index]:
                 yield start, start + len(data)
 
     def _size(self, index: int) -> int:
@@ -322,7 +314,7 @@ class TensorFileReader:
             end = self._end()
             block = out[filled : filled + max(0, min(_BLOCK_NBYTES, end - self._at))]
             try:
-                nbytes = os.preadv(self._file.fileno(), [block.data], self._at) if block.nbytes else 0
+                nbytes = self._file.read_into(block.data, self._at) if block.nbytes else 0
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read at byte {self._at}: {error.strerror}") from error
             if not nbytes:
@@ -344,19 +336,19 @@ class TensorFileReader:
                 hint="use an older checkpoint; latest_checkpoint(parent, thorough=True) finds the newest intact one",
             )
 
-    def _pread(self, start: int, nbytes: int) -> bytes:
+    def _pread(self, start: int, nbytes: int) -> bytearray:
         """`nbytes` bytes from `start` on. Raises `CheckpointError` if the disk gives fewer."""
-        parts = []
-        while nbytes:
+        data = bytearray(nbytes)
+        filled = 0
+        while filled < nbytes:
             try:
-                part = os.pread(self._file.fileno(), nbytes, start)
+                part = self._file.read_into(memoryview(data)[filled:], start + filled)
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read at byte {start}: {error.strerror}") from error
             if not part:
-                raise CheckpointError(f"{self.path} ended at byte {start} while it was read")
-            parts.append(part)
-            start, nbytes = start + len(part), nbytes - len(part)
-        return b"".join(parts)
+                raise CheckpointError(f"{self.path} ended at byte {start + filled} while it was read")
+            filled += part
+        return data
 
     def _read_header(self) -> dict[str, StoredTensor]:
         """Tensors of the file by name."""
@@ -424,7 +416,7 @@ def file_beside(directory: Path, name: str, *, where: str) -> Path:
     return directory / name
 
 
-def size_problem(path: Path, record: FileRecord, *, chunk_nbytes: int) -> str | None:
+def size_problem(path: Location, record: FileRecord, *, chunk_nbytes: int) -> str | None:
     """What is wrong with a data file before any of it is read; None if nothing."""
     if len(record.crc32c) != -(-record.nbytes // chunk_nbytes):
         return f"the manifest holds {len(record.crc32c)} checksums for the {record.nbytes} bytes of {path.name}"

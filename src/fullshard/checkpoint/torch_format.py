@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fullshard.checkpoint.format import part_paths
+from fullshard.checkpoint.objects import Location, on_this_host
 from fullshard.checkpoint.offline import open_source, write_dcp
 from fullshard.checkpoint.offline.source import nbytes_of
 from fullshard.checkpoint.save import Pending
@@ -32,7 +33,11 @@ def with_torch_format(pending: Pending) -> Pending:
     Rank 0 makes it from the files, one tensor at a time: no rank gathers anything, so it may go on in the background.
     The disk needs room for it twice.
     """
-    return replace(pending, then=("writing torch's format into it", lambda path: write_torch_format(path, path)))
+
+    def write(path: Location) -> None:
+        write_torch_format(on_this_host(path), on_this_host(path))
+
+    return replace(pending, then=("writing torch's format into it", write))
 
 
 def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> None:

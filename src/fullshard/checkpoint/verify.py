@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fullshard.checkpoint.format import (
     DTYPES,
@@ -14,15 +13,14 @@ from fullshard.checkpoint.format import (
     TensorRecord,
     is_for_others,
     part_paths,
-    rank_file_name,
     read_manifest,
     stored_as,
     trainer_state,
 )
+from fullshard.checkpoint.objects import Location, entries_of, location
 from fullshard.checkpoint.resharding import Piece, coverage_problems
 from fullshard.checkpoint.storage import TensorFileReader, size_problem
 from fullshard.core.errors import CheckpointError
-from fullshard.core.paths import local_path
 from fullshard.core.sizes import format_nbytes
 
 
@@ -37,7 +35,7 @@ class Verification:
         manifest: its manifest; None if that is what is damaged.
     """
 
-    path: Path
+    path: Location
     problems: tuple[str, ...]
     num_files: int
     nbytes: int
@@ -62,7 +60,7 @@ class Verification:
         )
 
 
-def verify_checkpoint(path: str | Path) -> Verification:
+def verify_checkpoint(path: str | Location) -> Verification:
     """Read every byte of a checkpoint and list all that is wrong with it.
 
     Args:
@@ -71,7 +69,7 @@ def verify_checkpoint(path: str | Path) -> Verification:
     Returns:
         The findings; damage is not an exception here, see `Verification.raise_if_damaged`.
     """
-    directory = local_path(path)
+    directory = location(path)
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
@@ -79,31 +77,31 @@ def verify_checkpoint(path: str | Path) -> Verification:
     problems = structure_problems(manifest)
     for name in manifest.files:
         problems += _file_problems(directory / name, manifest)
-    for entry in sorted(directory.iterdir()):
+    for entry in entries_of(directory):
         if entry.name not in {MANIFEST_NAME, *manifest.files} and not is_for_others(entry.name):
             problems.append(f"{entry} is not part of the checkpoint")
     nbytes = sum(record.nbytes for record in manifest.files.values())
     return Verification(directory, tuple(problems), len(manifest.files), nbytes, manifest)
 
 
-def verify_parts(path: str | Path) -> list[Verification]:
+def verify_parts(path: str | Location) -> list[Verification]:
     """Like `verify_checkpoint`, of every part of a checkpoint of several models; of one model the only one.
 
     Of a `checkpoint-N` of Trainer's it is the checkpoint inside.
     """
-    path = trainer_state(local_path(path))
-    found = [verify_checkpoint(part) for part in part_paths(path) or [path]]
+    directory = trainer_state(location(path))
+    found = [verify_checkpoint(part) for part in part_paths(directory) or [directory]]
     problems = part_problems([(one.path, one.manifest) for one in found if one.manifest is not None])
-    return [*found, Verification(path, tuple(problems), 0, 0, None)] if problems else found
+    return [*found, Verification(directory, tuple(problems), 0, 0, None)] if problems else found
 
 
-def file_problems(directory: Path, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
+def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
     """What is wrong with every `parts`-th data file of some kinds, from number `part` on; every byte is read."""
     names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
     return [problem for name in names[part::parts] for problem in _file_problems(directory / name, manifest)]
 
 
-def part_problems(parts: Sequence[tuple[Path, Manifest]]) -> list[str]:
+def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
     """What is missing of checkpoints that count only together."""
     names = {part.name for part, _ in parts}
     return [
@@ -113,7 +111,7 @@ def part_problems(parts: Sequence[tuple[Path, Manifest]]) -> list[str]:
     ]
 
 
-def quick_problems(directory: Path, manifest: Manifest) -> list[str]:
+def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
     """What is wrong as far as can be told without reading data: records that contradict, files missing or cut."""
     sizes = (
         size_problem(directory / name, record, chunk_nbytes=manifest.chunk_nbytes)
@@ -131,10 +129,10 @@ def structure_problems(manifest: Manifest) -> list[str]:
             problems.append(f"{tensor!r} has the unknown dtype {record.dtype!r}")
             continue
         for piece in record.pieces:
-            name = rank_file_name(file, piece.rank)
+            name = manifest.file_name(file, piece.rank)
             parts = stored_as(tensor, record.dtype, piece).values()
             held[name] = held.get(name, 0) + sum(numel * DTYPES[dtype][1] for dtype, numel in parts)
-        files = dict.fromkeys(rank_file_name(file, piece.rank) for piece in record.pieces)
+        files = dict.fromkeys(manifest.file_name(file, piece.rank) for piece in record.pieces)
         problems += [f"{tensor!r}: its file {f} is not in the manifest" for f in files if f not in manifest.files]
         problems += [f"{tensor!r}: {problem}" for problem in coverage_problems(pieces_of(record), record.numel)]
     problems += [
@@ -180,7 +178,7 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
     return problems
 
 
-def _file_problems(path: Path, manifest: Manifest) -> list[str]:
+def _file_problems(path: Location, manifest: Manifest) -> list[str]:
     """What is wrong with one data file."""
     record = manifest.files[path.name]
     if problem := size_problem(path, record, chunk_nbytes=manifest.chunk_nbytes):
@@ -198,9 +196,9 @@ def _file_problems(path: Path, manifest: Manifest) -> list[str]:
         return [str(error)]
 
 
-def _content_problems(path: Path, reader: TensorFileReader, manifest: Manifest) -> list[str]:
+def _content_problems(path: Location, reader: TensorFileReader, manifest: Manifest) -> list[str]:
     """Where the tensors of a file differ from those the manifest expects in it."""
-    kind, _, rank = path.name.removesuffix(".safetensors").rpartition("-rank")
+    kind, _, rank = path.name.partition(".")[0].rpartition("-rank")
     if kind not in ("model", "optimizer"):
         return []
     problems, expected = [], set()

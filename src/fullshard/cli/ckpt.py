@@ -18,6 +18,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
 
 if TYPE_CHECKING:
+    from fullshard.checkpoint.objects import Location
     from fullshard.checkpoint.offline import Contents, Source
 
 DIFFERENT = 1
@@ -31,9 +32,11 @@ app = typer.Typer(
 )
 
 _Checkpoint = Annotated[
-    Path, typer.Argument(help="A checkpoint of any known kind; the kind is found out and printed.", parser=path_word)
+    str,
+    typer.Argument(help="A checkpoint of any known kind; the kind is found out and printed. Of ours the URL, too."),
 ]
 _Output = Annotated[Path, typer.Argument(help="Directory to create. It appears when it is complete.", parser=path_word)]
+_OutputOrUrl = Annotated[str, typer.Argument(help="Directory or URL to create. It appears when it is complete.")]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Dtype = Annotated[str | None, typer.Option(help="Store floating-point weights as this: float32, bfloat16, float16.")]
@@ -81,7 +84,7 @@ def inspect(
 
 @app.command()
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of ours.", parser=path_word)],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint of ours, or its URL.")],
     *,
     as_json: _Json = False,
 ) -> None:
@@ -103,7 +106,7 @@ def verify(
 @app.command()
 def diff(
     a: _Checkpoint,
-    b: Annotated[Path, typer.Argument(help="Another one, of any kind.", parser=path_word)],
+    b: Annotated[str, typer.Argument(help="Another one, of any kind.")],
     *,
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave optimizer state out.")] = False,
     as_json: _Json = False,
@@ -183,7 +186,7 @@ def export(
 @app.command()
 def reshard(
     checkpoint: _Checkpoint,
-    output: _Output,
+    output: _OutputOrUrl,
     *,
     world_size: _WorldSize,
     shard_size: _ShardSize = None,
@@ -191,17 +194,18 @@ def reshard(
 ) -> None:
     """Cut a checkpoint of ours for another number of ranks, bit by bit the same. Loading does this too, as it reads."""
     from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
+    from fullshard.checkpoint.objects import location
 
-    checkpoint = trainer_state(checkpoint)
-    if not (checkpoint / MANIFEST_NAME).is_file():
-        raise ConfigError(f"{checkpoint} is no checkpoint of ours", hint="fullshard ckpt import takes those of others")
-    _native(checkpoint, output, world_size=world_size, shard_size=shard_size, overwrite=overwrite)
+    ours = trainer_state(location(checkpoint))
+    if not (ours / MANIFEST_NAME).is_file():
+        raise ConfigError(f"{ours} is no checkpoint of ours", hint="fullshard ckpt import takes those of others")
+    _native(ours, output, world_size=world_size, shard_size=shard_size, overwrite=overwrite)
 
 
 @app.command("import")
 def import_(
     checkpoint: _Checkpoint,
-    output: _Output,
+    output: _OutputOrUrl,
     *,
     world_size: _WorldSize = 1,
     shard_size: _ShardSize = None,
@@ -226,7 +230,7 @@ def import_(
 
 @app.command()
 def prune(
-    directory: Annotated[Path, typer.Argument(help="Directory that checkpoints are saved into.", parser=path_word)],
+    directory: Annotated[str, typer.Argument(help="Directory or URL that checkpoints are saved into.")],
     *,
     keep: Annotated[int, typer.Option(min=1, help="How many whole checkpoints to keep, the newest.")],
     thorough: Annotated[bool, typer.Option("--thorough", help="Read every byte before one counts as whole.")] = False,
@@ -234,10 +238,12 @@ def prune(
 ) -> None:
     """Remove the oldest checkpoints. Those that are damaged do not count, and are left alone."""
     from fullshard.checkpoint.catalog import prune as prune_checkpoints
+    from fullshard.checkpoint.objects import location
 
-    if not directory.is_dir():
+    root = location(directory)
+    if not root.is_dir():
         raise ConfigError(f"there is no directory {directory}")
-    found = prune_checkpoints(directory, keep=keep, thorough=thorough, dry_run=dry_run)
+    found = prune_checkpoints(root, keep=keep, thorough=thorough, dry_run=dry_run)
     for path in found.removed:
         typer.echo(f"{'would remove' if dry_run else 'removed'} {path}")
     for path, problem in found.damaged:
@@ -245,7 +251,7 @@ def prune(
     typer.echo(f"{len(found.kept)} whole checkpoints are kept")
 
 
-def _weights(checkpoint: Path, output: Path, index: int, **options: Any) -> None:
+def _weights(checkpoint: str, output: Path, index: int, **options: Any) -> None:
     from fullshard.checkpoint.offline import write_weights
 
     with _open(checkpoint, optimizer=False, index=index) as source:
@@ -256,19 +262,23 @@ def _weights(checkpoint: Path, output: Path, index: int, **options: Any) -> None
             typer.echo(f"copied: {', '.join(copied)}")
 
 
-def _native(checkpoint: Path, output: Path, *, index: int = 0, with_optimizer: bool = True, **options: Any) -> None:
+def _native(
+    checkpoint: str | Location, output: str, *, index: int = 0, with_optimizer: bool = True, **options: Any
+) -> None:
+    from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.offline import write_native
 
+    where = location(output)
     with _open(checkpoint, optimizer=with_optimizer, index=index) as source:
         with _progress("writing", _total(source.contents)) as tick:
-            notes = write_native(source, output, progress=tick, **options)
-        _done(output)
+            notes = write_native(source, where, progress=tick, **options)
+        _done(where)
         for note in notes:
             typer.echo(f"note: {note}")
 
 
 @contextlib.contextmanager
-def _open(path: Path, *, optimizer: bool = True, index: int = 0) -> Iterator[Source]:
+def _open(path: str | Location, *, optimizer: bool = True, index: int = 0) -> Iterator[Source]:
     from fullshard.checkpoint.offline import open_source
 
     with open_source(path, optimizer=optimizer, index=index) as source:
@@ -297,9 +307,12 @@ def _total(contents: Contents, *, model_only: bool = False) -> int:
     return sum(nbytes_of(record) for kind, _, record in contents.tensors() if kind == "model" or not model_only)
 
 
-def _done(output: Path) -> None:
-    nbytes = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
-    typer.echo(f"wrote {output}: {sum(1 for f in output.rglob('*') if f.is_file())} files, {format_nbytes(nbytes)}")
+def _done(output: Location) -> None:
+    if isinstance(output, Path):
+        sizes = [file.stat().st_size for file in output.rglob("*") if file.is_file()]
+    else:
+        sizes = [*output.beneath().values()]
+    typer.echo(f"wrote {output}: {len(sizes)} files, {format_nbytes(sum(sizes))}")
 
 
 def _plain(difference: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@
     ├── ReplicaError        (RuntimeError)  replicas hold different weights
     ├── CheckpointError     (RuntimeError)  a checkpoint is incomplete, damaged or does not match
     │   └── DamagedError                    its bytes are not those that were saved
+    ├── StoreError          (RuntimeError)  an object store did not answer, or forbids
     ├── DataError           (ValueError)    training data that cannot be read or used
     ├── HubError            (OSError)       a model that is saved could not be pushed
     ├── VersionError        (ImportError)   a dependency is too old
@@ -104,6 +105,10 @@ class CheckpointError(FullshardError, RuntimeError):
 
 class DamagedError(CheckpointError):
     """A checkpoint is not what was saved: bytes or files of it are missing or others. Nothing was changed by it."""
+
+
+class StoreError(FullshardError, RuntimeError):
+    """An object store did not answer, or forbids what was asked. What is in it nobody knows."""
 
 
 class DataError(FullshardError, ValueError):

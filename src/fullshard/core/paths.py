@@ -19,7 +19,7 @@ _HINTS = {
     "hf": "a model or data of the hub is named without its address: ORGANISATION/NAME",
 }
 _LONGEST_NAME = 255
-_ELSEWHERE = "mount the storage and give the path of the mount, or copy from and to a directory"
+_ELSEWHERE = "mount the storage and give the path of the mount; checkpoints alone may be at a URL: docs/checkpoints.md"
 
 
 def refuse_url(written: str) -> None:
@@ -52,7 +52,7 @@ def local_name(text: str | os.PathLike[str]) -> str:
     Raises:
         ConfigError: as `local_path`.
     """
-    written = os.fspath(text)
+    written = os.fspath(text) if isinstance(text, str | os.PathLike) else str(text)
     refuse_url(written)
     for part in written.split("/"):
         if len(os.fsencode(part)) > _LONGEST_NAME:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator
 
+from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.config import values
 from fullshard.config.schema import Deterministic, Device, OnNonFinite, OnReplicas
 from fullshard.config.sharding import CheckpointingMode
@@ -44,10 +45,15 @@ class TrainArguments(View):
     text_field: str = Field("text", description="The field or column of .jsonl, .parquet and hub data with the text")
     max_data_mb: float | None = Field(None, gt=0, description="Stop reading the data after this many MB (10**6 bytes)")
     output_dir: Path = Field(Path("out/train"), description="Where everything is written")
-    overwrite: bool = Field(False, description="Remove the checkpoints of an earlier run in the output directory")
+    checkpoint_dir: str | None = Field(
+        None,
+        description="Where the checkpoints go: a directory, or a URL of an object store such as s3://bucket/run. "
+        "Default: checkpoints in the output directory",
+    )
+    overwrite: bool = Field(False, description="Remove the checkpoints of an earlier run")
     resume: str = Field(
         "auto",
-        description="auto: the newest complete checkpoint of the output directory; never; or a checkpoint's path",
+        description="auto: the newest complete checkpoint there is; never; or a checkpoint's path",
     )
 
     steps: int = Field(300, ge=1, description="Optimizer steps of the whole run, those before a resume included")
@@ -177,7 +183,15 @@ class TrainArguments(View):
         """The arguments as text that `read` takes from a file."""
         return self.model_dump_json(indent=2) + "\n"
 
-    @field_validator("model", "data", "resume", "output_dir", mode="before")
+    @field_validator("checkpoint_dir", "resume", mode="before")
+    @classmethod
+    def _anywhere(cls, value: Any) -> Any:
+        if not isinstance(value, str | os.PathLike):
+            return value
+        where = location(value)
+        return str(where) if isinstance(where, ObjectPath) else local_name(value)
+
+    @field_validator("model", "data", "output_dir", mode="before")
     @classmethod
     def _on_this_host(cls, value: Any) -> Any:
         return local_name(value) if isinstance(value, str | os.PathLike) else value
@@ -242,6 +256,6 @@ class TrainArguments(View):
         return list(dict.fromkeys(asked))
 
     @property
-    def checkpoint_dir(self) -> Path:
+    def checkpoints(self) -> Location:
         """Where the checkpoints are."""
-        return self.output_dir / "checkpoints"
+        return self.output_dir / "checkpoints" if self.checkpoint_dir is None else location(self.checkpoint_dir)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint, whole_checkpoints
+from fullshard.checkpoint.objects import Location, ObjectPath, location
+from fullshard.checkpoint.store import store_of
 from fullshard.core.errors import ConfigError, DamagedError
 from fullshard.launch import run_on_main
 from fullshard.recipes.arguments import TrainArguments
@@ -19,23 +20,23 @@ _STREAM = ("batch_size", "seq_len", "seed", "held_out")
 """Settings that fix which sequences each step sees; a resumed run must keep them."""
 
 
-def find_checkpoints(arguments: TrainArguments) -> list[Path]:
+def find_checkpoints(arguments: TrainArguments) -> list[Location]:
     """The checkpoints to go on from, the first that can be loaded; none to start from the beginning. Called on rank 0.
 
     Raises:
         ConfigError: the path that was named is no directory, or the output directory holds an earlier run that would
             be mixed with this one.
     """
-    directory = arguments.checkpoint_dir
-    if arguments.overwrite and directory.exists():
-        shutil.rmtree(directory)
+    directory = arguments.checkpoints
+    if arguments.overwrite:
+        _remove_all(directory)
     if arguments.resume == "auto":
         return list(whole_checkpoints(directory))
     present = sorted(path.name for path in directory.glob("step-*")) if directory.is_dir() else []
     if arguments.resume == "never":
         newer = present
     else:
-        path = Path(arguments.resume)
+        path = location(arguments.resume)
         if not path.is_dir():
             raise ConfigError(f"--resume {arguments.resume}: no such checkpoint directory")
         newer = [name for name in present if path.resolve().parent == directory.resolve() and name > path.name]
@@ -44,12 +45,12 @@ def find_checkpoints(arguments: TrainArguments) -> list[Path]:
             f"{directory} holds checkpoints of an earlier run that this one would be mixed with: {', '.join(newer)}",
             hint="use another --output-dir, or remove them (--overwrite removes all)",
         )
-    return [] if arguments.resume == "never" else [Path(arguments.resume)]
+    return [] if arguments.resume == "never" else [location(arguments.resume)]
 
 
 def load_newest(
-    paths: Sequence[Path], trainer: Trainer, arguments: TrainArguments, *, checksum: int, say: Callable[[str], None]
-) -> tuple[Path | None, int]:
+    paths: Sequence[Location], trainer: Trainer, arguments: TrainArguments, *, checksum: int, say: Callable[[str], None]
+) -> tuple[Location | None, int]:
     """Load the first of some checkpoints that is not damaged, and say which are. Collective.
 
     Returns:
@@ -71,9 +72,9 @@ def load_newest(
 
 def save(
     trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int, saver: AsyncSaver | None = None
-) -> Path:
+) -> Location:
     """Write the checkpoint after `step` steps, with a `saver` while training goes on. Collective."""
-    path = arguments.checkpoint_dir / f"step-{step:06d}"
+    path = arguments.checkpoints / f"step-{step:06d}"
     (save_checkpoint if saver is None else saver.save)(
         path,
         **_state(trainer),
@@ -91,7 +92,7 @@ def save(
     return path
 
 
-def load(path: Path, trainer: Trainer, arguments: TrainArguments, *, checksum: int) -> int:
+def load(path: Location, trainer: Trainer, arguments: TrainArguments, *, checksum: int) -> int:
     """Load the checkpoint at `path`; the number of steps it has behind it. Collective.
 
     Raises:
@@ -121,7 +122,7 @@ def roll_back(
         checksum: of the data.
         say: told of damaged ones.
     """
-    directory = arguments.checkpoint_dir
+    directory = arguments.checkpoints
     environment = trainer.environment
     paths = run_on_main(environment, lambda: list(whole_checkpoints(directory)))
     trainer.optimizer.zero_grad()
@@ -133,6 +134,14 @@ def roll_back(
     return back
 
 
+def _remove_all(directory: Location) -> None:
+    if isinstance(directory, ObjectPath):
+        for path in directory.glob("step-*"):
+            store_of(path).remove(path)
+    elif directory.exists():
+        shutil.rmtree(directory)
+
+
 def _state(trainer: Trainer) -> dict[str, Any]:
     # A checkpoint has a scaler whatever the precision is, so that a run may go on in another one.
     scaler = trainer.accelerator.scaler or torch.amp.GradScaler(trainer.device.type, enabled=False)
@@ -140,7 +149,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     return {"model": trainer.model, "optimizer": trainer.optimizer.optimizer, "scaler": scaler, "objects": objects}
 
 
-def _check_same_run(path: Path, extra: dict[str, Any], arguments: TrainArguments, *, checksum: int) -> None:
+def _check_same_run(path: Location, extra: dict[str, Any], arguments: TrainArguments, *, checksum: int) -> None:
     saved = extra["arguments"]
     differing = [
         f"--{name.replace('_', '-')} was {saved[name]} and is {getattr(arguments, name)}"

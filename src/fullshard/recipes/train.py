@@ -23,6 +23,7 @@ from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs
 from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.checkpoint.lease import lease
+from fullshard.checkpoint.objects import Location
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, NonFiniteError
 from fullshard.core.journal import JOURNAL, Happening
@@ -69,6 +70,8 @@ def train(arguments: TrainArguments) -> None:
         sharding = arguments.run_config().sharding
         sharding.resolved_strategy().mesh_shape(environment.world_size, sharding.shard_size)
         run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
+        if arguments.checkpoint_dir is not None:
+            run_on_main(environment, lambda: held.enter_context(lease(arguments.checkpoints)))
         checkpoints = run_on_main(environment, lambda: _prepare_output(arguments))
         record_events(arguments.output_dir)
         held.callback(JOURNAL.close)
@@ -136,7 +139,7 @@ class RunAccelerator(Accelerator):
         self._finish_trackers()
 
 
-def _prepare_output(arguments: TrainArguments) -> list[Path]:
+def _prepare_output(arguments: TrainArguments) -> list[Location]:
     """Make the output directory, find what to resume from, and refuse now what would fail only at the end."""
     if arguments.plot:
         require_plots()
@@ -151,12 +154,12 @@ def _prepare_output(arguments: TrainArguments) -> list[Path]:
     return checkpoints
 
 
-def _resume_line(arguments: TrainArguments, checkpoint: Path | None, first_step: int) -> str:
+def _resume_line(arguments: TrainArguments, checkpoint: Location | None, first_step: int) -> str:
     if checkpoint is not None:
         return f"resume: from {checkpoint}, after step {first_step}"
     if arguments.resume == "never":
         return "resume: not wanted, starting at step 1"
-    return f"resume: no complete checkpoint in {arguments.checkpoint_dir}, starting at step 1"
+    return f"resume: no complete checkpoint in {arguments.checkpoints}, starting at step 1"
 
 
 def _make_trainer(arguments: TrainArguments, data: TrainingData, accelerator: Accelerator, console: Console) -> Trainer:

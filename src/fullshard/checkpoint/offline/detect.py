@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
+from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.checkpoint.offline.dcp import DcpSource
 from fullshard.checkpoint.offline.dcp_metadata import METADATA_NAME
 from fullshard.checkpoint.offline.huggingface import HuggingFaceSource, files_beside_weights, has_safetensors
@@ -13,12 +14,11 @@ from fullshard.checkpoint.offline.source import Source
 from fullshard.checkpoint.offline.torch_state import INDEX_NAME, bin_files, open_torch_state
 from fullshard.checkpoint.offline.xla import is_rank_file, open_xla, rank_files
 from fullshard.core.errors import CheckpointError
-from fullshard.core.paths import local_path
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
 
-def open_source(path: str | Path, *, optimizer: bool = True, index: int = 0) -> Source:
+def open_source(path: str | Location, *, optimizer: bool = True, index: int = 0) -> Source:
     """Open any checkpoint that can be read here.
 
     Args:
@@ -29,7 +29,9 @@ def open_source(path: str | Path, *, optimizer: bool = True, index: int = 0) -> 
     Raises:
         CheckpointError: nothing here that is known, or a checkpoint that is damaged.
     """
-    path = local_path(path)
+    path = location(path)
+    if isinstance(path, ObjectPath):
+        return _in_a_store(path)
     if path.is_file():
         if is_rank_file(path):
             return open_xla(path.parent, rank_files(path.parent), optimizer=optimizer)
@@ -45,6 +47,16 @@ def open_source(path: str | Path, *, optimizer: bool = True, index: int = 0) -> 
     raise CheckpointError(
         f"{path} holds no checkpoint of a known kind; it holds {', '.join(entries[:10]) or 'nothing'}",
         hint=f"did you mean {path / inside[-1]}?" if inside else "docs/migration.md lists what can be read",
+    )
+
+
+def _in_a_store(path: ObjectPath) -> Source:
+    directory = trainer_state(path)
+    if (directory / MANIFEST_NAME).is_file():
+        return NativeSource(directory)
+    raise CheckpointError(
+        f"{path} holds no checkpoint of fullshard's, and those of others are not read from an object store",
+        hint="copy it to a directory first",
     )
 
 

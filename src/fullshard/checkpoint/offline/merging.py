@@ -21,6 +21,7 @@ from torch import nn
 
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE, TensorRecord
 from fullshard.checkpoint.merging import MergedModel
+from fullshard.checkpoint.objects import on_this_host
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
 from fullshard.checkpoint.offline.native import NativeSource
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
@@ -50,7 +51,8 @@ class MergedSource(Source):
     title = "base model with an adapter merged into it"
 
     def __init__(self, base: Source, adapter: Path) -> None:
-        self.path, self._base, self._adapter = base.path, base, Path(adapter)
+        self._base, self._adapter = base, Path(adapter)
+        self.path: Path = on_this_host(base.path)
         directory = _config_directory(self._adapter)
         self._weights = _Adapter(self._adapter)
         try:
@@ -62,7 +64,7 @@ class MergedSource(Source):
     def _prepare(self, directory: Path) -> None:
         """Find out what the adapter changes."""
         base = self._base
-        self._model = _skeleton(base.path, directory, self._weights)
+        self._model = _skeleton(self.path, directory, self._weights)
         self._merged = MergedModel(self._model)
         self._values = self._weights.by_model_name(self._model)
         self._disk = _disk_names(base.contents.parameters, self._merged.base)

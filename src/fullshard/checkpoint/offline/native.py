@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
-from fullshard.checkpoint.format import MANIFEST_NAME, is_for_others, rank_file_name, read_manifest
+from fullshard.checkpoint.format import MANIFEST_NAME, is_for_others, read_manifest
 from fullshard.checkpoint.load import Readers
+from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, dtype_of
 from fullshard.checkpoint.tensors import tensor_bytes
 from fullshard.checkpoint.verify import quick_problems
@@ -28,7 +28,7 @@ class NativeSource(Source):
 
     title = "fullshard checkpoint"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
         manifest = read_manifest(path)
         if problems := quick_problems(path, manifest):
@@ -42,6 +42,7 @@ class NativeSource(Source):
             notes=_notes(path, manifest.files),
         )
         self._readers = Readers(path, manifest)
+        self._file_name = manifest.file_name
         self._records = {(kind, name): record for kind, name, record in self.contents.tensors()}
 
     def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
@@ -53,13 +54,13 @@ class NativeSource(Source):
 
     def rank_state(self, rank: int) -> Mapping[str, torch.Tensor]:
         """See `Source.rank_state`."""
-        return self._readers.all_tensors(rank_file_name("state", rank))
+        return self._readers.all_tensors(self._file_name("state", rank))
 
     def close(self) -> None:
         """Close its files."""
         self._readers.close()
 
 
-def _notes(path: Path, files: Mapping[str, object]) -> list[str]:
+def _notes(path: Location, files: Mapping[str, object]) -> list[str]:
     others = sorted(entry.name for entry in path.iterdir() if entry.name != MANIFEST_NAME and entry.name not in files)
     return [f"{name}: {'for other programs' if is_for_others(name) else 'no part of it'}" for name in others]

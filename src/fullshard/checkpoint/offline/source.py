@@ -19,6 +19,7 @@ import torch
 from pydantic import JsonValue
 
 from fullshard.checkpoint.format import DTYPES, Manifest, OptimizerRecord, StateTensorRecord, TensorRecord
+from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.storage import Bytes
 from fullshard.checkpoint.tensors import tensor_bytes, torch_dtype
 from fullshard.comm import torch_private
@@ -76,7 +77,7 @@ class Source(ABC):
     """
 
     title: str
-    path: Path
+    path: Location
     contents: Contents
 
     @abstractmethod

@@ -10,14 +10,13 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 import fullshard
 from fullshard.checkpoint.format import (
     DTYPES,
-    MANIFEST_NAME,
+    FORMAT_VERSION,
     FileRecord,
     Manifest,
     MeshRecord,
@@ -28,20 +27,15 @@ from fullshard.checkpoint.format import (
     encode_manifest,
     rank_file_name,
 )
+from fullshard.checkpoint.objects import Location, location
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, chunks, dtype_of, stream
-from fullshard.checkpoint.storage import (
-    TensorEntry,
-    TensorFileWriter,
-    committed_directory,
-    storage_order,
-    write_file,
-)
+from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, storage_order
+from fullshard.checkpoint.store import NewCheckpoint, new_checkpoint
 from fullshard.checkpoint.tensors import dtype_name, tensor_bytes
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
-from fullshard.core.paths import local_path
 
 _RNG = "rng/"
 _PROBE_NUMEL = 4096
@@ -59,7 +53,7 @@ class _RankPart:
 
 def write_native(
     source: Source,
-    path: str | Path,
+    path: str | Location,
     *,
     world_size: int,
     shard_size: int | None = None,
@@ -94,7 +88,8 @@ def write_native(
     cut = _cut(contents, shard_size)
     save_id = uuid.uuid4().hex[:16]
     notes = list(contents.notes)
-    with committed_directory(local_path(path).absolute(), save_id, overwrite=overwrite) as temp:
+    with new_checkpoint(location(path).absolute(), save_id, overwrite=overwrite) as new:
+        own_name = save_id if new.own_names else ""
         files: dict[str, FileRecord] = {}
         for rank in range(shard_size):
             for kind in ("model", "optimizer"):
@@ -104,13 +99,15 @@ def write_native(
                     if k == kind and intervals[rank].numel
                 ]
                 if parts:
-                    name = rank_file_name(kind, rank)
-                    files[name] = _write_rank_file(temp / name, parts, source, save_id, rank, progress)
-        files |= _write_rank_states(temp, source, contents, save_id, world_size, notes)
+                    name = rank_file_name(kind, rank, own_name)
+                    files[name] = _write_rank_file(new.directory / name, parts, source, save_id, rank, progress)
+        files |= _write_rank_states(new, source, contents, save_id, world_size, notes)
         manifest = _manifest(contents, cut, files, save_id, world_size, shard_size)
+        if new.own_names:
+            manifest = manifest.model_copy(update={"own_names": True, "format_version": FORMAT_VERSION})
         if problems := structure_problems(manifest):
             raise CheckpointError(f"{source.path} is no complete checkpoint:\n" + "\n".join(problems))
-        write_file(temp / MANIFEST_NAME, encode_manifest(manifest))
+        new.manifest = encode_manifest(manifest)
     return notes
 
 
@@ -244,7 +241,7 @@ def _cut(contents: Contents, size: int) -> _Cut:
 
 
 def _write_rank_file(
-    path: Path, parts: list[_RankPart], source: Source, save_id: str, rank: int, progress: Progress
+    path: Location, parts: list[_RankPart], source: Source, save_id: str, rank: int, progress: Progress
 ) -> FileRecord:
     by_name = {part.name: part for part in parts}
     entries = [
@@ -271,7 +268,7 @@ def _metadata(save_id: str, rank: int) -> dict[str, str]:
 
 
 def _write_rank_states(
-    directory: Path, source: Source, contents: Contents, save_id: str, world_size: int, notes: list[str]
+    new: NewCheckpoint, source: Source, contents: Contents, save_id: str, world_size: int, notes: list[str]
 ) -> dict[str, FileRecord]:
     """What ranks saved for themselves: all of it at the same world size, else that of rank 0 without generators."""
     files = {}
@@ -283,9 +280,9 @@ def _write_rank_states(
         if saved != world_size:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_RNG)}
         if tensors:
-            name = rank_file_name("state", rank)
+            name = rank_file_name("state", rank, save_id if new.own_names else "")
             entries = [TensorEntry(n, dtype_name(t, where=n), tuple(t.shape)) for n, t in tensors.items()]
-            with TensorFileWriter(directory / name, entries, _metadata(save_id, rank)) as writer:
+            with TensorFileWriter(new.directory / name, entries, _metadata(save_id, rank)) as writer:
                 for entry in storage_order(entries):
                     writer.write(entry.name, tensor_bytes(tensors[entry.name]))
                 files[name] = writer.finish()

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint.format import TensorRecord
+from fullshard.checkpoint.objects import ObjectPath
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
 from fullshard.checkpoint.offline.source import Source, dtype_of, stream
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, committed_directory, storage_order
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_path
 
 _MAX_CONFIG_NBYTES = 2**26
@@ -108,6 +109,13 @@ def _refuse_what_is_no_model(source: Source, records: dict[str, TensorRecord], *
 
 def _configuration(source: Source, config_from: str | Path | None, *, needs_config: bool) -> Sequence[Path]:
     directory = source.path if config_from is None else local_path(config_from)
+    if isinstance(directory, ObjectPath):
+        if needs_config:
+            raise ConfigError(
+                f"{directory} is no directory of this host, expected one with a {CONFIG_NAME}",
+                hint="name the directory of the model that training started from: --config-from DIRECTORY",
+            )
+        return []
     directory = directory if directory.is_dir() else directory.parent
     found = files_beside_weights(directory)
     if needs_config and not any(file.name == CONFIG_NAME for file in found):

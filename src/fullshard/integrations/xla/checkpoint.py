@@ -24,6 +24,7 @@ from fullshard.checkpoint.storage import (
 )
 from fullshard.checkpoint.values import decode_value, encode_value
 from fullshard.core.errors import CheckpointError
+from fullshard.core.paths import local_path
 from fullshard.integrations.xla.model import full_state_dict, load_full_state_dict, sharded_state
 
 
@@ -54,7 +55,7 @@ def save_checkpoint(
     tied = {other for names in aliases.values() for other in names}
     buffers = {name: value for name, value in whole.items() if name not in parameters.keys() | tied}
     save_id = uuid.uuid4().hex[:16]
-    with committed_directory(Path(path).absolute(), save_id, overwrite=overwrite) as temp:
+    with committed_directory(local_path(path).absolute(), save_id, overwrite=overwrite) as temp:
         files = {}
         record, state = (None, {}) if optimizer is None else _optimizer_record(optimizer, model)
         for kind, tensors in (("model", {**parameters, **buffers}), ("optimizer", state)):
@@ -83,7 +84,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     Raises:
         CheckpointError: damaged, not of this model and optimizer, or stored in tiles or codes.
     """
-    sharded, directory = sharded_state(model), Path(path).absolute()
+    sharded, directory = sharded_state(model), local_path(path).absolute()
     manifest = records.read_manifest(directory)
     with ExitStack() as stack:
         reader = _Reader(directory, manifest, stack)
@@ -134,7 +135,7 @@ class _Reader:
         elements = whole.view(torch.uint8).numpy() if record.numel else whole.numpy()
         size = records.DTYPES[record.dtype][1]
         for piece in record.pieces:
-            file = self._file(records.rank_file_name(kind, piece.rank))
+            file = self._file(self._manifest.file_name(kind, piece.rank))
             stored = file.find(name, record.dtype, piece.interval.numel)
             file.read_into(stored.start, elements[piece.start * size : piece.stop * size])
         return whole.reshape(record.shape)

@@ -1,0 +1,285 @@
+"""Names in an object store (S3, GCS, Azure, the hub, memory): what is used here of pathlib's interface, over fsspec.
+
+A store that does not answer, or forbids, is a `StoreError` and never a missing file: what only looks empty would be
+written over, and a run that finds no checkpoint starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import functools
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from fullshard.core.errors import ConfigError, FullshardError, MissingExtraError, StoreError, cut
+from fullshard.core.paths import local_path
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two
+_NO_STORES = ("file", "local", "http", "https")
+_MISSING = (FileNotFoundError, NotADirectoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStatus:
+    """What `os.stat_result` says of a file: its size, and whether it is one."""
+
+    st_size: int
+    st_mode: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectPath:
+    """A name in an object store. Directories are prefixes: they are there as long as an object is beneath.
+
+    Args:
+        scheme: what stands before `://`.
+        parts: the rest between its slashes; the first is the bucket.
+    """
+
+    scheme: str
+    parts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{'/'.join(self.parts)}"
+
+    def __truediv__(self, name: str | PurePath) -> ObjectPath:
+        return ObjectPath(self.scheme, (*self.parts, *(part for part in str(name).split("/") if part)))
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.parts[-1]
+
+    @property
+    def parent(self) -> ObjectPath:
+        """What it is in; a bucket is in itself."""
+        return ObjectPath(self.scheme, self.parts[:-1] or self.parts)
+
+    @property
+    def parents(self) -> Sequence[ObjectPath]:
+        """All that it is in, the nearest first."""
+        return [ObjectPath(self.scheme, self.parts[:count]) for count in range(len(self.parts) - 1, 0, -1)]
+
+    def with_name(self, name: str) -> ObjectPath:
+        """Another one beside it."""
+        return ObjectPath(self.scheme, (*self.parts[:-1], name))
+
+    def is_relative_to(self, other: object) -> bool:
+        """Whether it is `other`, or lies in it."""
+        return isinstance(other, ObjectPath) and (other.scheme, other.parts) == (
+            self.scheme,
+            self.parts[: len(other.parts)],
+        )
+
+    def absolute(self) -> ObjectPath:
+        """Itself."""
+        return self
+
+    def resolve(self) -> ObjectPath:
+        """Itself: a store has no links."""
+        return self
+
+    def is_symlink(self) -> bool:
+        """No."""
+        return False
+
+    def stat(self) -> ObjectStatus:
+        """Its size and kind. Raises `FileNotFoundError` if there is nothing of that name."""
+        info = self._info()
+        if info is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        is_file = info.get("type") == "file"
+        return ObjectStatus(int(info.get("size") or 0), stat.S_IFREG if is_file else stat.S_IFDIR)
+
+    def exists(self) -> bool:
+        """Whether an object has this name, or is beneath it."""
+        return self._info() is not None
+
+    def is_file(self) -> bool:
+        """Whether an object has this name."""
+        return (self._info() or {}).get("type") == "file"
+
+    def is_dir(self) -> bool:
+        """Whether an object is beneath this name."""
+        return (self._info() or {}).get("type") == "directory"
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        """What is directly beneath it, sorted by name."""
+        found: Any = []
+        with self._asked("listed"), contextlib.suppress(*_MISSING):
+            found = self._files().ls(str(self), detail=False)
+        names = {entry.rstrip("/").rpartition("/")[2] for entry in found if not self._is_it(entry)}
+        return iter(sorted(self / name for name in names if name))
+
+    def glob(self, pattern: str) -> Iterator[ObjectPath]:
+        """What is directly beneath it with a name like `pattern`."""
+        return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
+
+    def beneath(self) -> dict[str, int]:
+        """Every object beneath, at any depth, by its name from here on, with its size."""
+        found: Any = {}
+        with self._asked("listed"), contextlib.suppress(*_MISSING):
+            found = self._files().find(str(self), detail=True)
+        depth = len(self._key().split("/"))
+        entries = {key: info for key, info in found.items() if not self._is_it(key) and not key.endswith("/")}
+        return {"/".join(key.strip("/").split("/")[depth:]): int(info["size"] or 0) for key, info in entries.items()}
+
+    def read_bytes(self) -> bytes:
+        """All of an object. Raises `FileNotFoundError` if there is none."""
+        with self._asked("read"):
+            return bytes(self._files().cat_file(str(self)))
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """The same as text."""
+        return self.read_bytes().decode(encoding)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Bytes [start, stop) of an object, several at once where the store's client can."""
+        starts, stops = zip(*ranges, strict=True)
+        with self._asked("read"):
+            urls = [str(self)] * len(ranges)
+            return list(self._files().cat_ranges(urls, list(starts), list(stops), on_error="raise"))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Create or replace an object; a reader finds the old one or the new one."""
+        with self._asked("written"):
+            self._files().pipe_file(str(self), data)
+
+    def create(self, data: bytes) -> bool:
+        """Create an object; whether it was not there. One of several that try at once, where the store can tell."""
+        with self._asked("written"):
+            try:
+                self._files().pipe_file(str(self), data, mode="create")
+                return True
+            except FileExistsError:
+                # Of a request that was repeated because its answer was lost, the second finds what the first made.
+                return self.read_bytes() == data
+            except (NotImplementedError, TypeError, ValueError):
+                if self.is_file():
+                    return False
+                self._files().pipe_file(str(self), data)
+                return True
+
+    def open_for_writing(self, part_nbytes: int) -> Any:
+        """A file of fsspec that is sent in parts, and is there once it is closed and committed."""
+        with self._asked("written"):
+            return self._files().open(str(self), "wb", block_size=part_nbytes, autocommit=False)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Remove an object."""
+        with self._asked("removed"):
+            try:
+                self._files().rm_file(str(self))
+            except _MISSING:
+                if not missing_ok:
+                    raise
+
+    def remove_beneath(self, names: Sequence[str]) -> None:
+        """Remove objects that `beneath` has found."""
+        if names:
+            with self._asked("removed"), contextlib.suppress(*_MISSING):
+                self._files().rm([str(self / name) for name in names])
+
+    def _info(self) -> dict[str, Any] | None:
+        with self._asked("looked up"):
+            try:
+                return dict(self._files().info(str(self)))
+            except _MISSING:
+                return None
+
+    def _key(self) -> str:
+        return str(self._files()._strip_protocol(str(self))).strip("/")
+
+    def _is_it(self, key: str) -> bool:
+        """Whether an entry of a list is this very name, as of an empty object that some tools make for a directory."""
+        return key.strip("/") == self._key()
+
+    def _files(self) -> Any:
+        return _file_system(self.scheme, self.parts[0], os.getpid())
+
+    @contextlib.contextmanager
+    def _asked(self, what: str) -> Iterator[None]:
+        """Tell what a store refused from what is not there."""
+        with asked(self, what):
+            yield
+
+
+Location = Path | ObjectPath
+"""Where a checkpoint is: in a file system of this host, or in an object store."""
+
+
+@contextlib.contextmanager
+def asked(path: ObjectPath, what: str) -> Iterator[None]:
+    """Turn whatever a client of a store raises into a `StoreError` that says what could not be done."""
+    try:
+        yield
+    except (*_MISSING, FileExistsError, FullshardError):
+        raise
+    except Exception as error:  # each client has errors of its own
+        raise StoreError(
+            f"{path} cannot be {what}: {type(error).__name__}: {cut(str(error), 500)}",
+            hint="its client has tried several times already: look at the address, the credentials and the store",
+        ) from error
+
+
+def location(written: str | os.PathLike[str] | ObjectPath) -> Location:
+    """Where somebody wants a checkpoint: a path of this host, or a URL of an object store.
+
+    Raises:
+        ConfigError: no store is known by that scheme, the URL names none, or the path is none.
+        MissingExtraError: the package that knows the store is not installed.
+    """
+    if isinstance(written, ObjectPath):
+        return written
+    match = _URL.match(os.fspath(written))
+    if match is None or match[1].lower() in _NO_STORES:
+        return local_path(written)
+    path = ObjectPath(match[1].lower(), tuple(part for part in match[2].split("/") if part))
+    if not path.parts or {".", ".."} & set(path.parts):
+        raise ConfigError(
+            f"{os.fspath(written)!r} names no directory of a bucket, expected {path.scheme}://BUCKET/NAME"
+        )
+    path._files()
+    return path
+
+
+@functools.lru_cache(maxsize=32)
+def _file_system(scheme: str, bucket: str, process: int) -> Any:  # a fork may not use its parent's
+    import fsspec
+
+    try:
+        # What another host has written a moment ago must be seen.
+        return fsspec.core.url_to_fs(f"{scheme}://{bucket}", use_listings_cache=False)[0]
+    except ImportError as error:
+        if scheme in ("s3", "s3a"):
+            raise MissingExtraError("s3fs", extra="s3", purpose=f"{scheme}://{bucket}") from None
+        raise ConfigError(f"{scheme}://{bucket}: {error}", hint="install the package, or use a path") from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{scheme}://{bucket}: {error}", hint="s3, gs, az, hf and memory are some that fsspec knows"
+        ) from None
+
+
+def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of those files directly in a directory that are there; of an object store in one request."""
+    if isinstance(directory, ObjectPath):
+        there = directory.beneath()
+        return {name: there[name] for name in names if name in there}
+    return {name: (directory / name).stat().st_size for name in names if (directory / name).exists()}
+
+
+def entries_of(directory: Location) -> list[Location]:
+    """What is directly in a directory, sorted by name."""
+    return sorted(directory.iterdir()) if isinstance(directory, ObjectPath) else [*sorted(directory.iterdir())]
+
+
+def on_this_host(path: Location) -> Path:
+    """A path that must be one of this host. Raises `ConfigError` if it is in an object store."""
+    return local_path(str(path)) if isinstance(path, ObjectPath) else path

@@ -1,0 +1,333 @@
+"""How a directory of files becomes a checkpoint, and how it goes: in a file system, and in an object store.
+
+    file system     files into `.tmp-NAME-ID`, manifest, fsync, rename to NAME              the rename makes it count
+    object store    files under NAME, and last of all NAME/manifest.json, in one request     the manifest makes it count
+
+An object store cannot rename. A checkpoint that replaces another gives its files names with its save's id, so that both
+are whole until the manifest is replaced, and what that does not name is removed only then. Rank 0 alone calls these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, is_data_file, read_manifest
+from fullshard.checkpoint.lease import hold_name, holds, let_go_of
+from fullshard.checkpoint.objects import Location, ObjectPath
+from fullshard.checkpoint.storage import (
+    commit_directory,
+    committed_directory,
+    discard_directory,
+    make_temp_directory,
+    remove_directory,
+    replaced_directories,
+    require_room,
+    temp_directory,
+    write_file,
+)
+from fullshard.core.errors import CheckpointError, StoreError
+
+logger = logging.getLogger(__name__)
+
+
+class Store(ABC):
+    """Makes checkpoints count, and removes them. `final` is the name of one, `save_id` tells saves to it apart."""
+
+    @abstractmethod
+    def directory(self, final: Location, save_id: str) -> Location:
+        """Where all ranks write the files of a save."""
+
+    @abstractmethod
+    def prepare(self, final: Location, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
+        """Make ready for a save, of several models or of one; whether its files must have names of their own.
+
+        Raises:
+            CheckpointError: `final` exists and may not, or cannot, be replaced, or nothing can be written there.
+            ConfigError: another job has it to itself.
+            StoreError: the store does not answer.
+        """
+
+    @abstractmethod
+    def require_room(self, final: Location, save_id: str, nbytes: int) -> None:
+        """Raise `CheckpointError` if it is known that so much does not fit."""
+
+    @abstractmethod
+    def commit(self, final: Location, save_id: str, manifest: bytes | None) -> None:
+        """Make a complete save count; without a manifest, one of several models, which have theirs.
+
+        Raises:
+            CheckpointError, OSError, StoreError: it does not count, and what was there before does.
+        """
+
+    @abstractmethod
+    def discard(self, final: Location, save_id: str) -> None:
+        """Remove what a save that failed has written. What cannot be removed a later save removes."""
+
+    @abstractmethod
+    def remove(self, path: Location) -> None:
+        """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
+
+    @abstractmethod
+    def replaced(self, final: Location) -> list[Path]:
+        """Directories that bore the name `final` until a commit that never ended."""
+
+    @abstractmethod
+    def write(self, path: Location, data: bytes) -> None:
+        """Create or replace a small file so that a crash leaves the old or the new contents."""
+
+
+def store_of(path: Location) -> Store:
+    """What keeps the checkpoints there."""
+    return OBJECTS if isinstance(path, ObjectPath) else FILES
+
+
+class FileStore(Store):
+    """In a file system; see `storage`."""
+
+    def directory(self, final: Location, save_id: str) -> Location:
+        """See `Store`."""
+        return temp_directory(_file(final), save_id)
+
+    def prepare(self, final: Location, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
+        """See `Store`."""
+        make_temp_directory(_file(final), save_id, overwrite=overwrite)
+        return False
+
+    def require_room(self, final: Location, save_id: str, nbytes: int) -> None:
+        """See `Store`."""
+        require_room(temp_directory(_file(final), save_id), nbytes)
+
+    def commit(self, final: Location, save_id: str, manifest: bytes | None) -> None:
+        """See `Store`."""
+        temp = temp_directory(_file(final), save_id)
+        if manifest is not None:
+            write_file(temp / MANIFEST_NAME, manifest)
+        commit_directory(temp, _file(final), save_id)
+
+    def discard(self, final: Location, save_id: str) -> None:
+        """See `Store`."""
+        discard_directory(temp_directory(_file(final), save_id))
+
+    def remove(self, path: Location) -> None:
+        """See `Store`."""
+        remove_directory(_file(path))
+
+    def replaced(self, final: Location) -> list[Path]:
+        """See `Store`."""
+        return replaced_directories(_file(final))
+
+    def write(self, path: Location, data: bytes) -> None:
+        """See `Store`."""
+        write_file(_file(path), data)
+
+
+class ObjectStore(Store):
+    """In an object store."""
+
+    def __init__(self) -> None:
+        self._claimed: set[ObjectPath] = set()
+        self._unsure: set[ObjectPath] = set()
+
+    def directory(self, final: Location, save_id: str) -> Location:
+        """See `Store`."""
+        return final
+
+    def prepare(self, final: Location, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
+        """See `Store`."""
+        final = _object(final)
+        if len(final.parts) < 2:
+            raise CheckpointError(f"{final} is a bucket", hint=f"name a directory in it: {final}/NAME")
+        self._claim(final)
+        try:
+            there = final.beneath()
+            manifests = [name for name in there if name.rpartition("/")[2] == MANIFEST_NAME]
+            if manifests and not _is_whole(final, manifests):
+                manifests = []
+            is_something_else = not manifests and not all(map(_is_of_a_save, there))
+            if final.is_file() or ((manifests or is_something_else) and not overwrite):
+                raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
+            if manifests and (several or manifests != [MANIFEST_NAME]):
+                raise CheckpointError(
+                    f"{final} exists already, and an object store cannot replace several models at once",
+                    hint="choose another name for each checkpoint, or remove that one",
+                )
+            _remove_leftovers(final, there, manifests)
+            if holds(final.parent):
+                self._remove_unfinished_beside(final)
+        except BaseException:
+            self._leave(final)
+            raise
+        return bool(manifests)
+
+    def require_room(self, final: Location, save_id: str, nbytes: int) -> None:
+        """A store does not say."""
+
+    def commit(self, final: Location, save_id: str, manifest: bytes | None) -> None:
+        """See `Store`."""
+        final = _object(final)
+        if manifest is not None:
+            self._write_manifest(final, manifest, replaces=_saved_there(final) is not None)
+            with _tolerated(f"what {final} held before is not removed"):
+                _remove_leftovers(final, final.beneath(), [MANIFEST_NAME])
+        self._leave(final)
+
+    def discard(self, final: Location, save_id: str) -> None:
+        """See `Store`."""
+        final = _object(final)
+        with _tolerated(f"{final} holds files of a save that failed; the next save there removes them"):
+            if final not in self._unsure and _saved_there(final) != save_id:
+                there = final.beneath()
+                manifests = [MANIFEST_NAME] if MANIFEST_NAME in there else []
+                _remove_leftovers(final, there, manifests)
+        self._unsure.discard(final)
+        self._leave(final)
+
+    def remove(self, path: Location) -> None:
+        """See `Store`."""
+        path = _object(path)
+        there = path.beneath()
+        manifests = [name for name in there if name.rpartition("/")[2] == MANIFEST_NAME]
+        path.remove_beneath(manifests)
+        path.remove_beneath([name for name in there if name not in manifests])
+
+    def replaced(self, final: Location) -> list[Path]:
+        """None: nothing steps aside."""
+        return []
+
+    def write(self, path: Location, data: bytes) -> None:
+        """See `Store`."""
+        _object(path).write_bytes(data)
+
+    def _write_manifest(self, final: ObjectPath, manifest: bytes, *, replaces: bool) -> None:
+        path = final / MANIFEST_NAME
+        try:
+            if replaces:
+                path.write_bytes(manifest)
+            elif not path.create(manifest):
+                raise CheckpointError(f"{final} was saved by another job meanwhile", hint="give each job its own name")
+        except StoreError:
+            self._unsure.add(final)  # its answer may be all that was lost: then files that are removed are missed
+            if not path.is_file() or path.read_bytes() != manifest:
+                raise
+            self._unsure.discard(final)
+
+    def _claim(self, final: ObjectPath) -> None:
+        """Have the name to oneself for as long as the save lasts: two that write there spoil each other's files."""
+        if not any(final.is_relative_to(other) for other in self._claimed) and hold_name(final):
+            self._claimed.add(final)
+
+    def _leave(self, final: ObjectPath) -> None:
+        if final in self._claimed:
+            self._claimed.discard(final)
+            let_go_of(final)
+
+    def _remove_unfinished_beside(self, final: ObjectPath) -> None:
+        """Remove what killed saves have left in a folder that is this job's alone."""
+        found: dict[str, list[str]] = {}
+        for name in final.parent.beneath():
+            directory, _, rest = name.partition("/")
+            found.setdefault(directory, []).append(rest)
+        for directory, names in found.items():
+            is_unfinished = not any(name.rpartition("/")[2] == MANIFEST_NAME for name in names)
+            if directory != final.name and is_unfinished and all(map(_is_of_a_save, names)):
+                (final.parent / directory).remove_beneath(names)
+
+
+@dataclass(slots=True)
+class NewCheckpoint:
+    """A checkpoint that one process writes.
+
+    Attributes:
+        directory: where its files go.
+        own_names: whether their names must carry the save's id.
+        manifest: to be set; what makes it count.
+    """
+
+    directory: Location
+    own_names: bool
+    manifest: bytes = b""
+
+
+@contextlib.contextmanager
+def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[NewCheckpoint]:
+    """A checkpoint to write that counts if the block ends well, and of which nothing is left if it does not.
+
+    Raises:
+        CheckpointError, ConfigError, StoreError: see `Store`, or the disk refused something.
+    """
+    if not isinstance(final, ObjectPath):
+        with committed_directory(final, save_id, overwrite=overwrite) as temp:
+            yield (new := NewCheckpoint(temp, own_names=False))
+            write_file(temp / MANIFEST_NAME, new.manifest)
+        return
+    new = NewCheckpoint(final, OBJECTS.prepare(final, save_id, overwrite=overwrite))
+    try:
+        yield new
+        OBJECTS.commit(final, save_id, new.manifest)
+    except BaseException:
+        OBJECTS.discard(final, save_id)
+        raise
+
+
+FILES, OBJECTS = FileStore(), ObjectStore()
+
+
+def _file(path: Location) -> Path:
+    assert isinstance(path, Path)  # noqa: S101 -- `store_of` has looked
+    return path
+
+
+def _object(path: Location) -> ObjectPath:
+    assert isinstance(path, ObjectPath)  # noqa: S101 -- `store_of` has looked
+    return path
+
+
+def _saved_there(final: ObjectPath) -> str | None:
+    """The id of the save that counts there; empty if its manifest is damaged; None if there is none."""
+    try:
+        return read_manifest(final).save_id
+    except CheckpointError:
+        return "" if (final / MANIFEST_NAME).is_file() else None
+
+
+def _is_of_a_save(name: str) -> bool:
+    """Whether an object in a checkpoint, named from there on, is one that a save makes."""
+    directory, _, file = name.rpartition("/")
+    is_part = directory.startswith(PART_PREFIX) and directory.removeprefix(PART_PREFIX).isdigit()
+    return is_data_file(file) if not directory else is_part and (is_data_file(file) or file == MANIFEST_NAME)
+
+
+def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
+    """Whether the manifests there are all that a checkpoint of one or several models has; so if one is damaged."""
+    if MANIFEST_NAME in manifests:
+        return True
+    try:
+        return len(manifests) >= read_manifest((final / manifests[0]).parent).parts
+    except CheckpointError:
+        return True
+
+
+def _remove_leftovers(final: ObjectPath, there: Iterable[str], manifests: list[str]) -> None:
+    """Remove the files of saves that do not count: all but those that the manifest names."""
+    kept: set[str] = set()
+    if manifests:
+        try:
+            kept = {*read_manifest(final).files}
+        except CheckpointError:
+            return  # nobody can tell
+    else:
+        final.remove_beneath([name for name in there if name.rpartition("/")[2] == MANIFEST_NAME and "/" in name])
+    final.remove_beneath([name for name in there if _is_of_a_save(name) and name not in kept])
+
+
+@contextlib.contextmanager
+def _tolerated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, OSError, StoreError) as error:
+        logger.warning("%s: %s", what, error)
