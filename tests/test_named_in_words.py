@@ -201,5 +201,5 @@ def test_an_older_torch_is_one_line_at_import(module: str) -> None:
 
 def test_the_checkpoint_that_the_readme_verifies_is_where_train_puts_it() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    path = TrainArguments.parse({}).checkpoint_dir / f"step-{TrainArguments.parse({}).steps:06d}"
+    path = TrainArguments.parse({}).checkpoints / f"step-{TrainArguments.parse({}).steps:06d}"
     assert f"fullshard ckpt verify {path} " in text

@@ -29,7 +29,6 @@ from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
     PART_PREFIX,
-    is_data_file,
     is_for_others,
     part_paths,
     read_manifest,
@@ -37,6 +36,7 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.lease import hold_folder
 from fullshard.checkpoint.objects import Location, ObjectPath, location, on_this_host
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
+from fullshard.checkpoint.store import is_of_a_save
 from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_path
@@ -354,9 +354,9 @@ def _foreign_entries(path: Location) -> list[str]:
     """Names in a directory that no checkpoint of ours put there."""
     if not path.is_dir():
         return []
+    if isinstance(path, ObjectPath):  # which may hold what a save that was killed has left
+        return [name for name in path.beneath() if name != MANIFEST_NAME and not is_of_a_save(name)]
     names = {entry.name for entry in path.iterdir() if not is_for_others(entry.name)} - _names_of_hooks(path)
-    if isinstance(path, ObjectPath):  # what a save that was killed has left
-        names = {name for name in names if not is_data_file(name)}
     if (path / MANIFEST_NAME).is_file():
         return sorted(names - {MANIFEST_NAME, *read_manifest(path).files})
     return sorted(name for name in names if not (path / name / MANIFEST_NAME).is_file())

@@ -15,9 +15,6 @@ from fullshard.core.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-LATEST_NAME = "LATEST"
-"""A file that holds the name of the last checkpoint saved. A hint for people and scripts; nothing here reads it."""
-
 
 def latest_checkpoint(root: str | Location, *, thorough: bool = False) -> Location | None:
     """The newest valid checkpoint directly inside `root`. Not a collective.

@@ -34,6 +34,8 @@ that carry the name of their save. Every older version stays readable."""
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_NBYTES = 2**30
 """Nobody makes room for more."""
+LATEST_NAME = "LATEST"
+"""A file that holds the name of the last checkpoint saved. A hint for people and scripts; nothing here reads it."""
 TRAINER_STATE = "training_state"
 """Directory in a `checkpoint-N` of Trainer's that holds what resumes the training: a checkpoint of ours."""
 

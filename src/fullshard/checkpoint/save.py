@@ -24,9 +24,9 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from fullshard.checkpoint.catalog import LATEST_NAME, remove_oldest
+from fullshard.checkpoint.catalog import remove_oldest
 from fullshard.checkpoint.collect import RankReport, RankWriter, SaveArguments
-from fullshard.checkpoint.format import encode_manifest
+from fullshard.checkpoint.format import LATEST_NAME, encode_manifest
 from fullshard.checkpoint.lease import hold_folder, hold_name, require_free
 from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.checkpoint.optimizer_state import unwrapped

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.format import MANIFEST_NAME, PART_PREFIX, is_data_file, read_manifest
+from fullshard.checkpoint.format import LATEST_NAME, MANIFEST_NAME, PART_PREFIX, is_data_file, read_manifest
 from fullshard.checkpoint.lease import hold_name, holds, let_go_of
 from fullshard.checkpoint.objects import Location, ObjectPath
 from fullshard.checkpoint.storage import (
@@ -148,7 +148,7 @@ class ObjectStore(Store):
             manifests = [name for name in there if name.rpartition("/")[2] == MANIFEST_NAME]
             if manifests and not _is_whole(final, manifests):
                 manifests = []
-            is_something_else = not manifests and not all(map(_is_of_a_save, there))
+            is_something_else = not manifests and not all(map(is_of_a_save, there))
             if final.is_file() or ((manifests or is_something_else) and not overwrite):
                 raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
             if manifests and (several or manifests != [MANIFEST_NAME]):
@@ -234,7 +234,7 @@ class ObjectStore(Store):
             found.setdefault(directory, []).append(rest)
         for directory, names in found.items():
             is_unfinished = not any(name.rpartition("/")[2] == MANIFEST_NAME for name in names)
-            if directory != final.name and is_unfinished and all(map(_is_of_a_save, names)):
+            if directory != final.name and is_unfinished and all(map(is_of_a_save, names)):
                 (final.parent / directory).remove_beneath(names)
 
 
@@ -295,11 +295,13 @@ def _saved_there(final: ObjectPath) -> str | None:
         return "" if (final / MANIFEST_NAME).is_file() else None
 
 
-def _is_of_a_save(name: str) -> bool:
-    """Whether an object in a checkpoint, named from there on, is one that a save makes."""
+def is_of_a_save(name: str) -> bool:
+    """Whether an object in a checkpoint, named from there on, is one that a save makes before it counts."""
     directory, _, file = name.rpartition("/")
+    if not directory:
+        return is_data_file(file) or file == LATEST_NAME
     is_part = directory.startswith(PART_PREFIX) and directory.removeprefix(PART_PREFIX).isdigit()
-    return is_data_file(file) if not directory else is_part and (is_data_file(file) or file == MANIFEST_NAME)
+    return is_part and (is_data_file(file) or file == MANIFEST_NAME)
 
 
 def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
@@ -322,7 +324,7 @@ def _remove_leftovers(final: ObjectPath, there: Iterable[str], manifests: list[s
             return  # nobody can tell
     else:
         final.remove_beneath([name for name in there if name.rpartition("/")[2] == MANIFEST_NAME and "/" in name])
-    final.remove_beneath([name for name in there if _is_of_a_save(name) and name not in kept])
+    final.remove_beneath([name for name in there if is_of_a_save(name) and name not in kept])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,98 @@
+"""Checkpoints in object stores, without one: memory, names, and what is refused.
+
+pytest tests/test_checkpoint_stores.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import pytest
+from typer.testing import CliRunner
+
+import fullshard
+from fullshard.checkpoint import (
+    export_hf,
+    latest_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+    whole_checkpoints,
+)
+from fullshard.checkpoint import objects as objects_module
+from fullshard.checkpoint.lease import let_go
+from fullshard.checkpoint.objects import ObjectPath, location
+from fullshard.cli.main import app
+from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError
+from tests.stored import job, loaded, same, state_of
+
+
+def test_memory_in_one_process() -> None:
+    """Save, verify, load, keep, replace, refuse, prune; what the store holds is laid out as on disk."""
+    root = "memory://here/run"
+    model, optimizer = job()
+    for step in range(3):
+        saved = save_checkpoint(
+            f"{root}/step-{step}", model=model, optimizer=optimizer, extra={"step": step}, total_limit=2
+        )
+    assert isinstance(saved, ObjectPath)
+    assert [str(path) for path in whole_checkpoints(root)] == [f"{root}/step-2", f"{root}/step-1"]
+    names = ["manifest.json", *(f"{kind}-rank00000.safetensors" for kind in ("model", "optimizer", "state"))]
+    assert sorted(saved.beneath()) == names
+    verify_checkpoint(saved).raise_if_damaged()
+    extra, state = loaded(latest_checkpoint(root))
+    assert extra == {"step": 2}
+    assert same(state, state_of(model, optimizer))
+    with pytest.raises(CheckpointError, match="step-2 exists already"):
+        save_checkpoint(saved, model=model)
+    save_checkpoint(saved, model=model, overwrite=True)
+    assert sorted(saved.beneath()) != names
+    assert len(saved.beneath()) == 3  # no optimizer this time, and nothing of the one before
+    verify_checkpoint(saved).raise_if_damaged()
+    done = CliRunner().invoke(app, ["ckpt", "prune", root, "--keep", "1"])
+    assert done.output == f"removed {root}/step-1\n1 whole checkpoints are kept\n"
+    let_go()
+    assert sorted(location(root).beneath()) == ["LATEST", *(f"step-2/{name}" for name in sorted(saved.beneath()))]
+
+
+def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:
+    assert str(location("S3A://b//x/y/")) == str(location(Path("s3a://b/x/y"))) == "s3a://b/x/y"
+    assert location(tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match="nowhere://b: Protocol not known: nowhere"):
+        location("nowhere://b/x")
+    with pytest.raises(ConfigError, match="names no directory of a bucket"):
+        location("memory://b/../x")
+    with pytest.raises(ConfigError, match="is a URL, expected a path on this host"):
+        location("https://host/x")
+    with pytest.raises(CheckpointError, match="memory://b is a bucket"):
+        save_checkpoint("memory://b", model=job()[0])
+
+
+def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects_module._file_system.cache_clear()
+    monkeypatch.setattr(fsspec.core, "get_filesystem_class", _not_installed)
+    with pytest.raises(MissingExtraError, match=r"(?s)s3://b needs the package 's3fs'.*fullshard\[s3\]"):
+        location("s3://b/x")
+    objects_module._file_system.cache_clear()
+
+
+def _not_installed(_: str) -> None:
+    raise ImportError("Install s3fs to access S3")
+
+
+def test_what_needs_a_directory_of_this_host_says_so() -> None:
+    model, optimizer = job()
+    accelerator = fullshard.Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with pytest.raises(ConfigError, match="memory://b/x' is a URL, expected a path on this host"):
+        export_hf("memory://b/x", model=model)
+    accelerator.register_save_state_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="a hook of register_save_state_pre_hook writes into a directory"):
+        accelerator.save_state("memory://b/x")
+    accelerator = fullshard.Accelerator(
+        fsdp_plugin=fullshard.FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
+    )
+    accelerator.prepare(*job())
+    with pytest.raises(ConfigError, match="FULL_STATE_DICT writes files for other programs into the checkpoint"):
+        accelerator.save_state("memory://b/x")
+    let_go()
