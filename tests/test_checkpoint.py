@@ -87,7 +87,8 @@ def saved(tmp_path: Path) -> Path:
     model, optimizer, scheduler = _job()
     _train(model, optimizer, scheduler, steps=2)
     extra = {"step": 2, "history": torch.arange(3), "path": ("a", None)}
-    return save_checkpoint(tmp_path / "a", model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
+    save_checkpoint(tmp_path / "a", model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
+    return tmp_path / "a"
 
 
 def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
@@ -376,7 +377,8 @@ def _flipped(directory: str, flips: int) -> int:
     """Save, then load with one bit of a random file flipped, `flips` times; how many changed nothing."""
     job = _job(seed=dist.get_world_size())
     _train(*job, steps=2)
-    path = save_checkpoint(Path(directory) / "a", model=job[0], optimizer=job[1], scheduler=job[2])
+    path = Path(directory) / "a"
+    save_checkpoint(path, model=job[0], optimizer=job[1], scheduler=job[2])
     _train(*job, steps=1)
     before, random_, refused = _values(*job), random.Random(0), 0
     names = sorted(file.name for file in path.iterdir())
@@ -416,7 +418,8 @@ def test_files_of_another_save_are_refused(saved: Path) -> None:
     """Same names, same sizes: only the checksums and the save id tell."""
     model, optimizer, scheduler = _job(seed=2)
     _train(model, optimizer, scheduler, steps=2)
-    other = save_checkpoint(saved.parent / "b", model=model, optimizer=optimizer, scheduler=scheduler)
+    other = saved.parent / "b"
+    save_checkpoint(other, model=model, optimizer=optimizer, scheduler=scheduler)
     for name in _FILES[:2]:
         intact = (saved / name).read_bytes()
         assert len(intact) == (other / name).stat().st_size

@@ -66,7 +66,7 @@ class _Gate:
     def __enter__(self) -> _Gate:
         complete, opened = self._complete, self.opened
 
-        def wait_and_complete(pending: PendingSave, ranks: Any) -> Path:
+        def wait_and_complete(pending: PendingSave, ranks: Any) -> Any:
             assert opened.wait(60)
             return complete(pending, ranks)
 

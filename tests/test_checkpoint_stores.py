@@ -32,10 +32,9 @@ def test_memory_in_one_process() -> None:
     root = "memory://here/run"
     model, optimizer = job()
     for step in range(3):
-        saved = save_checkpoint(
-            f"{root}/step-{step}", model=model, optimizer=optimizer, extra={"step": step}, total_limit=2
-        )
-    assert isinstance(saved, ObjectPath)
+        saved = ObjectPath("memory", ("here", "run", f"step-{step}"))
+        path = save_checkpoint(str(saved), model=model, optimizer=optimizer, extra={"step": step}, total_limit=2)
+        assert path == saved
     assert [str(path) for path in whole_checkpoints(root)] == [f"{root}/step-2", f"{root}/step-1"]
     names = ["manifest.json", *(f"{kind}-rank00000.safetensors" for kind in ("model", "optimizer", "state"))]
     assert sorted(saved.beneath()) == names
@@ -45,7 +44,7 @@ def test_memory_in_one_process() -> None:
     assert same(state, state_of(model, optimizer))
     with pytest.raises(CheckpointError, match="step-2 exists already"):
         save_checkpoint(saved, model=model)
-    save_checkpoint(saved, model=model, overwrite=True)
+    assert save_checkpoint(saved, model=model, overwrite=True) == saved
     assert sorted(saved.beneath()) != names
     assert len(saved.beneath()) == 3  # no optimizer this time, and nothing of the one before
     verify_checkpoint(saved).raise_if_damaged()
@@ -56,7 +55,7 @@ def test_memory_in_one_process() -> None:
 
 
 def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:
-    assert str(location("S3A://b//x/y/")) == str(location(Path("s3a://b/x/y"))) == "s3a://b/x/y"
+    assert str(location("MEMORY://b//x/y/")) == str(location(Path("memory://b/x/y"))) == "memory://b/x/y"
     assert location(tmp_path) == tmp_path
     with pytest.raises(ConfigError, match="nowhere://b: Protocol not known: nowhere"):
         location("nowhere://b/x")

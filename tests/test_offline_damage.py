@@ -84,7 +84,8 @@ def test_flipped_bits_are_refused_by_loading_too(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    path = save_checkpoint(tmp_path / "a", model=model, optimizer=optimizer)
+    path = tmp_path / "a"
+    save_checkpoint(path, model=model, optimizer=optimizer)
     rng, other = random.Random(1), nn.Linear(5, 3)
     for number in range(60):
         file = rng.choice(sorted(path.iterdir()))

@@ -36,6 +36,7 @@ from fullshard.plan.hardware import find_device
 from fullshard.recipes.arguments import TrainArguments
 
 URL = "s3://bucket/run"
+WEB = "https://host/run"  # no store, even for checkpoints
 
 
 @pytest.mark.parametrize(
@@ -80,16 +81,16 @@ def _model() -> nn.Module:
 
 
 _LIBRARY: dict[str, Callable[[], Any]] = {
-    "save_checkpoint": lambda: checkpoint.save_checkpoint(URL, model=_model()),
-    "load_checkpoint": lambda: checkpoint.load_checkpoint(URL, model=_model()),
-    "AsyncSaver.save": lambda: checkpoint.AsyncSaver().save(URL, model=_model()),
+    "save_checkpoint": lambda: checkpoint.save_checkpoint(WEB, model=_model()),
+    "load_checkpoint": lambda: checkpoint.load_checkpoint(WEB, model=_model()),
+    "AsyncSaver.save": lambda: checkpoint.AsyncSaver().save(WEB, model=_model()),
     "export_hf": lambda: checkpoint.export_hf(URL, model=_model()),
     "from_pretrained": lambda: checkpoint.from_pretrained(None, URL),
     "load_pretrained": lambda: checkpoint.load_pretrained(URL, _model()),
-    "latest_checkpoint": lambda: checkpoint.latest_checkpoint(URL),
-    "verify_checkpoint": lambda: checkpoint.verify_checkpoint(URL),
-    "verify_parts": lambda: verify_parts(URL),
-    "open_source": lambda: open_source(URL).__enter__(),
+    "latest_checkpoint": lambda: checkpoint.latest_checkpoint(WEB),
+    "verify_checkpoint": lambda: checkpoint.verify_checkpoint(WEB),
+    "verify_parts": lambda: verify_parts(WEB),
+    "open_source": lambda: open_source(WEB).__enter__(),
     "load_file": lambda: load_file(URL + ".yaml"),
     "log_dir": lambda: LaunchConfig(log_dir=URL),
     "find_device": lambda: find_device(URL + ".json"),
@@ -98,8 +99,8 @@ _LIBRARY: dict[str, Callable[[], Any]] = {
     "project_dir": lambda: fullshard.Accelerator(project_dir=URL),
     "ProjectConfiguration": lambda: ProjectConfiguration(project_dir=URL),
     "logging_dir": lambda: ProjectConfiguration(logging_dir=URL),
-    "save_state": lambda: _prepared().save_state(URL),
-    "load_state": lambda: _prepared().load_state(URL),
+    "save_state": lambda: _prepared().save_state(WEB),
+    "load_state": lambda: _prepared().load_state(WEB),
     "save_model": lambda: _prepared().save_model(_model(), URL),
     "save": lambda: fullshard.Accelerator().save({}, URL),
     "torchacc.Config": lambda: fullshard.torchacc.Config.of(URL),
@@ -107,7 +108,8 @@ _LIBRARY: dict[str, Callable[[], Any]] = {
     "torchacc consolidate": lambda: fullshard.torchacc.dist.fsdp.consolidate_sharded_model_checkpoints(URL),
     "train model": lambda: TrainArguments.parse({"model": URL}),
     "train data": lambda: TrainArguments.parse({"data": URL}),
-    "train resume": lambda: TrainArguments.parse({"resume": URL}),
+    "train resume": lambda: TrainArguments.parse({"resume": WEB}),
+    "train checkpoint_dir": lambda: TrainArguments.parse({"checkpoint_dir": WEB}),
     "train output_dir": lambda: TrainArguments.parse({"output_dir": Path(URL)}),
 }
 
@@ -141,7 +143,8 @@ _COMMANDS = [
     ["train", "--output-dir", URL],
     ["train", "--model", URL],
     ["train", "--data", URL],
-    ["train", "--resume", URL],
+    ["train", "--resume", WEB],
+    ["train", "--checkpoint-dir", WEB],
     ["sft", URL + ".yaml"],
     ["launch", "--config_file", URL, "-m", "antigravity"],
     ["launch", "--log_dir", URL, "-m", "antigravity"],
@@ -160,17 +163,17 @@ _COMMANDS = [
     ["config", "check", URL],
     ["config", "convert", URL, "--to", "fullshard"],
     ["config", "explain", URL],
-    ["ckpt", "inspect", URL],
-    ["ckpt", "verify", URL],
-    ["ckpt", "diff", URL, "b"],
-    ["ckpt", "diff", "a", URL],
-    ["ckpt", "consolidate", URL, "out"],
+    ["ckpt", "inspect", WEB],
+    ["ckpt", "verify", WEB],
+    ["ckpt", "diff", WEB, "b"],
+    ["ckpt", "diff", "a", WEB],
+    ["ckpt", "consolidate", WEB, "out"],
     ["ckpt", "consolidate", "a", URL],
     ["ckpt", "consolidate", "a", "out", "--config-from", URL],
     ["ckpt", "export", "a", URL],
-    ["ckpt", "reshard", "a", URL, "--world-size", "2"],
-    ["ckpt", "import", URL, "out"],
-    ["ckpt", "prune", URL, "--keep", "1"],
+    ["ckpt", "reshard", "a", WEB, "--world-size", "2"],
+    ["ckpt", "import", WEB, "out"],
+    ["ckpt", "prune", WEB, "--keep", "1"],
 ]  # fmt: skip
 
 

@@ -5,15 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
 
 from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, part_paths, read_manifest, trainer_state
-from fullshard.checkpoint.objects import Location, entries_of, location
+from fullshard.checkpoint.objects import Location, ObjectPath, entries_of, location
 from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX
 from fullshard.checkpoint.store import store_of
 from fullshard.checkpoint.verify import part_problems, quick_problems, verify_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+@overload
+def latest_checkpoint(root: Path, *, thorough: bool = False) -> Path | None: ...
+
+
+@overload
+def latest_checkpoint(root: str | ObjectPath, *, thorough: bool = False) -> Location | None: ...
 
 
 def latest_checkpoint(root: str | Location, *, thorough: bool = False) -> Location | None:

@@ -112,9 +112,11 @@ def diff(
     as_json: _Json = False,
 ) -> None:
     """Compare names, shapes, dtypes and every bit. Exit code 0: the same; 1: different."""
+    from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.offline import compare
 
-    with _open(a, optimizer=not model_only) as one, _open(b, optimizer=not model_only) as other:
+    paths = location(a), location(b)
+    with _open(paths[0], optimizer=not model_only) as one, _open(paths[1], optimizer=not model_only) as other:
         total = _total(one.contents)
         with _progress("comparing", total) as tick:
             found = [
@@ -196,10 +198,10 @@ def reshard(
     from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
     from fullshard.checkpoint.objects import location
 
-    ours = trainer_state(location(checkpoint))
+    ours, where = trainer_state(location(checkpoint)), location(output)
     if not (ours / MANIFEST_NAME).is_file():
         raise ConfigError(f"{ours} is no checkpoint of ours", hint="fullshard ckpt import takes those of others")
-    _native(ours, output, world_size=world_size, shard_size=shard_size, overwrite=overwrite)
+    _native(ours, where, world_size=world_size, shard_size=shard_size, overwrite=overwrite)
 
 
 @app.command("import")
@@ -263,7 +265,7 @@ def _weights(checkpoint: str, output: Path, index: int, **options: Any) -> None:
 
 
 def _native(
-    checkpoint: str | Location, output: str, *, index: int = 0, with_optimizer: bool = True, **options: Any
+    checkpoint: str | Location, output: str | Location, *, index: int = 0, with_optimizer: bool = True, **options: Any
 ) -> None:
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.offline import write_native
