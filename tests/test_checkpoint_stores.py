@@ -51,7 +51,7 @@ def test_memory_in_one_process() -> None:
     done = CliRunner().invoke(app, ["ckpt", "prune", root, "--keep", "1"])
     assert done.output == f"removed {root}/step-1\n1 whole checkpoints are kept\n"
     let_go()
-    assert sorted(location(root).beneath()) == ["LATEST", *(f"step-2/{name}" for name in sorted(saved.beneath()))]
+    assert sorted(saved.parent.beneath()) == ["LATEST", *(f"step-2/{name}" for name in sorted(saved.beneath()))]
 
 
 def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, FileRecord
 from fullshard.checkpoint.objects import Location
-from fullshard.checkpoint.streams import open_sink, open_source
+from fullshard.checkpoint.streams import open_to_read, open_to_write
 from fullshard.core.errors import CheckpointError
 from fullshard.core.sizes import format_nbytes
 
@@ -109,7 +109,7 @@ class TensorFileWriter:
             offset += entry.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        self._file = open_sink(path, 8 + len(text) + offset)
+        self._file = open_to_write(path, 8 + len(text) + offset)
         try:
             self._append(np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8))
         except BaseException:
@@ -197,7 +197,7 @@ class TensorFileReader:
         self._at = self._crc32c = 0  # where the last read ended, and the sum of its chunk up to there
         if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
             raise CheckpointError(problem)
-        self._file = open_source(path, record.nbytes)
+        self._file = open_to_read(path, record.nbytes)
         try:
             self.tensors = self._read_header()
         except BaseException:

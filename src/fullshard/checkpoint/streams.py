@@ -21,7 +21,7 @@ _RANGE_NBYTES, _MAX_RANGES = 4 * 2**20, 4
 """Read in one request, and requests at once where a file is read from front to back."""
 
 
-class Sink(Protocol):
+class ByteSink(Protocol):
     """A new file that is being written."""
 
     def write(self, data: memoryview) -> int:
@@ -41,7 +41,7 @@ class Sink(Protocol):
         ...
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A file that is being read."""
 
     def read_into(self, out: memoryview, at: int) -> int:
@@ -53,24 +53,24 @@ class Source(Protocol):
         ...
 
 
-def open_sink(path: Location, nbytes: int) -> Sink:
+def open_to_write(path: Location, nbytes: int) -> ByteSink:
     """Create a file, which must not be there in a file system, of `nbytes` bytes in the end."""
     return ObjectSink(path, nbytes) if isinstance(path, ObjectPath) else FileSink(path)
 
 
-def open_source(path: Location, nbytes: int) -> Source:
+def open_to_read(path: Location, nbytes: int) -> ByteSource:
     """Open a file of `nbytes` bytes."""
     return ObjectSource(path, nbytes) if isinstance(path, ObjectPath) else FileSource(path)
 
 
 class FileSink:
-    """See `Sink`; in a file system."""
+    """See `ByteSink`; in a file system."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
 
     def write(self, data: memoryview) -> int:
-        """See `Sink`; fewer than given, for example when the disk is full."""
+        """See `ByteSink`; fewer than given, for example when the disk is full."""
         return self._file.write(data) or 0
 
     def start_writeback(self, start: int, nbytes: int) -> None:
@@ -80,32 +80,32 @@ class FileSink:
             _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 
     def finish(self) -> None:
-        """See `Sink`."""
+        """See `ByteSink`."""
         os.fsync(self._file.fileno())
         self._file.close()
 
     def close(self) -> None:
-        """See `Sink`."""
+        """See `ByteSink`."""
         self._file.close()
 
 
 class FileSource:
-    """See `Source`; in a file system."""
+    """See `ByteSource`; in a file system."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
 
     def read_into(self, out: memoryview, at: int) -> int:
-        """See `Source`."""
+        """See `ByteSource`."""
         return os.preadv(self._file.fileno(), [out], at)
 
     def close(self) -> None:
-        """See `Source`."""
+        """See `ByteSource`."""
         self._file.close()
 
 
 class ObjectSink:
-    """See `Sink`; in an object store, which is sent one part at a time."""
+    """See `ByteSink`; in an object store, which is sent one part at a time."""
 
     def __init__(self, path: ObjectPath, nbytes: int) -> None:
         self._path = path
@@ -113,7 +113,7 @@ class ObjectSink:
         self._file: Any = path.open_for_writing(-(-part // 2**20) * 2**20)
 
     def write(self, data: memoryview) -> int:
-        """See `Sink`."""
+        """See `ByteSink`."""
         with self._asked():
             self._file.write(data)
         return data.nbytes
@@ -122,14 +122,14 @@ class ObjectSink:
         """Nothing: parts are sent as they are full."""
 
     def finish(self) -> None:
-        """See `Sink`."""
+        """See `ByteSink`."""
         with self._asked():
             self._file.close()
             self._file.commit()
         self._file = None
 
     def close(self) -> None:
-        """See `Sink`."""
+        """See `ByteSink`."""
         if self._file is not None:
             file, self._file = self._file, None
             file.closed = True  # or its finalizer would send the rest
@@ -146,7 +146,7 @@ class ObjectSink:
 
 
 class ObjectSource:
-    """See `Source`; in an object store, which is read a few ranges ahead if it is read from front to back."""
+    """See `ByteSource`; in an object store, which is read a few ranges ahead if it is read from front to back."""
 
     def __init__(self, path: ObjectPath, nbytes: int) -> None:
         self._path, self._nbytes = path, nbytes
@@ -155,7 +155,7 @@ class ObjectSource:
         self._ranges = 1
 
     def read_into(self, out: memoryview, at: int) -> int:
-        """See `Source`."""
+        """See `ByteSource`."""
         end = self._start + len(self._held)
         if not self._start <= at < end:
             self._ranges = min(2 * self._ranges, _MAX_RANGES) if at == end and at else 1
@@ -168,7 +168,7 @@ class ObjectSource:
         return len(part)
 
     def close(self) -> None:
-        """See `Source`."""
+        """See `ByteSource`."""
         self._held = memoryview(b"")
 
     def _read(self, at: int) -> memoryview:
