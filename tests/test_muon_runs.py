@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,7 +118,9 @@ def test_launch_checks_the_plan(name: str, tmp_path: Path) -> None:
     flags = ["--cpu", "--num_processes", 2, "--use_fsdp", "--fsdp_version", 2, "--check_plan"]
     done = fullshard("launch", *flags, tmp_path / "script.py", name)
     assert done.returncode == 0, done.stderr
-    assert f"with {name}, step 3: as planned" in done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert f"with {name}, step 3: as planned" in said
+    assert re.search(r"pieces of matrices sent: planned [1-9]", said)
 
 
 def test_train_does_not_step_in_backward_with_it() -> None:

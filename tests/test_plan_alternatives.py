@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -91,3 +92,39 @@ def test_the_command_says_it_in_tables_and_json(tmp_path: Path) -> None:
     assert values["cost"][0]["money"] == pytest.approx(values["cost"][0]["hours"] * 8 * 2)
     wrong = CliRunner().invoke(app, ["plan", "-m", "GPT-2", "-d", "8xA100", "--price", "2"])
     assert wrong.exit_code != 0 and "--tokens" in f"{wrong.output}{wrong.exception}"
+
+
+def ask(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_files_and_settings_side_by_side(tmp_path: Path) -> None:
+    """Without --config the first file is the plan above; flags are in all of them; what differs is said."""
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("sharding:\n  activation_checkpointing: true\nlaunch:\n  num_processes: 8\n")
+    second.write_text("sharding:\n  strategy: SHARD_GRAD_OP\nlaunch:\n  num_processes: 16\n  num_machines: 2\n")
+    base = ("-m", "Llama-3.1-8B", "-d", "H100", "--seq-len", "1024", "--compare", str(first), str(second))
+    done = ask(*base, "micro-batch=2,devices=8xH200", "4xB200", "--json")
+    assert done.exit_code == 0, done.output
+    values = json.loads(done.stdout)
+    rows = values["compare"]
+    assert [row["what"] for row in rows] == ["a.yaml", "b.yaml", "micro-batch=2, devices=8xH200", "4 x B200 in 1 host"]
+    assert [row["devices"] for row in rows] == [8, 16, 8, 4]
+    differ = {"strategy": "SHARD_GRAD_OP", "checkpointing": "none"}
+    assert [row["settings"] for row in rows] == [{}, differ, {"micro_batch": 2}, {}]
+    assert values["job"]["seq_len"] == 1024 and values["job"]["checkpointing"] == "full"
+    assert f"b.yaml: {', '.join(f'{name} {value}' for name, value in differ.items())}" in ask(*base).output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["8xA100"], "compared with what"),
+        (["--compare", "none.yaml"], "none.yaml"),
+        (["--compare", "micro-batch=2,fast"], "'fast' is no setting"),
+        (["--compare", "sped=2"], "unknown setting 'sped'"),
+    ],
+)
+def test_mistakes_in_what_is_compared(words: list[str], expected: str) -> None:
+    done = ask("-m", "GPT-2", "-d", "8xA100", *words)
+    assert done.exit_code != 0 and expected in f"{done.output}{done.exception}"

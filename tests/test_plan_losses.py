@@ -69,10 +69,10 @@ def planned(kind: str, **settings: Any) -> float:
 @pytest.mark.parametrize(
     ("kind", "precision", "dtype"),
     [
-        ("llama", "no", "float32"),
-        ("llama", "no", "bfloat16"),
+        pytest.param("llama", "no", "float32", marks=pytest.mark.full),
+        pytest.param("llama", "no", "bfloat16", marks=pytest.mark.full),
         ("llama", "bf16", "float32"),
-        ("gemma2", "no", "bfloat16"),
+        pytest.param("gemma2", "no", "bfloat16", marks=pytest.mark.full),
     ],
 )
 def test_a_step_allocates_what_is_planned(kind: str, precision: str, dtype: str, keeps: bool) -> None:

@@ -23,8 +23,9 @@ from fullshard.core.bucket import BucketPlan
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
+from fullshard.core.matrices import deal, matrices_in
 from fullshard.core.sizes import format_nbytes
-from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.module import units_of
 from fullshard.engine.parameter import ShardedParameter, local_gradients
 from fullshard.engine.precision import dtype_name
@@ -34,6 +35,7 @@ from fullshard.engine.unit import Unit
 from fullshard.optim.with_adamw import MatricesWithAdamW
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
+from fullshard.plan.matrices import pieces_nbytes
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 
@@ -160,7 +162,7 @@ class PlanCheck:
             Deviation("sent to unshard", planned.gather_nbytes, found.gather_nbytes),
             Deviation("sent to reduce", planned.reduce_nbytes, found.reduce_nbytes),
             Deviation("sent between replicas", planned.replicate_nbytes, found.replicate_nbytes),
-            *([Deviation("pieces of matrices sent", None, sum(event.nbytes for event in pieces))] if pieces else []),
+            *self._compare_pieces(layout, sum(event.nbytes for event in pieces)),
             Deviation(
                 "main weights",
                 sum(b.main_nbytes for b in layout.buckets),
@@ -187,6 +189,29 @@ class PlanCheck:
         if self._job.accumulation == 1 or not self._job.sync_each_micro_batch:
             planned = max(event.nbytes for event in predicted if event.kind is EventKind.BUCKET_STEP)
         return Deviation("gradients at once", planned, self._most_gradients)
+
+    def _compare_pieces(self, layout: ModelLayout, found: int) -> list[Deviation]:
+        """What is sent for whole matrices: dealt anew to the plan's buckets, as the planner deals them."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, MatricesWithAdamW):
+            return []
+        buckets = dict(zip((b for unit in self._units for b in unit.buckets), layout.buckets, strict=True))
+        groups = [group for group in optimizer.param_groups if group["algorithm"] != "adamw"]
+        own = [(p, group["flatten"]) for group in groups for p in group["params"] if isinstance(p, ShardedParameter)]
+        trained = [(p, flatten) for p, flatten in own if p.requires_grad]
+        if any(bucket_of(p) not in buckets for p, _ in trained):
+            return [Deviation("pieces of matrices sent", None, found)]  # another model's are dealt with them
+        numbers = {bucket: n for n, bucket in enumerate(dict.fromkeys(bucket_of(p) for p, _ in trained))}
+        layouts = [buckets[bucket].layout for bucket in numbers]
+        matrices = []
+        for p, flatten in trained:
+            bucket = bucket_of(p)
+            matrices += matrices_in(numbers[bucket], buckets[bucket].layout, p._index, flatten=flatten)
+        sizes = {"replicate_size": layout.replicate_size, "shard_size": layout.shard_size}
+        mesh = self._units[-1].mesh
+        dealing = deal(layouts, matrices, **sizes, cost=optimizer.cost)
+        planned = pieces_nbytes(dealing, mesh.replicate_rank, mesh.shard_rank)
+        return [Deviation("pieces of matrices sent", planned, found)] if planned or found else []
 
     def _state_nbytes(self, parameter: ShardedParameter) -> float:
         """Per element."""

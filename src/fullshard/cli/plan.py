@@ -13,6 +13,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
 
 if TYPE_CHECKING:
+    from fullshard.plan.alternatives import Alternative
     from fullshard.plan.evaluate import Plan
     from fullshard.plan.hardware import Cluster
 
@@ -64,8 +65,12 @@ def plan(
     tokens: Annotated[str | None, typer.Option(help="To train on (15e9, 300B): how long it takes")] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="Other devices, side by side: 8xH200,16xA100, or with prices 8xH200@3.50; may be repeated"),
+        typer.Option(
+            help="Side by side: other devices (8xH200,16xA100, with prices 8xH200@3.50), files (a.yaml b.yaml) or "
+            "settings (checkpointing=full,tp=2); may be repeated"
+        ),
     ] = None,
+    others: Annotated[list[str] | None, typer.Argument(help="Further ones of --compare", show_default=False)] = None,
     sweep: Annotated[
         str | None,
         typer.Option(help="One setting's values: seq-len=2048..131072 (doubled), micro-batch=1,2,4, devices=8..64"),
@@ -91,6 +96,10 @@ def plan(
     from fullshard.plan.library import load_model
     from fullshard.plan.search import pareto, search
 
+    compare = _compared(compare, others)
+    if config is None and (files := [text for text in compare if _is_file(text)]):
+        config = path_word(files[0])
+        compare.remove(files[0])
     if calibrate is not None:
         _calibrate(calibrate)
         if model is None:
@@ -112,7 +121,9 @@ def plan(
     else:
         front, chosen = [], evaluate(described, job, cluster)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
-    side_by_side = _side_by_side(chosen, price, tokens, compare or [], sweep)
+    own = str(chosen.cluster) if config is None else config.name
+    beside = [_beside(chosen, given, devices, hosts, text, price) for text in compare]
+    side_by_side = _side_by_side(chosen, own, price, tokens, [each for some in beside for each in some], sweep)
     if plot is not None:
         from fullshard.plan.pictures import draw, draw_sweep
 
@@ -171,22 +182,51 @@ _Rows = dict[str, list[Any]]
 """Plans side by side, by the option that asked for them."""
 
 
+def _compared(compare: list[str] | None, others: list[str] | None) -> list[str]:
+    if others and not compare:
+        raise ConfigError(f"{' '.join(others)}: compared with what?", hint="write --compare before them, or --model")
+    return [*(compare or []), *(others or [])]
+
+
+def _is_file(text: str) -> bool:
+    """Whether it names a configuration; a calibration is a device, and so is `2xcalibration.json`."""
+    path = path_word(text) if text.endswith((".yaml", ".yml", ".json")) else None
+    if path is None or path.suffix != ".json":
+        return path is not None
+    return path.is_file() and "memory_bandwidth" not in path.read_text(encoding="utf-8")
+
+
+def _beside(
+    chosen: Plan, given: dict[str, Any], devices: str | None, hosts: int | None, text: str, price: float | None
+) -> list[Alternative]:
+    """What one word of --compare asks for: a file, settings, or devices."""
+    from fullshard.plan.alternatives import Alternative, elsewhere, with_settings
+    from fullshard.plan.evaluate import evaluate
+
+    if _is_file(text):
+        job, cluster, _ = _question(given, devices, hosts, path := path_word(text), None)
+        return [Alternative(path.name, evaluate(chosen.model, job, cluster), price)]
+    if "=" in text:
+        return [with_settings(chosen.model, chosen.job, chosen.cluster, text, price=price)]
+    return elsewhere(chosen.model, chosen.job, [text], price=price)
+
+
 def _side_by_side(
-    chosen: Plan, price: float | None, tokens: str | None, compare: list[str], sweep: str | None
+    chosen: Plan, name: str, price: float | None, tokens: str | None, compare: list[Alternative], sweep: str | None
 ) -> _Rows:
-    from fullshard.plan.alternatives import Alternative, as_rows, elsewhere, read_tokens, swept
+    from fullshard.plan.alternatives import Alternative, as_rows, read_tokens, swept
 
     if price is not None and tokens is None:
         raise ConfigError(
             "--price without --tokens", hint="say how much is to be trained on, for example --tokens 15e9"
         )
     count = None if tokens is None else read_tokens(tokens)
-    own = Alternative(str(chosen.cluster), chosen, price)
+    own = Alternative(name, chosen, price)
     rows: _Rows = {}
     if count is not None:
         rows["cost"] = as_rows([own], count)
     if compare:
-        rows["compare"] = as_rows([own, *elsewhere(chosen.model, chosen.job, compare, price=price)], count)
+        rows["compare"] = as_rows([own, *compare], count)
     if sweep is not None:
         rows["sweep"] = as_rows(swept(chosen.model, chosen.job, chosen.cluster, sweep, price=price), count)
     return rows
@@ -213,6 +253,10 @@ def _print_tables(plan: Plan, changes: list[Any], notes: list[str], front: list[
     heads = {"cost": "time and cost", "compare": "side by side", "sweep": "one setting, the rest as above"}
     for name, found in rows.items():
         console.print(alternatives_table(found, heads[name], "value" if name == "sweep" else "on"))
+        for row in found if name == "compare" else ():
+            if row["settings"]:
+                said = ", ".join(f"{setting} {value}" for setting, value in row["settings"].items())
+                console.print(f"{row['what']}: {said}", markup=False, highlight=False)
 
 
 def _write(plan: Plan, path: Path, *, overwrite: bool) -> None:

@@ -49,6 +49,7 @@ class BucketPlan:
         trainable: whether it has gradients.
         gather_as, reduce_as: what an interval is sent as, in either direction, if that is another dtype.
         offload: what lives in host memory.
+        whole_dtype: what it is gathered and stays in, where its parameter says so and makes nothing else of it.
     """
 
     layout: BucketLayout
@@ -59,6 +60,7 @@ class BucketPlan:
     gather_as: str | None = None
     reduce_as: str | None = None
     offload: Offload = field(default_factory=Offload)
+    whole_dtype: str | None = None
 
     @classmethod
     def of(
@@ -136,7 +138,7 @@ class BucketPlan:
     @property
     def may_hold_main(self) -> bool:
         """Whether the unsharded bucket could have this rank's stored interval as a part of it."""
-        return self.dtype == self.compute_dtype and not self.main_is_on_host
+        return self.dtype == self.compute_dtype and not self.main_is_on_host and self.whole_dtype is None
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
@@ -168,7 +170,7 @@ class BucketPlan:
     @property
     def full_nbytes(self) -> int:
         """Bytes of the unsharded bucket."""
-        return self.layout.full_numel * itemsize(self.compute_dtype)
+        return self.layout.full_numel * itemsize(self.whole_dtype or self.compute_dtype)
 
     @property
     def reduce_nbytes(self) -> int:
@@ -198,7 +200,7 @@ class BucketPlan:
     @property
     def gather_message_nbytes(self) -> int:
         """Bytes of a message with one interval of the weights."""
-        return _message_nbytes(self.layout.shard_numel, self.compute_dtype, self.gather_as)
+        return _message_nbytes(self.layout.shard_numel, self.whole_dtype or self.compute_dtype, self.gather_as)
 
     @property
     def reduce_message_nbytes(self) -> int:

@@ -10,6 +10,7 @@ Further gathers refill the same memory, because autograd may have saved views of
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -28,7 +29,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
 from fullshard.engine.parameter import ShardedParameter, mark_original
-from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name
 from fullshard.wrap.extended import takes_options, wrapped_by
 from fullshard.wrap.partition import Slot
 
@@ -88,6 +89,7 @@ class ExtendedBucket(Bucket):
         for module, attribute in slot.owners:
             module._parameters[attribute] = slot.parameter
         self.storage_ids = self.buffer.storage_ids
+        self.plan = dataclasses.replace(self.plan, whole_dtype=self.buffer.whole_dtype)
         self._originals = (slot.parameter,)
         self._known_versions = self.versions()
         self.reshard()
@@ -158,6 +160,12 @@ class ExtendedBuffer:
         self.is_zeroed = any(buffer.is_zeroed for buffer, _ in self._outputs)
         self.is_persistent = all(buffer.is_persistent for buffer, _ in self._outputs) and not self._beside
         self.whole_nbytes = self.nbytes
+
+    @property
+    def whole_dtype(self) -> str | None:
+        """What is gathered and stays, if that is one tensor and nothing was made beside it."""
+        outputs = [output for _, output in self._outputs]
+        return dtype_name(outputs[0].dtype) if len(outputs) == 1 and not self._beside else None
 
     @property
     def nbytes(self) -> int:

@@ -75,6 +75,30 @@ def elsewhere(model: ModelShape, job: Job, texts: Sequence[str], *, price: float
     return found
 
 
+def with_settings(model: ModelShape, job: Job, cluster: Cluster, text: str, *, price: float | None) -> Alternative:
+    """The job with other settings: `checkpointing=full,micro-batch=4`; `devices=16xH100` among them.
+
+    Raises:
+        ConfigError: another form, no such setting, or a value that it does not take.
+    """
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        name, is_said, value = part.partition("=")
+        if not is_said:
+            raise ConfigError(f"{text!r}: {part!r} is no setting", hint="write it as checkpointing=full,micro-batch=4")
+        values[name.strip().replace("-", "_")] = value.strip()
+    place = parse_cluster(values.pop("devices")) if "devices" in values else cluster
+    return Alternative(
+        ", ".join(text.split(",")), evaluate(model, Job.of({**job.model_dump(), **values}), place), price
+    )
+
+
+def differing(job: Job, base: Job) -> dict[str, Any]:
+    """Settings of a job that `base` has otherwise."""
+    others = base.model_dump()
+    return {name: value for name, value in job.model_dump().items() if value != others[name]}
+
+
 def swept(model: ModelShape, job: Job, cluster: Cluster, text: str, *, price: float | None) -> list[Alternative]:
     """The job with each value of one setting: `seq-len=2048..131072` doubles, `micro-batch=1,2,4`, `devices=8..64`.
 
@@ -135,6 +159,7 @@ def as_rows(alternatives: Sequence[Alternative], tokens: float | None) -> list[M
             "mfu": each.plan.time.mfu,
             "hours": each.hours(tokens),
             "money": each.money(tokens),
+            "settings": differing(each.plan.job, alternatives[0].plan.job),
         }
         for each in alternatives
     ]

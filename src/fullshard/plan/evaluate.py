@@ -24,6 +24,7 @@ from fullshard.plan.memory import Memory, PlanSetting, memory_of
 from fullshard.plan.methods import apply_method
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.shapes import ModelShape
+from fullshard.plan.tiles import groups_of, sent_nbytes, tiled
 from fullshard.plan.time import StepTime, time_of
 from fullshard.plan.traffic import Links, Traffic, links_of, traffic_of
 
@@ -62,12 +63,14 @@ class Plan:
     def traffic(self) -> Traffic:
         """What each rank sends and copies in a step."""
         layout = self.setting.layout
-        return dataclasses.replace(traffic_of(self.events, layout).times(self.repeats), **_copied(layout, self.job))
+        of_tiles = sent_nbytes(self.setting.model, self.job)
+        all_of_it = traffic_of(self.events, layout).times(self.repeats)
+        return dataclasses.replace(all_of_it, tiles_nbytes=of_tiles, **_copied(layout, self.job))
 
     @functools.cached_property
     def links(self) -> Links:
         """The same by link."""
-        return links_of(self.traffic, self.setting.layout, self.cluster.per_host)
+        return links_of(self.traffic, self.setting.layout, self.cluster.per_host, tiles=self.job.tp)
 
     @functools.cached_property
     def time(self) -> StepTime:
@@ -161,19 +164,21 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
+    trained = tiled(trained, job.tp)
+    world_size, neighbours = groups_of(cluster, job.tp)
     is_cpu = cluster.device.is_cpu
     on_host = Offload() if is_cpu else job.on_host  # there, host and device are one
     layout = lay_out(
         trained,
         strategy=job.row,
-        world_size=cluster.count,
-        shard_size=job.row.shard_size_on(cluster.per_host, job.shard_size),
+        world_size=world_size,
+        shard_size=job.row.shard_size_on(neighbours, job.shard_size),
         dtypes=job.dtypes,
         offload=on_host,
     )
     if on_host.activations:
         layout = layout.with_pages(lambda block: page_nbytes(block, job))
-    per_host = min(layout.shard_size, cluster.per_host)
+    per_host = min(layout.shard_size, neighbours)
     route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=None if layout.shard_size % per_host else per_host)
     if route.shares_memory:  # parameters are whole all the time, and each micro-batch only says when it reads them
         layout = dataclasses.replace(layout, keeps_parameters=False)
@@ -236,6 +241,18 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)")
     if said := loss_note(plan.model, plan.job):
         notes.append(said)
+    if plan.job.tp > 1:
+        notes.append(
+            f"layers are cut over {plan.job.tp} ranks as Transformers cuts Llama's; the script or distributed_config "
+            "does that (docs/tensor_parallelism.md)"
+        )
+    if plan.job.float8:
+        gain, name = plan.cluster.device.float8, plan.cluster.device.name
+        speed = f"float8 products of a {name} are taken as {gain:g} times as fast, casts included"
+        notes.append(
+            f"{speed if gain > 1 else f'a {name} computes nothing in float8'}; the script calls torchao's "
+            "convert_to_float8_training, with enable_fsdp_float8_all_gather"
+        )
     if plan.job.on_host and plan.cluster.device.is_cpu:
         notes.append("offload saves nothing here: a CPU computes in host memory")
     if plan.job.reshard_after_forward == "auto":

@@ -45,6 +45,7 @@ class Device:
         flash: part of `flops` that flash attention's second version reaches (`plan/attention`): as on the A100, whose
             kernel it is, or as on the H100, where faster products leave it behind.
         has_flash3: whether there is a third.
+        float8: how much faster products in float8 are than in bfloat16, casts of what they read included; 1: not.
         is_run: whether this engine has been run on its kind, or is tested for it; else a note says so.
     """
 
@@ -68,6 +69,7 @@ class Device:
     has_bfloat16: bool = True
     flash: float = 0.59
     has_flash3: bool = False
+    float8: float = 1.0
     is_run: bool = True
 
     @property
@@ -103,8 +105,14 @@ _A100_PCIE = "NVIDIA A100 data sheet 2022, PCIe 4.0 x16 (without bridges); 200 G
 _IN_A_RACK = "links reach 72 in a rack, 4 in a host; between racks"
 _TPU = "Google Cloud TPU pages, 2026-11"
 
-_HOPPER: dict[str, Any] = {"flash": 0.305, "has_flash3": True}
-_FASTER: dict[str, Any] = {"flash": 0.305}  # an assumption: version 2 was not written for them either
+_FLOAT8 = 1.5
+"""The data sheets say twice as fast; casts and sums over elements cost a part of it. Whole steps of
+torchtitan gain 1.16 to 1.36 (its benchmarks of 2024-12 and 2025-06)."""
+_HOPPER: dict[str, Any] = {"flash": 0.305, "has_flash3": True, "float8": _FLOAT8}
+_FASTER: dict[str, Any] = {
+    "flash": 0.305,
+    "float8": _FLOAT8,
+}  # an assumption: version 2 was not written for them either
 
 # Memory is what the driver reports where it is less than the name says (40 GB: 39.6 GiB and so on).
 _ALL = (
@@ -120,7 +128,8 @@ _ALL = (
          **_HOPPER),
     _gpu("H800", 85.0, (989, 494), 3350, 200, 50, "NVIDIA H800 SXM data sheet 2023: an H100 with 400 GB/s of NVLink",
          **_HOPPER),
-    _gpu("H20", 102.6, (148, 74), 4000, 450, 50, "NVIDIA H20 data sheet 2023; 8 x 400 Gb/s per host", 0.8),
+    _gpu("H20", 102.6, (148, 74), 4000, 450, 50, "NVIDIA H20 data sheet 2023; 8 x 400 Gb/s per host", 0.8,
+         float8=_FLOAT8),
     _gpu("H200", 150.1, (989, 494), 4800, 450, 50, "NVIDIA H200 SXM data sheet; 8 x 400 Gb/s per host (DGX H200)",
          **_HOPPER),
     _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host",
@@ -137,14 +146,20 @@ _ALL = (
          **_FASTER),
     _gpu("MI355X", 308.8, (2516, 157), 8000, 537, 50, "AMD Instinct MI355X data sheet 2025 (no TF32); 8 x 400 Gb/s",
          **_FASTER),
-    _gpu("L40S", 48.3, (362, 183), 864, 32, 12.5, "NVIDIA L40S data sheet; PCIe 4.0 x16"),
-    _gpu("L4", 24.2, (121, 60), 300, 32, 6.2, "NVIDIA L4 data sheet 2023; PCIe 4.0 x16, 400 Gb/s per host of 8"),
+    _gpu("L40S", 48.3, (362, 183), 864, 32, 12.5, "NVIDIA L40S data sheet; PCIe 4.0 x16",
+         float8=_FLOAT8),
+    _gpu("L4", 24.2, (121, 60), 300, 32, 6.2, "NVIDIA L4 data sheet 2023; PCIe 4.0 x16, 400 Gb/s per host of 8",
+         float8=_FLOAT8),
     _gpu("A10G", 23.7, (70, 35), 600, 16, 3.1, "NVIDIA A10 data sheet, AWS g5; PCIe 4.0 x8, 25 Gb/s"),
     _gpu("RTX-A6000", 51.0, (155, 77.4), 768, 32, 3.1, "NVIDIA RTX A6000 data sheet 2021; PCIe 4.0 x16, 25 Gb/s"),
-    _gpu("RTX6000-Ada", 51.0, (364, 182), 960, 32, 3.1, "NVIDIA RTX 6000 Ada data sheet 2023; PCIe 4.0 x16, 25 Gb/s"),
-    _gpu("RTX-PRO-6000", 102.6, (504, 252), 1792, 64, 12.5, "NVIDIA RTX PRO 6000 Blackwell data sheet 2025; PCIe 5.0"),
-    _gpu("RTX5090", 34.2, (210, 105), 1792, 64, 3.1, "NVIDIA RTX Blackwell architecture paper 2025; PCIe 5.0, 25 Gb/s"),
-    _gpu("RTX4090", 25.4, (165, 82.6), 1008, 32, 3.1, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gb/s"),
+    _gpu("RTX6000-Ada", 51.0, (364, 182), 960, 32, 3.1, "NVIDIA RTX 6000 Ada data sheet 2023; PCIe 4.0 x16, 25 Gb/s",
+         float8=_FLOAT8),
+    _gpu("RTX-PRO-6000", 102.6, (504, 252), 1792, 64, 12.5, "NVIDIA RTX PRO 6000 Blackwell data sheet 2025; PCIe 5.0",
+         float8=_FLOAT8),
+    _gpu("RTX5090", 34.2, (210, 105), 1792, 64, 3.1, "NVIDIA RTX Blackwell architecture paper 2025; PCIe 5.0, 25 Gb/s",
+         float8=_FLOAT8),
+    _gpu("RTX4090", 25.4, (165, 82.6), 1008, 32, 3.1, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gb/s",
+         float8=_FLOAT8),
     _gpu("RTX3090", 25.4, (71, 35.6), 936, 16, 3.1, "NVIDIA Ampere GA102 paper; PCIe 4.0 x8 each of two, 25 Gb/s",
          per_host=4),
     _gpu("V100", 34.1, (125, 15.7), 900, 150, 12.5, "NVIDIA V100 SXM2 data sheet 2018, fp16; DGX-1: 4 x 100 Gb/s",

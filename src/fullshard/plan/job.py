@@ -50,6 +50,12 @@ class Job(View):
     reduce_dtype: Dtype | None = of_run("precision.reduce_dtype")
     gather_as: Packing | None = of_run("precision.gather_as")
     reduce_as: Packing | None = of_run("precision.reduce_as")
+    float8: bool = Field(
+        False, description="Linear layers of the blocks compute in torchao's float8, and are gathered in it"
+    )
+    tp: int = Field(
+        1, ge=1, description="Ranks of a tensor-parallel group, which split each layer; the rest shard what they have"
+    )
     optimizer: Optimizer = Field(
         "adamw", description="adamw, adamw-fused, adamw-8bit, muon, soap, sgd, sgd-momentum or none"
     )
@@ -117,8 +123,24 @@ class Job(View):
                 f"{self.optimizer} with its state alone on the host is not planned",
                 hint="offload main weights, too, or plan adamw",
             )
+        self._check_tiles()
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
+
+    def _check_tiles(self) -> None:
+        """Of tensor parallelism and float8: what is not planned with them."""
+        for name, is_on in (("tp", self.tp > 1), ("float8", self.float8)):
+            besides = {
+                "method": self.method != "full",
+                "optimizer": self.planned_optimizer.matrix is not None,
+                "wrap_embeddings": name == "tp" and self.wrap_embeddings,
+                "float8": name == "tp" and self.float8,
+                "offload": name == "float8" and (self.on_host.main_weights or self.on_host.compute_shards),
+            }
+            if is_on and (wrong := [other for other, is_there in besides.items() if is_there]):
+                raise ConfigError(
+                    f"{name} with {wrong[0]} {getattr(self, wrong[0])} is not planned", hint="leave one of them out"
+                )
 
     @classmethod
     def from_run(cls, config: RunConfig, **values: Any) -> Self:

@@ -172,21 +172,35 @@ def _buckets(
     parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int, offload: Offload
 ) -> tuple[BucketPlan, ...]:
     """In the order in which their first parameters come, as the engine has them."""
-    groups = grouped(parameters, dtypes)
-    shapes = ((key, [parameter.shape for parameter in members]) for key, members in groups.items())
-    return tuple(BucketPlan.of(key, members, dtypes, world_size=shard_size, offload=offload) for key, members in shapes)
-
-
-def grouped(parameters: Sequence[ParameterShape], dtypes: Dtypes) -> dict[BucketKey, list[ParameterShape]]:
-    """The parameters of each bucket of a unit."""
-    groups: dict[BucketKey, list[ParameterShape]] = {}
-    for parameter in parameters:
-        key = BucketKey.of(
+    buckets = []
+    for members in grouped(parameters, dtypes):
+        first = members[0]
+        plan = BucketPlan.of(
+            _key(first, dtypes),
+            [parameter.shape for parameter in members],
             dtypes,
-            parameter.dtype,
-            trainable=parameter.trainable,
-            exact=parameter.exact,
-            statistics=parameter.statistics,
+            world_size=shard_size,
+            offload=offload,
+            by_rows=first.sent_as is not None,
         )
-        groups.setdefault(key, []).append(parameter)
-    return groups
+        buckets.append(dataclasses.replace(plan, whole_dtype=first.sent_as))
+    return tuple(buckets)
+
+
+def grouped(parameters: Sequence[ParameterShape], dtypes: Dtypes) -> list[list[ParameterShape]]:
+    """The parameters of each bucket of a unit. One that says itself how it is sent is alone in its."""
+    groups: dict[tuple[BucketKey, int | None], list[ParameterShape]] = {}
+    for number, parameter in enumerate(parameters):
+        alone = number if parameter.sent_as is not None else None
+        groups.setdefault((_key(parameter, dtypes), alone), []).append(parameter)
+    return list(groups.values())
+
+
+def _key(parameter: ParameterShape, dtypes: Dtypes) -> BucketKey:
+    return BucketKey.of(
+        dtypes,
+        parameter.dtype,
+        trainable=parameter.trainable,
+        exact=parameter.exact,
+        statistics=parameter.statistics,
+    )

@@ -90,12 +90,17 @@ class MatrixWork:
         return one[0] + other[0], one[1] + other[1]
 
 
+def pieces_nbytes(dealing: Dealing, row: int, rank: int) -> int:
+    """Bytes of pieces of matrices that one rank sends in a step: to owners, back from them, and to the other rows."""
+    return sum(dealing.sent_numel(row, rank)) * itemsize(dealing.cost.sent_as)
+
+
 def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes, cost: MatrixCost) -> MatrixWork | None:
     """Deal a model's matrices, which cost their owners so much; None if it has none that are trained."""
     matrices: list[Matrix] = []
     number = 0
     for shapes, unit in zip(model.units, layout.units, strict=True):
-        buckets = grouped(shapes.parameters, dtypes).values()
+        buckets = grouped(shapes.parameters, dtypes)
         for parameters, bucket in zip(buckets, unit.buckets, strict=True):
             for index, parameter in enumerate(parameters):
                 if is_matrix(parameter):

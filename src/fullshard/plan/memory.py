@@ -627,5 +627,8 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
 
 def _checkpoint(setting: PlanSetting) -> int:
     """Every parameter in its stored dtype and the optimizer's state, once."""
-    stored = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in setting.layout.buckets)
-    return stored + round(of_parameters(setting, OptimizerRow.state_nbytes) * setting.layout.shard_size)
+    model = setting.model
+    stored = sum(parameter.nbytes * parameter.tiles for parameter in model.parameters)
+    own = sum(parameter.numel for parameter in model.parameters if parameter.trainable)
+    tiles = model.trainable_numel / own if own else 1.0
+    return stored + round(of_parameters(setting, OptimizerRow.state_nbytes) * setting.layout.shard_size * tiles)

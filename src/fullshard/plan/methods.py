@@ -10,6 +10,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 
+FLOAT8 = "float8_e4m3fn"
 NF4_BLOCK, NESTED_BLOCK = 64, 256
 """Elements that share a scale, and scales that share a scale of their own (QLoRA, arXiv 2305.14314, section 3)."""
 
@@ -24,6 +25,8 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     Raises:
         ConfigError: a LoRA target that no layer has.
     """
+    if job.float8:
+        model = model.map(lambda unit, p: [_in_float8(p)] if unit.block is not None else [p])
     if model.is_final:
         return model
     if job.method == "full":
@@ -50,6 +53,12 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
             yield ParameterShape(f"{stem}.lora_B.default.weight", (rows, job.adapter_rank), role="adapter")
 
     return model.map(change).with_adapters(dropout=bool(job.lora_dropout))
+
+
+def _in_float8(parameter: ParameterShape) -> ParameterShape:
+    """By torchao's `convert_to_float8_training`, which converts linear layers, the head usually filtered out."""
+    is_linear = parameter.role == "matrix" and parameter.trainable
+    return dataclasses.replace(parameter, sent_as=FLOAT8) if is_linear else parameter
 
 
 def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:

@@ -72,7 +72,8 @@ def _rest_table(plan: Plan) -> Table:
         "each rank sends",
         f"{format_nbytes(traffic.gather_nbytes)} to unshard ({traffic.gathers} collectives), "
         f"{format_nbytes(traffic.reduce_nbytes)} to reduce ({traffic.reductions}), "
-        f"{format_nbytes(traffic.replicate_nbytes)} between replicas",
+        f"{format_nbytes(traffic.replicate_nbytes)} between replicas"
+        + (f", {format_nbytes(traffic.tiles_nbytes)} in its tensor-parallel group" * (plan.job.tp > 1)),
     )
     table.add_row(
         "on each device's links",
@@ -178,6 +179,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "gather": traffic.gather_nbytes,
             "reduce": traffic.reduce_nbytes,
             "replicate": traffic.replicate_nbytes,
+            "tiles": traffic.tiles_nbytes,
             "gathers": traffic.gathers,
             "reductions": traffic.reductions,
             "to_device": traffic.to_device_nbytes,

@@ -27,6 +27,7 @@ from fullshard.plan.evaluate import MARGIN, Plan, changes_that_fit, evaluate
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import ModelShape, UnitShape
+from fullshard.plan.tiles import groups_of
 
 _MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
 _FEW = 3
@@ -233,11 +234,12 @@ def _first(group: _Group) -> Iterator[tuple[_Candidate, _Group]]:
 
 
 def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    sizes = [size for size in (2**power for power in range(1, 13)) if size < cluster.count and not cluster.count % size]
-    useful = [size for size in sizes if size % cluster.per_host == 0 or cluster.per_host % size == 0]
+    count, per_host = groups_of(cluster, job.tp)
+    sizes = [size for size in (2**power for power in range(1, 13)) if size < count and not count % size]
+    useful = [size for size in sizes if size % per_host == 0 or per_host % size == 0]
     for strategy in (job.strategy,) if "strategy" in fixed else STRATEGIES:
         if not parse_strategy(strategy).is_hybrid:
-            if cluster.count > 1 or strategy == "FULL_SHARD" or "strategy" in fixed:
+            if count > 1 or strategy == "FULL_SHARD" or "strategy" in fixed:
                 yield {"strategy": strategy, "shard_size": None}
         elif "shard_size" in fixed:
             yield {"strategy": strategy, "shard_size": job.shard_size}

@@ -34,6 +34,8 @@ class ParameterShape:
         statistics: dtype of running statistics that it computes with, in that dtype (a batch norm's), None for none.
         role: `matrix` for the weight of a linear layer inside a block (LoRA and quantisation apply to it), `embedding`,
             `head` or `other`.
+        tiles: into how many parts tensor parallelism has cut it; `shape` is that of one.
+        sent_as: dtype in which it is gathered and stays, where it says that itself.
     """
 
     name: str
@@ -43,6 +45,8 @@ class ParameterShape:
     exact: bool = False
     statistics: str | None = None
     role: str = "other"
+    tiles: int = 1
+    sent_as: str | None = None
 
     @property
     def numel(self) -> int:
@@ -213,13 +217,13 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
-        """Parameters of the model."""
-        return sum(unit.numel for unit in self.units)
+        """Parameters of the model, all tiles of each."""
+        return sum(parameter.numel * parameter.tiles for parameter in self.parameters)
 
     @property
     def trainable_numel(self) -> int:
         """Of them, those that are trained."""
-        return sum(parameter.numel for parameter in self.parameters if parameter.trainable)
+        return sum(parameter.numel * parameter.tiles for parameter in self.parameters if parameter.trainable)
 
     @property
     def blocks(self) -> list[Block]:

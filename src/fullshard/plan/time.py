@@ -46,6 +46,7 @@ from fullshard.plan.matrices import MatrixWork
 from fullshard.plan.memory import PlanSetting, of_parameters
 from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
+from fullshard.plan.tiles import layer_message_nbytes, reductions_of_layer
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 
 BASE_LATENCY = 14e-6
@@ -136,19 +137,21 @@ def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, 
         _copies(setting, cluster),
         _optimizer(setting, cluster),
         communication,
-        job.tokens * job.accumulation * cluster.count,
+        job.tokens * job.accumulation * (cluster.count // job.tp),
         _step_flops(setting.model, job) * cluster.count,
         _masked_flops(setting.model, job) * cluster.count,
         _peak(cluster, job) * cluster.count,
     )
 
 
-def forward_flops(unit: UnitShape, job: Job) -> float:
-    """FLOP of one unit's forward for one micro-batch, attention apart."""
+def forward_flops(unit: UnitShape, job: Job, *, in_float8: bool = False) -> float:
+    """FLOP of one unit's forward for one micro-batch, attention apart; or of them, those in float8."""
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
         if parameter.role in ("embedding", "scale") or len(parameter.shape) < 2:
+            continue
+        if in_float8 and parameter.sent_as is None:
             continue
         share = 1.0
         if block is not None and block.experts and ".experts." in parameter.name:
@@ -308,6 +311,10 @@ class _Clock:
         self.shapes = {unit.name: unit for unit in model.units}
         speed = _peak(self.cluster, job) * self.cluster.device.efficiency
         self.forwards = {unit.name: forward_flops(unit, job) / speed for unit in model.units}
+        if job.float8:
+            gain = 1 - 1 / self.cluster.device.float8
+            for unit in model.units:
+                self.forwards[unit.name] -= gain * forward_flops(unit, job, in_float8=True) / speed
         self.forwards[model.root.name] += _head_flops(model, job) / speed
         each = {block: _attention_seconds(block, job, self.cluster) for block in set(model.blocks)}
         self.attention = {unit.name: each[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
@@ -340,6 +347,7 @@ class _Clock:
                 self._wait(self.gathered.pop(unit.name, 0.0))
             case EventKind.FORWARD_END:
                 self._run(self._forward(unit.name) + self.cluster.device.unit_seconds, self._issued(unit.name, 0))
+                self._exchange_tiles(unit.name, 0)
                 if unit is self.setting.layout.root:
                     self._run(self.loss)
                     self._wait(self.page_left)
@@ -360,9 +368,11 @@ class _Clock:
                     + again * (self._forward(unit.name) - (self.attention[unit.name][0] if again < 1 else 0.0)),
                     self._issued(unit.name, 1) + again * self._issued(unit.name, 0),
                 )
+                self._exchange_tiles(unit.name, 1)
             case EventKind.REDUCE_ISSUED:
-                if self.reduced:  # one reduction is under way at a time
-                    self._wait(self.reduced.pop()[1])
+                if self.reduced:  # one reduction is under way at a time; those of a unit come while it computes
+                    before, done = self.reduced.pop()
+                    self._wait(done if before != unit.name else self.now)
                 shard_size = self.setting.layout.shard_size
                 sent = reduce_message_nbytes(event, unit, shard_size) * shard_size
                 done = self._collective(self.setting.layout, event.nbytes if self.setting.route.shares_memory else sent)
@@ -410,11 +420,26 @@ class _Clock:
 
     def _collective(self, layout: ModelLayout, nbytes: int, *, after: float = 0.0) -> float:
         """When an all-gather or reduce-scatter of `nbytes`, issued now and begun after `after`, is done."""
-        return self._send(nbytes, layout.shard_size, stride=1, times=1, after=after)
+        return self._send(nbytes, layout.shard_size, stride=self.setting.job.tp, times=1, after=after)
 
     def _all_reduce(self, layout: ModelLayout, nbytes: int) -> float:
         """The same for this rank's interval along the replicate axis."""
-        return self._send(nbytes // layout.shard_size, layout.replicate_size, stride=layout.shard_size, times=2)
+        stride = self.setting.job.tp * layout.shard_size
+        return self._send(nbytes // layout.shard_size, layout.replicate_size, stride=stride, times=2)
+
+    def _exchange_tiles(self, name: str, way: int) -> None:
+        """What tensor-parallel ranks reduce after (0) or in backward of (1) a unit: the next product waits for it."""
+        job, block = self.setting.job, self.shapes[name].block
+        if job.tp == 1:
+            return
+        model = self.setting.model
+        width = job.tokens * itemsize(job.compute_dtype)
+        if block is not None:
+            count, nbytes = reductions_of_layer(job)[way], layer_message_nbytes(block, job)
+            self._wait(self._send(round(count * nbytes), job.tp, stride=1, times=2))
+        elif name == model.root.name:
+            gathered = model.vocab if way == 0 else 2 * model.hidden
+            self._wait(self._send(width * gathered, job.tp, stride=1, times=1))
 
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
         """Over `ranks` ranks that are `stride` apart, so that some of them share a host or none does."""

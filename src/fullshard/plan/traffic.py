@@ -32,6 +32,7 @@ class Traffic:
         reduce_nbytes: gradients, on the shard axis.
         replicate_nbytes: gradients, on the replicate axis.
         gathers, reductions: collectives.
+        tiles_nbytes: activations and their gradients, inside a tensor-parallel group.
         to_device_nbytes, to_host_nbytes: not sent, but copied between the host's memory and the device's.
     """
 
@@ -42,6 +43,7 @@ class Traffic:
     reductions: int
     to_device_nbytes: int = 0
     to_host_nbytes: int = 0
+    tiles_nbytes: int = 0
 
     def times(self, repeats: int) -> Traffic:
         """That of `repeats` such steps."""
@@ -50,7 +52,7 @@ class Traffic:
     @property
     def total_nbytes(self) -> int:
         """All that is sent."""
-        return self.gather_nbytes + self.reduce_nbytes + self.replicate_nbytes
+        return self.gather_nbytes + self.reduce_nbytes + self.replicate_nbytes + self.tiles_nbytes
 
 
 def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
@@ -99,15 +101,19 @@ class Links:
     network: int
 
 
-def links_of(traffic: Traffic, model: ModelLayout, ranks_per_host: int) -> Links:
-    """Which links carry the traffic."""
+def links_of(traffic: Traffic, model: ModelLayout, ranks_per_host: int, *, tiles: int = 1) -> Links:
+    """Which links carry the traffic; `tiles`: ranks of a tensor-parallel group, which are neighbours."""
     shard, replicas = model.shard_size, model.replicate_size
     # What was sent is (S - 1)/S of the buffers.
     buffers = (traffic.gather_nbytes + traffic.reduce_nbytes) * shard / max(1, shard - 1)
     own = traffic.replicate_nbytes * replicas / max(1, replicas - 1)
-    one = carried(buffers, shard, stride=1, ranks_per_host=ranks_per_host)
-    other = carried(own, replicas, stride=shard, ranks_per_host=ranks_per_host)
-    return Links(round(one[0] + other[0]), round(one[1] + other[1]))
+    of_tiles = traffic.tiles_nbytes * tiles / max(1, tiles - 1)
+    parts = (
+        carried(buffers, shard, stride=tiles, ranks_per_host=ranks_per_host),
+        carried(own, replicas, stride=tiles * shard, ranks_per_host=ranks_per_host),
+        carried(of_tiles, tiles, stride=1, ranks_per_host=ranks_per_host),
+    )
+    return Links(round(sum(part[0] for part in parts)), round(sum(part[1] for part in parts)))
 
 
 def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:

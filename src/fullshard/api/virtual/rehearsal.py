@@ -38,6 +38,8 @@ def time_step(
         "method": job.method != "full",
         "offload": bool(job.on_host) or job.offload_activations,
         "compile": job.compile,
+        "tp": job.tp > 1,
+        "float8": job.float8,
         "step_in_backward": job.step_in_backward,
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
     }

@@ -1,0 +1,119 @@
+"""Tensor parallelism beneath sharding: what of each layer a rank has, and what the ranks of a group send one another.
+
+Layers are cut as Transformers cuts Llama and its relatives (`base_model_tp_plan`): projections into attention and the
+feed-forward part by rows of their weights, those out of them by columns, experts likewise, the head by words; norms,
+biases of what is cut by columns, and the embedding stay whole. Each rank of a group has whole activations between the
+parts and its heads and its part of the feed-forward width within them.
+
+    forward of a layer    2 all-reduces of (tokens, hidden), after attention and after the feed-forward part
+    backward              2 of the gradients of their inputs; where a layer is recomputed, those of its forward again
+    head                  an all-gather of logits (tokens, vocabulary), and in backward an all-reduce of its input's
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fullshard.core.dtypes import itemsize
+from fullshard.core.errors import ConfigError
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.job import Job
+from fullshard.plan.shapes import Block, ModelShape, ParameterShape
+
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_COLUMNS = ("o_proj", "down_proj")
+_OF_EXPERTS = {"gate_up_proj": 1, "down_proj": 2}
+"""Of stacked weights, whose first dim is that of experts: the dim that is cut."""
+
+_RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
+
+
+def tiled(model: ModelShape, parts: int) -> ModelShape:
+    """What a rank of a group of `parts` has of the model.
+
+    Raises:
+        ConfigError: layers that Transformers does not cut so, or that cannot be cut evenly.
+    """
+    if parts == 1:
+        return model
+    if model.tied or any(not _is_cut(unit.parameters) for unit in model.units if unit.block is not None):
+        why = "its head is its embedding" if model.tied else "its layers are not Llama's"
+        raise ConfigError(f"tensor parallelism of {model.name} is not planned: {why}", hint="leave tp out")
+    blocks = {id(unit): _tile_of_block(model.name, unit.block, parts) for unit in model.units if unit.block is not None}
+    cut = model.map(lambda unit, p: [_tile(p, parts)])
+    units = tuple(
+        dataclasses.replace(new, block=blocks.get(id(old))) for old, new in zip(model.units, cut.units, strict=True)
+    )
+    return dataclasses.replace(cut, units=units)
+
+
+def _is_cut(parameters: tuple[ParameterShape, ...]) -> bool:
+    return any(_dim(p) is not None for p in parameters) and not any(
+        p.role == "matrix" and _dim(p) is None and not p.name.endswith((".gate.weight", "_gate.weight"))
+        for p in parameters
+    )
+
+
+def _dim(parameter: ParameterShape) -> int | None:
+    """Along which dim it is cut; None: every rank has all of it."""
+    *path, module, last = ["", *parameter.name.split(".")]
+    if path and module == "experts":
+        return _OF_EXPERTS.get(last)
+    if parameter.role == "head" or module in _BY_ROWS:
+        return 0
+    return 1 if module in _BY_COLUMNS and last == "weight" else None
+
+
+def _tile(parameter: ParameterShape, parts: int) -> ParameterShape:
+    dim = _dim(parameter)
+    if dim is None:
+        return parameter
+    shape = tuple(-(-size // parts) if d == dim else size for d, size in enumerate(parameter.shape))
+    return dataclasses.replace(parameter, shape=shape, tiles=parts)
+
+
+def _tile_of_block(name: str, block: Block, parts: int) -> Block:
+    for what in ("heads", "kv_heads", "intermediate"):
+        if getattr(block, what) % parts:
+            raise ConfigError(
+                f"tensor parallelism of {name}: its {getattr(block, what)} {what} cannot be shared by {parts} ranks",
+                hint="choose a tp that divides them",
+            )
+    return dataclasses.replace(
+        block,
+        heads=block.heads // parts,
+        kv_heads=block.kv_heads // parts,
+        intermediate=block.intermediate // parts,
+        shared_intermediate=block.shared_intermediate // parts,
+    )
+
+
+def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
+    """(groups, of which so many are in a host): the ranks that parameters are sharded over.
+
+    Raises:
+        ConfigError: groups that the devices or the hosts cannot be divided into.
+    """
+    if cluster.count % parts or (cluster.per_host % parts and parts % cluster.per_host):
+        raise ConfigError(f"{cluster} cannot be divided into tensor-parallel groups of {parts}", hint="use a divisor")
+    return cluster.count // parts, max(1, cluster.per_host // parts)
+
+
+def layer_message_nbytes(block: Block, job: Job) -> int:
+    """Bytes of an activation between the parts of a layer."""
+    return job.tokens * block.hidden * itemsize(job.compute_dtype)
+
+
+def reductions_of_layer(job: Job) -> tuple[float, float]:
+    """All-reduces of a layer in forward and in backward."""
+    return 2.0, 2.0 + 2 * _RECOMPUTED[job.checkpointing]
+
+
+def sent_nbytes(model: ModelShape, job: Job) -> int:
+    """Bytes that a rank sends in its group in a step; an all-reduce sends twice what an all-gather does."""
+    if job.tp == 1:
+        return 0
+    layers = sum(2 * sum(reductions_of_layer(job)) * layer_message_nbytes(block, job) for block in model.blocks)
+    width = itemsize(job.compute_dtype)
+    head = job.tokens * (model.vocab + 2 * model.hidden) * width
+    return round((layers + head) * (job.tp - 1) / job.tp) * job.accumulation
