@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import fullshard
-from fullshard.cli.main import app
+from fullshard.cli.main import COMMANDS, app, load_command
 from fullshard.core.errors import ConfigError
 from fullshard.recipes.arguments import TrainArguments
 
@@ -122,3 +123,28 @@ def test_arguments_survive_the_file(tmp_path: Path) -> None:
     (tmp_path / "arguments.json").write_text('{"stpes": 3}')
     with pytest.raises(ConfigError, match="stpes"):
         TrainArguments.read(tmp_path / "arguments.json")
+
+
+def _helps() -> Iterator[str]:
+    for name in COMMANDS:
+        inner = getattr(load_command(name), "commands", {})
+        for words in ([name], *([name, other] for other in inner)):
+            yield CliRunner().invoke(app, [*words, "--help"], terminal_width=80).output
+
+
+def test_every_help_page_fits_80_columns() -> None:
+    pages = list(_helps())
+    assert len(pages) > 15
+    assert [line for page in pages for line in page.splitlines() if len(line) > 80] == []
+
+
+def test_a_plan_breaks_no_line_in_a_pipe_and_fits_80_columns_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["plan", "--model", "Llama-3.1-8B", "--devices", "8xH100", "--micro-batch", "2", "--seq-len", "8192"]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    piped = CliRunner().invoke(app, words).output.splitlines()
+    assert [line for line in piped if line.startswith("8 x H100") and line.endswith("checkpointing none")]
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, words).output.splitlines()
+    assert max(map(len, shown)) <= 80 < max(map(len, piped))
+    for word in ("main weights", "62,200 tokens/s", "does not fit", "full activation checkpointing"):
+        assert any(word in line for line in piped) and any(word in line for line in shown)

@@ -182,7 +182,8 @@ def help_text() -> str:
         "       fullshard launch [FLAGS] --no_python PROGRAM [ARGUMENTS]",
         "",
         "Start a script in several processes, on this host or on several.",
-        "Flags are written with - or _ alike. A flag wins over the environment, and that over a file.",
+        "Flags are written with - or _ alike. A flag wins over the environment, and that",
+        "over a file.",
         "",
     ]
     for option in OPTIONS:
@@ -196,7 +197,7 @@ def help_text() -> str:
             flags.sort(key=lambda flag: flag != name)
             lines += _entry(", ".join(f"--{flag}" for flag in flags), field.description or "")
     others = [f"--{key.name}" for key in FLAGS.keys if not key.target and key.status is not Status.REFUSED]
-    lines += ["", "Accepted, and explained when used:", *textwrap.wrap(" ".join(others), 100, **_INDENT)]
+    lines += ["", "Accepted, and explained when used:", *textwrap.wrap(" ".join(others), _WIDTH, **_INDENT)]
     return "\n".join(lines) + "\n"
 
 
@@ -210,10 +211,14 @@ def _fields() -> Iterator[tuple[str, str, Any]]:
 _INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
 
 
-def _entry(flag: str, text: str) -> list[str]:
+_WIDTH, _COLUMN = 80, 24
+"""Of the page, and where it begins to say what a flag means."""
+
+
+def _entry(flags: str, text: str) -> list[str]:
     text = " ".join(text.replace("`", "").split())
-    wrapped = textwrap.wrap(text, 76, break_on_hyphens=False) or [""]
-    head = f"  {flag.strip():<22}"
-    if len(head) > 24:
-        return [head, *(f"{'':24}{part}" for part in wrapped)]
-    return [f"{head}{wrapped[0]}", *(f"{'':24}{part}" for part in wrapped[1:])]
+    means = textwrap.wrap(text, _WIDTH - _COLUMN, break_on_hyphens=False) or [""]
+    *heads, head = textwrap.wrap(flags, _WIDTH, **_INDENT)
+    if len(head) > _COLUMN - 2:
+        heads, head = [*heads, head], ""
+    return [*heads, f"{head:<{_COLUMN}}{means[0]}", *(f"{'':{_COLUMN}}{part}" for part in means[1:])]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -241,12 +243,17 @@ def _print_json(plan: Plan, changes: list[Any], notes: list[str], front: list[Pl
     typer.echo(json.dumps(values, indent=2))
 
 
+_PIPE_WIDTH = 400
+"""Of what a program reads: no line is broken."""
+
+
 def _print_tables(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], rows: _Rows) -> None:
     from rich.console import Console
 
     from fullshard.plan.report import alternatives_table, as_tables, front_table
 
-    console = Console(soft_wrap=False)
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if is_sized else _PIPE_WIDTH)
     console.print(as_tables(plan, changes, notes))
     if front:
         console.print(front_table(front, "no other is both faster and smaller"))

@@ -23,14 +23,17 @@ _LAUNCH = {
 }
 """The launcher's flags, and how many words each takes."""
 _RECIPE = "fullshard.recipes.sft"
-_HELP = """Usage: fullshard sft [--num_processes N] [--config_file FILE] --model_name_or_path M --dataset_name D ...
+_HELP = """Usage: fullshard sft [--num_processes N] [--config_file FILE]
+                     --model_name_or_path M --dataset_name D ...
        fullshard sft RUN.yaml
 
-Fine-tune a model on chats or texts: all weights, LoRA (--use_peft_lora True), or LoRA on a quantised model
-(--use_4bit_quantization True). The flags are those of PEFT's examples/sft/train.py and TRL's SFTConfig; docs/sft.md
-lists what is particular. RUN.yaml holds the same names, and fullshard's sections (launch, sharding, ...) beside them.
---num_processes, --config_file, --check_plan, --max_restarts, --grace_period and --timeout are those of `fullshard
-launch`; its other flags go with
+Fine-tune a model on chats or texts: all weights, LoRA (--use_peft_lora True),
+or LoRA on a quantised model (--use_4bit_quantization True). The flags are those
+of PEFT's examples/sft/train.py and TRL's SFTConfig; docs/sft.md lists what is
+particular. RUN.yaml holds the same names, and fullshard's sections (launch,
+sharding, ...) beside them. --num_processes, --config_file, --check_plan,
+--max_restarts, --grace_period and --timeout are those of `fullshard launch`;
+its other flags go with
   fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
 """
 
