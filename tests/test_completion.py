@@ -47,7 +47,7 @@ def test_a_shell_is_offered(line: str, offered: list[str]) -> None:
 
 def test_values_are_offered_where_they_are_known() -> None:
     assert flag_choices("--mixed-precision") == ("no", "fp32", "bf16", "fp16")
-    assert flag_choices("--print") == ("slurm", "kubernetes")
+    assert flag_choices("--print") == ("slurm", "kubernetes", "trainjob")
     assert flag_choices("--log_dir") == flag_choices("--nonsense") == flag_choices("--role") == ()
 
 

@@ -19,7 +19,7 @@ import jsonschema
 import pytest
 from ruamel.yaml import YAML
 
-from tests.launching import LAUNCH, environment, started
+from tests.launching import LAUNCH, environment, launch, started
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -297,6 +297,20 @@ def test_manifests(name: str, place: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "trainjob"])
+def test_what_launch_prints_has_the_same_shape(kind: str, place: Path) -> None:
+    flags = "--num_machines 2 --num_processes 16 --device cuda --mixed_precision bf16 --print"
+    done = launch(*flags.split(), kind, "examples/own_loop.py", "--out", "$(date)", cwd=place)
+    assert done.returncode == 0, done.stderr
+    content = YAML(typ="safe").load(done.stdout)
+    jsonschema.validate(content["spec"], SPECS[f"{content['apiVersion']} {content['kind']}"])
+    if kind == "trainjob":
+        trainer = content["spec"]["trainer"]
+        assert (trainer["numNodes"], trainer["resourcesPerNode"]["limits"]) == (2, {"nvidia.com/gpu": 8})
+        assert trainer["args"] == ["examples/own_loop.py", "--out", "$$(date)"]
+        assert trainer["command"][-1] == "$(PET_MASTER_PORT)" and "bf16" in trainer["command"]
 
 
 @pytest.mark.full

@@ -208,7 +208,7 @@ def test_streams_are_checked() -> None:
         (["--num_processes", "2", "--nproc_per_node", "4", "train.py"], "keep one of the two"),
         (["--standalone", "--nnodes", "2", "train.py"], "--nnodes"),
         (["--config_file", "nothing.yaml", "train.py"], "nothing.yaml does not exist"),
-        (["--print", "pbs", "train.py"], "expected slurm or kubernetes, got 'pbs'"),
+        (["--print", "pbs", "train.py"], "expected slurm, kubernetes or trainjob, got 'pbs'"),
     ],
 )
 def test_mistakes_are_a_message_with_exit_code_2(tmp_path: Path, argv: list[str], words: str) -> None:

@@ -147,7 +147,9 @@ OPTIONS = (
     Option("module", "m", help="Run a module, as `python -m` does."),
     Option("no_python", help="Run a program that is not Python's."),
     Option("dry_run", help="Print what would run on each host, and end."),
-    Option("print", metavar="slurm|kubernetes", help="Print a batch script or a manifest that runs this, and end."),
+    Option(
+        "print", metavar="slurm|kubernetes|trainjob", help="Print a batch script or a manifest that runs this, and end."
+    ),
     Option("quiet", "q", help="Print no summary before the start."),
     Option("fsdp", metavar="WORDS", help='Transformers\' words, such as "full_shard auto_wrap offload".'),
     Option("fsdp_config", metavar="FILE", help="Transformers' fsdp_config: a file, or JSON."),

@@ -1,4 +1,4 @@
-"""What `--print slurm` and `--print kubernetes` write: the same run as a batch script or a manifest."""
+"""What `--print slurm`, `kubernetes` and `trainjob` write: the same run as a batch script or a manifest."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ _PLACED_OTHERWISE = (
 
 
 def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
-    """The text of a batch script (`slurm`) or of a Kubeflow PyTorchJob (`kubernetes`).
+    """A batch script (`slurm`), or a manifest of Kubeflow: PyTorchJob (`kubernetes`, v1), TrainJob (`trainjob`, v2).
 
     Raises:
         ConfigError: another kind.
     """
-    writers = {"slurm": _slurm, "kubernetes": _kubernetes}
+    writers = {"slurm": _slurm, "kubernetes": _kubernetes, "trainjob": _trainjob}
     if kind not in writers:
-        raise ConfigError(f"--print: expected slurm or kubernetes, got {kind!r}", hint="for example --print slurm")
+        raise ConfigError(
+            f"--print: expected slurm, kubernetes or trainjob, got {kind!r}", hint="for example --print slurm"
+        )
     flags = [word for name, words in line.given if name not in _PLACED_OTHERWISE for word in words]
     return writers[kind](flags, [str(line.target), *line.arguments], plan, _name(str(line.target)))
 
@@ -66,8 +68,6 @@ def _slurm(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> 
 
 
 def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> str:
-    from ruamel.yaml import YAML
-
     hosts = plan.launch.num_machines
     place = []
     if hosts > 1:
@@ -76,12 +76,10 @@ def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str
             *("--num_machines", str(hosts), "--machine_rank", "$(RANK)", "--main_process_ip", f"{name}-master-0"),
             *("--main_process_port", str(plan.launch.main_process_port or DEFAULT_PORT)),
         ]
-    # Kubernetes replaces $(NAME); a dollar sign that is meant is written twice.
-    words = [word.replace("$(", "$$(") for word in (*flags, *target)]
     container: dict[str, Any] = {
         "name": "pytorch",
-        "image": "REPLACE-WITH-YOUR-IMAGE",
-        "command": ["fullshard", "launch", *words[: len(flags)], *place, *words[len(flags) :]],
+        "image": _IMAGE,
+        "command": ["fullshard", "launch", *_literal(flags), *place, *_literal(target)],
     }
     if plan.device == "cuda":
         container["resources"] = {"limits": {"nvidia.com/gpu": plan.per_host}}
@@ -96,12 +94,39 @@ def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str
         return {"replicas": count, "restartPolicy": "Never", "template": {"spec": pod}}
 
     roles = {"Master": replicas(1), **({"Worker": replicas(hosts - 1)} if hosts > 1 else {})}
-    content = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": name},
-        "spec": {"pytorchReplicaSpecs": roles},
-    }
+    return _yaml("kubeflow.org/v1", "PyTorchJob", name, {"pytorchReplicaSpecs": roles})
+
+
+def _trainjob(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> str:
+    """With the runtime `torch-distributed`, whose PET_ variables say where a pod is among the others."""
+    hosts = plan.launch.num_machines
+    place = []
+    if hosts > 1:
+        place = [
+            *("--num_machines", str(hosts), "--machine_rank", "$(PET_NODE_RANK)"),
+            *("--main_process_ip", "$(PET_MASTER_ADDR)", "--main_process_port", "$(PET_MASTER_PORT)"),
+        ]
+    trainer: dict[str, Any] = {"image": _IMAGE, "numNodes": hosts}
+    if plan.device == "cuda":
+        trainer["resourcesPerNode"] = {"limits": {"nvidia.com/gpu": plan.per_host}}
+    trainer["command"] = ["fullshard", "launch", *_literal(flags), *place]
+    trainer["args"] = _literal(target)
+    spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+    return _yaml("trainer.kubeflow.org/v1alpha1", "TrainJob", name, spec)
+
+
+_IMAGE = "REPLACE-WITH-YOUR-IMAGE"
+
+
+def _literal(words: list[str]) -> list[str]:
+    """Kubernetes replaces $(NAME); a dollar sign that is meant is written twice."""
+    return [word.replace("$(", "$$(") for word in words]
+
+
+def _yaml(version: str, kind: str, name: str, spec: dict[str, Any]) -> str:
+    from ruamel.yaml import YAML
+
+    content = {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
     yaml = YAML()
     yaml.default_flow_style = False
     yaml.representer.ignore_aliases = lambda *_: True  # the second role repeats the first
