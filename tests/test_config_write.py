@@ -58,6 +58,7 @@ LAUNCH = groups(
     LaunchConfig,
     num_processes=st.none() | st.sampled_from([1, 2, 4, 6, 8, 64]),
     num_machines=st.sampled_from([1, 1, 2, 4]),
+    min_machines=st.none() | st.integers(1, 4),
     machine_rank=st.none() | st.integers(0, 3),
     main_process_ip=st.none() | st.ip_addresses().map(str) | NAMES,
     main_process_port=st.none() | st.integers(0, 65535),

@@ -42,6 +42,8 @@ def test_the_command_line_is_cut_at_the_script() -> None:
     [
         (["--num-processes", "8"], "launch.num_processes", 8),
         (["--nnodes", "2:2"], "launch.num_machines", 2),
+        (["--nnodes", "1:4"], "launch.min_machines", 1),
+        (["--nnodes", "1:4"], "launch.num_machines", 4),
         (["--node_rank", "1", "--nnodes", "2"], "launch.machine_rank", 1),
         (["--rdzv-endpoint", "node1:1234"], "launch.main_process_port", 1234),
         (["--rdzv_endpoint=[fe80::1]:7"], "launch.main_process_ip", "fe80::1"),
@@ -92,7 +94,8 @@ def test_what_flags_set(argv: list[str], path: str, value: Any) -> None:
         (["--tpu_cluster"], ["start the launcher on each host"]),
         (["--env", "A=1"], ["set the variables where the launcher is started"]),
         (["--mixed_precision", "fp8"], ["--mixed_precision", "fp8 is not supported", "use bf16"]),
-        (["--nnodes", "1:4"], ["1 to 4 hosts", "give one number"]),
+        (["--nnodes", "4:1"], ["min_machines = 4 of num_machines = 1", "the most that there may be"]),
+        (["--nnodes", "1:4", "--machine_rank", "0"], ["may come and go have no fixed machine rank", "leave it out"]),
         (["--nnodes", "2", "--num_machines", "3"], ["--nnodes, --num_machines", "keep one of the two"]),
         (["--fsdp_sharding_strategy", "FUL_SHARD"], ["--fsdp_sharding_strategy", "'FUL_SHARD'"]),
         (["--fsdp_config", "path/to/ train.py"], ["is a closing quote missing?"]),

@@ -187,7 +187,8 @@ def test_the_first_failure_is_the_root_cause_whenever_it_is_heard_of(where: tupl
     first.send("failed", order=(1, 5.0), text="the connection to b is gone")
     second.send("failed", order=(0, 9.0), text="killed")
     for host, here in ((first, False), (second, True)):
-        assert host.hear("root_cause") == {"host": "host 1, b (127.0.0.1),", "text": "killed", "here": here}
+        told = {"host": "host 1, b (127.0.0.1),", "text": "killed", "here": here, "lost": False}
+        assert host.hear("root_cause") == told
 
 
 def test_all_start_again_when_all_have_joined_again(where: tuple[str, int]) -> None:
@@ -562,3 +563,79 @@ def test_the_server_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
 def test_addresses_are_written_as_people_write_them() -> None:
     assert rendezvous_server._shown(("10.0.0.1", 5)) == "10.0.0.1:5"
     assert rendezvous_server._shown(("fd00::1", 5)) == "[fd00::1]:5"
+
+
+# -- hosts that come and go -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elastic(monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """Where a server for two or three hosts listens."""
+    monkeypatch.setattr(rendezvous_server, "REGROUP_SECONDS", 0.2)
+    listening = socket.create_server((LOOPBACK, 0))
+    opened(RendezvousServer(listening, 3, least=2, last_call=0.5)).start()
+    return LOOPBACK, listening.getsockname()[1]
+
+
+def test_fewer_hosts_start_when_nobody_else_has_come(elastic: tuple[str, int]) -> None:
+    first, second = Host(elastic, "a"), Host(elastic, "b")
+    first.send("join", port=7)
+    time.sleep(0.7)
+    begin = time.monotonic()
+    second.send("join", port=0)
+    assert [host.hear("start")["hosts"] for host in (first, second)] == [2, 2]
+    assert time.monotonic() - begin > 0.4, "a third might have come"
+
+
+def test_all_hosts_start_at_once_and_go_on_without_the_lost_one(elastic: tuple[str, int]) -> None:
+    hosts = [Host(elastic, name) for name in "abc"]
+    for host in hosts:
+        host.send("join", port=7 if host is hosts[0] else 0)
+    assert [host.hear("start")["rank"] for host in hosts] == [0, 1, 2]
+    hosts[1].connection.close()
+    for host in (hosts[0], hosts[2]):
+        cause = host.hear("root_cause")
+        assert cause["lost"] and "is gone" in cause["text"]
+    hosts[0].send("join", port=8)
+    hosts[2].send("join", port=0)
+    assert [(host.hear("start") | {"address": ""})["hosts"] for host in (hosts[0], hosts[2])] == [2, 2]
+
+
+def test_a_host_that_failed_is_not_lost(elastic: tuple[str, int]) -> None:
+    hosts = [Host(elastic, name) for name in "abc"]
+    for host in hosts:
+        host.send("join", port=7 if host is hosts[0] else 0)
+        host.connection.socket.settimeout(5)
+    for host in hosts:
+        host.hear("start")
+    hosts[1].send("failed", order=[3.0], text="its fault")
+    assert [host.hear("root_cause")["lost"] for host in hosts] == [False] * 3
+
+
+def test_a_host_that_comes_is_told_of_and_all_begin_anew(elastic: tuple[str, int]) -> None:
+    hosts = [Host(elastic, name) for name in "ab"]
+    for host in hosts:
+        host.send("join", port=7 if host is hosts[0] else 0)
+    assert [host.hear("start")["hosts"] for host in hosts] == [2, 2]
+    third = Host(elastic, "c")
+    third.send("join", port=0)
+    for host in hosts:
+        host.hear("waiting")
+        host.send("join", port=9 if host is hosts[0] else 0)
+    starts = [host.hear("start") for host in (*hosts, third)]
+    assert [start["rank"] for start in starts] == [0, 1, 2] and {start["port"] for start in starts} == {9}
+
+
+def test_nobody_joins_a_job_that_has_ended(elastic: tuple[str, int]) -> None:
+    hosts = [Host(elastic, name) for name in "ab"]
+    for host in hosts:
+        host.send("join", port=7 if host is hosts[0] else 0)
+    for host in hosts:
+        host.hear("start")
+    for host in hosts:
+        host.send("done")
+    for host in hosts:
+        host.hear("done")
+    late = Host(elastic, "c")
+    late.send("join", port=0)
+    assert late.hear("refused") == {"text": "the job has ended", "error": "job"}

@@ -591,7 +591,7 @@ def process_groups() -> None:
         dist.destroy_process_group()
 
 
-@check("worker_context", "remaining_restarts", "forget_store")
+@check("worker_context", "remaining_restarts", "grant_restart", "forget_store")
 def worker_agents() -> None:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -601,6 +601,8 @@ def worker_agents() -> None:
     assert torch_private.worker_context(agent) is None
     assert "self._pcontext = start_processes" in inspect.getsource(LocalElasticAgent)
     assert torch_private.remaining_restarts(agent) == 5
+    torch_private.grant_restart(agent)
+    assert torch_private.remaining_restarts(agent) == spec.max_restarts == 6
     agent._store = dist.HashStore()  # type: ignore[assignment]
     torch_private.forget_store(agent)
     assert agent._store is None

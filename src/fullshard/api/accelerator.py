@@ -34,6 +34,7 @@ from fullshard.api.accelerates import is_accelerates, own_plugin
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
 from fullshard.api.data import ShardedDataLoader
+from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.options import (
@@ -64,6 +65,7 @@ from fullshard.engine import (
     step_in_backward,
     with_sync,
 )
+from fullshard.launch import read_rank_environment
 from fullshard.launch.journal import record_events
 
 if TYPE_CHECKING:
@@ -112,6 +114,7 @@ class Accelerator(Loaders, Reporting):
     _gradient_state_class = GradientState
     _rolls_back = False
     _records_events = True
+    _accumulates = True
 
     def __init__(
         self,
@@ -170,10 +173,13 @@ class Accelerator(Loaders, Reporting):
         )
         if accumulation.num_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {accumulation.num_steps}")
+        steps = accumulation.num_steps
+        if self._accumulates:
+            steps = accumulation_steps(steps, read_rank_environment())
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds),
             self._gradient_state_class(
-                accumulation.num_steps,
+                steps,
                 accumulation.sync_with_dataloader,
                 accumulation.adjust_scheduler,
                 accumulation.sync_each_batch,

@@ -27,7 +27,7 @@ from fullshard.launch.processes import usable_cpu_count
 from fullshard.launch.slurm import read_allocation
 from fullshard.launch.streams import StreamPlan
 
-_PER_JOB = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_id")
+_PER_JOB = ("num_machines", "min_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_id")
 
 
 def launch(context: typer.Context) -> None:
@@ -135,6 +135,8 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
         launch.main_process_port or 0,
         plan.join_timeout,
         shared_settings(plan.resolved.config),
+        launch.min_machines if launch.is_elastic else None,
+        plan.last_call,
     )
     with tempfile.TemporaryDirectory(prefix="fullshard-config-") as directory:
         variables = hand_over(plan.resolved.config, Path(directory) / "config.json")

@@ -415,6 +415,12 @@ def remaining_restarts(agent: LocalElasticAgent) -> int:
     return agent._remaining_restarts
 
 
+def grant_restart(agent: LocalElasticAgent) -> None:
+    """Let workers be started once more than was said: not because of a failure. Since 2.0."""
+    agent._remaining_restarts += 1
+    agent._worker_group.spec.max_restarts += 1
+
+
 def forget_store(agent: LocalElasticAgent) -> None:
     """Drop the agent's reference to its store, whose port must be free before the next one listens. Since 2.0."""
     agent._store = None

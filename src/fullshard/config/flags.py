@@ -46,13 +46,11 @@ def _endpoint(value: Any) -> Settings:
 
 
 def _nnodes(value: Any) -> Settings:
-    low, _, high = values.text(value).partition(":")
-    if high and values.integer(low) != values.integer(high):
-        raise ConfigError(
-            f"{low} to {high} hosts: the model is divided over a number of ranks that is fixed",
-            hint="give one number; a checkpoint can be loaded on any other number of hosts",
-        )
-    return {"launch.num_machines": values.integer(low)}
+    """One number, or `MIN:MAX`."""
+    low, colon, high = values.text(value).partition(":")
+    if not colon or values.integer(low) == values.integer(high):
+        return {"launch.num_machines": values.integer(low)}
+    return {"launch.min_machines": values.integer(low), "launch.num_machines": values.integer(high)}
 
 
 def _sharded(value: Any) -> Settings:

@@ -149,6 +149,10 @@ class LaunchConfig(Settings):
     num_machines: int = setting(1, ge=1, ask="How many hosts?")
     """Hosts."""
 
+    min_machines: int | None = Field(default=None, ge=1)
+    """Fewest hosts that the job goes on with when others are lost (`--nnodes MIN:MAX`); it grows again when they come.
+    None: all of them."""
+
     machine_rank: int | None = Field(default=None, ge=0)
     """Which host this is, from 0. Needed by the static rendezvous on several hosts."""
 
@@ -216,6 +220,11 @@ class LaunchConfig(Settings):
     )
     """Whether collectives are checked against one another while running (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether hosts may come and go."""
+        return self.min_machines is not None and self.min_machines < self.num_machines
+
     @field_validator("log_dir")
     @classmethod
     def _is_local(cls, value: str | None) -> str | None:
@@ -249,6 +258,20 @@ class LaunchConfig(Settings):
                 "num_processes",
                 "num_machines",
                 hint="num_processes is the total over all hosts; use a multiple of num_machines",
+            )
+        if self.min_machines is not None and self.min_machines > self.num_machines:
+            raise CombinationError(
+                f"min_machines = {self.min_machines} of num_machines = {self.num_machines}",
+                "min_machines",
+                "num_machines",
+                hint="num_machines is the most that there may be",
+            )
+        if self.is_elastic and (self.machine_rank is not None or self.rdzv_backend == "static"):
+            raise CombinationError(
+                "hosts that may come and go have no fixed machine rank",
+                "min_machines",
+                "rdzv_backend" if self.machine_rank is None else "machine_rank",
+                hint="leave it out: ranks follow the order of arrival",
             )
         if self.num_machines > 1 and self.main_process_port == 0:
             raise CombinationError(

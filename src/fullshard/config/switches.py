@@ -86,9 +86,11 @@ CONFIG = Switch("FULLSHARD_CONFIG", "file with the resolved configuration")
 PREEMPTION_DIR = Switch(
     "FULLSHARD_PREEMPTION_DIR", "where ranks say that they listen to signals, stop because of one, and where they are"
 )
+ELASTIC = Switch("FULLSHARD_ELASTIC", "fewest and most ranks of a job whose hosts may come and go", form="MIN:MAX")
 HANDED_OVER = (
     Switch("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan"),
     CONFIG,
+    ELASTIC,
     Switch("FULLSHARD_LAUNCHER_PID", "the launcher's process, with which workers end"),
     PREEMPTION_DIR,
     Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
@@ -112,6 +114,12 @@ def timeout_of_environment() -> float | None:
     if seconds is not None and not 0 < seconds < float("inf"):
         raise ConfigError(f"${TIMEOUT.name} = {text!r}", hint="use a number of seconds, or leave it out")
     return seconds
+
+
+def elastic_ranks(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Fewest and most ranks that the job may have; None if their number is fixed."""
+    least, _, most = ELASTIC.read(environ).partition(":")
+    return (int(least), int(most)) if most else None
 
 
 def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:

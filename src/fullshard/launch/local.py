@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.comm import torch_private
-from fullshard.config.switches import TOKEN
+from fullshard.config.switches import ELASTIC, TOKEN
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.place import read_place
@@ -35,11 +35,12 @@ from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause, what_others_said
 from fullshard.launch.journal import told_by_processes
 from fullshard.launch.logs import RankLogs
+from fullshard.launch.membership import Membership
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
 from fullshard.launch.preemption import PREEMPTED
 from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, threads_of_each
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
-from fullshard.launch.rendezvous_server import RendezvousClient, RendezvousServer
+from fullshard.launch.rendezvous_server import LAST_CALL_SECONDS, RendezvousClient, RendezvousServer
 from fullshard.launch.scene import Scene, is_of_a_hang
 from fullshard.launch.streams import STREAMS, StreamPlan
 from fullshard.launch.tpu import prepare_host
@@ -59,12 +60,14 @@ class Hosts:
     """The hosts of a job.
 
     Attributes:
-        count: how many.
+        count: how many, at most.
         rank: of this one, if it is fixed beforehand.
         address: of the host where they meet.
         port: there; on one host the port of the workers' store. 0 takes a free one.
         join_timeout: seconds to wait for the others.
         same: what must be equal on all of them, by name.
+        least: how many there must be, where others may come and go; None: all.
+        last_call: seconds to wait for more than those before the first start.
     """
 
     count: int = 1
@@ -73,6 +76,8 @@ class Hosts:
     port: int = 0
     join_timeout: float = 600.0
     same: Mapping[str, str] = field(default_factory=dict)
+    least: int | None = None
+    last_call: float = LAST_CALL_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,9 @@ class Agent(LocalElasticAgent):
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
+        self._is_regrouping = False
         self._client: RendezvousClient | None = None
+        self._membership: Membership | None = None
         self._handler = self._make_handler()
         spec = WorkerSpec(
             role=job.role,
@@ -213,17 +220,22 @@ class Agent(LocalElasticAgent):
             return OneHostRendezvous(job.run_id, hosts.port)
         address, port = resolve(hosts.address, hosts.join_timeout), hosts.port or DEFAULT_PORT
         listening = None if hosts.rank else listen(address, port, must=hosts.rank == 0)
-        server = None if listening is None else RendezvousServer(listening, hosts.count, TOKEN.read())
-        if server is not None:
+        server = None
+        if listening is not None:
+            server = RendezvousServer(
+                listening, hosts.count, TOKEN.read(), least=hosts.least, last_call=hosts.last_call
+            )
             server.start()
         same = {
             "rdzv_id": job.run_id,
-            "num_machines": str(hosts.count),
+            "num_machines": str(hosts.count) if hosts.least is None else f"{hosts.least}:{hosts.count}",
             "processes per host": str(job.nproc),
             **hosts.same,
         }
         hello = {"host": socket.gethostname(), "machine_rank": hosts.rank, "same": same}
         self._client = RendezvousClient((address, port), hello, hosts.join_timeout, say, TOKEN.read())
+        if hosts.least is not None:
+            self._membership = Membership(self._client, self._preemption, job.grace_period, say)
         return MultiHostRendezvous(job.run_id, self._client, server)
 
     def run(self, role: str = "default") -> RunResult:
@@ -268,7 +280,7 @@ class Agent(LocalElasticAgent):
 
     def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
         last = read_place(self._preemption / f"place-{failure.pid}")
-        text = failure_report(rank, failure, world_size=self._job.nproc * self._job.hosts.count, last=last)
+        text = failure_report(rank, failure, world_size=self._world_size, last=last)
         if left_report(failure)[1] is None:
             return text + what_others_said(rank, failures)
         return text + (self._missing() if is_of_a_hang(text) else "")
@@ -276,7 +288,12 @@ class Agent(LocalElasticAgent):
     def _missing(self) -> str:
         workers = self.get_worker_group().workers
         ranks = {worker.id: worker.global_rank for worker in workers}
-        return self._scene.missing(ranks, self._job.nproc * self._job.hosts.count)
+        return self._scene.missing(ranks, self._world_size)
+
+    @property
+    def _world_size(self) -> int:
+        """Processes of the attempt that is running, over all hosts."""
+        return self._job.nproc * (self.get_worker_group().group_world_size or self._job.hosts.count)
 
     def _keep_tracebacks(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Reports go with the logs: the terminal shows that of one rank only."""
@@ -296,6 +313,10 @@ class Agent(LocalElasticAgent):
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
             # By the name of the host Gloo often finds an address that nothing can reach.
             own["GLOO_SOCKET_IFNAME"] = interface
+        if self._membership is not None:
+            self._membership.begin()
+            least, most = self._job.hosts.least or 0, self._job.hosts.count
+            own[ELASTIC.name] = f"{least * self._job.nproc}:{most * self._job.nproc}"
         self._logs.variables = {**self._job.variables, **own}
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._groups |= set(pids.values())
@@ -353,7 +374,13 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             rank, failure = root_cause(result.failures, self._scene.ended)
             client.report(order_of(failure), self._report(rank, failure, result.failures))
-        elif client.root_cause is not None and result.state is WorkerState.HEALTHY:
+        if self._membership is not None:
+            pids = torch_private.worker_context(self).pids().values()
+            if self._membership.has_changed(result, is_asked=bool(self._asked), pids=pids):
+                torch_private.grant_restart(self)
+                self._is_regrouping, self._failures = True, {}
+                return RunResult(state=WorkerState.UNHEALTHY)
+        if client.root_cause is not None and result.state is WorkerState.HEALTHY:
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
@@ -368,15 +395,20 @@ class Agent(LocalElasticAgent):
             rank, failure = root_cause(self._failures, self._scene.ended)
             sys.stderr.write(self._report(rank, failure, self._failures))
             self._note_failure(rank, failure)
-        self._note(Happening.RESTART, number=number, of=self._job.max_restarts)
-        say(f"starting all processes again ({number} of {self._job.max_restarts} restarts)")
+        if self._is_regrouping:
+            self._is_regrouping = False
+            self._note(Happening.RESTART, "the hosts of the job are others now")
+        else:
+            self._note(Happening.RESTART, number=number, of=self._job.max_restarts)
+            say(f"starting all processes again ({number} of {self._job.max_restarts} restarts)")
         # The last references: a store on a fixed port must be gone before the next one can listen there.
         worker_group.store = None
         torch_private.forget_store(self)
         super()._restart_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        if self._client is not None:
+        leaves = self._membership is not None and bool(self._asked)  # the others go on without this host
+        if self._client is not None and not leaves:
             self._client.finish()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:

@@ -13,6 +13,7 @@ from fullshard.config.flags import CommandLine
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS, LaunchConfig, RunConfig
+from fullshard.config.settings import plain_message
 from fullshard.config.switches import TIMEOUT
 from fullshard.core.errors import ConfigError
 from fullshard.launch import bootstrap
@@ -21,8 +22,8 @@ from fullshard.launch.slurm import devices_per_host
 
 DETECTED = Origin(Precedence.DEFAULT, "found on this host")
 
-_RENDEZVOUS_SETTINGS = ("join_timeout", "timeout")
-_JOIN_SECONDS = 600.0
+_RENDEZVOUS_SETTINGS = {"join_timeout": "join_timeout", "timeout": "join_timeout", "last_call_timeout": "last_call"}
+_RENDEZVOUS_SECONDS = {"join_timeout": 600.0, "last_call": 30.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class LaunchPlan:
         device: `cpu` or `cuda`.
         per_host: processes on each host.
         join_timeout: seconds to wait for the other hosts.
+        last_call: seconds to wait for more of them than there must be.
         variables: environment of every process, besides the inherited one and what torchelastic sets.
         command: of every process.
     """
@@ -42,6 +44,7 @@ class LaunchPlan:
     device: str
     per_host: int
     join_timeout: float
+    last_call: float
     variables: dict[str, str]
     command: tuple[str, ...]
 
@@ -63,7 +66,8 @@ class LaunchPlan:
     def summary(self) -> str:
         """One line: what is started, where."""
         hosts = self.launch.num_machines
-        where = "this host" if hosts == 1 else f"{hosts} hosts ({self.per_host} each)"
+        fewest = f"{self.launch.min_machines} to " if self.launch.is_elastic else ""
+        where = "this host" if hosts == 1 else f"{fewest}{hosts} hosts ({self.per_host} each)"
         backend = f"{self.device} ({_BACKENDS.get(self.device, self.device)})"
         replicas, shards = self.mesh()
         strategy = self.resolved.config.sharding.resolved_strategy().name
@@ -89,6 +93,14 @@ def make_plan(
         ConfigError: something is wrong or missing.
     """
     launch = resolve(readings).config.launch
+    if launch.is_elastic and (elsewhere or launch.device == "tpu"):
+        raise ConfigError(
+            f"{launch.min_machines} to {launch.num_machines} hosts "
+            + (
+                "with --print: a cluster's job has a fixed number" if elsewhere else "with TPUs: a slice is all of them"
+            ),
+            hint="give one number",
+        )
     if elsewhere and launch.device == "tpu":
         raise ConfigError(
             "--print with device = tpu: clusters name kinds and topologies of TPUs, which are not known here",
@@ -120,14 +132,29 @@ def make_plan(
             f"{resolved.origin('launch.num_machines')}: {launch.num_machines} hosts, and main_process_ip is not given",
             hint="give --main_process_ip ADDRESS, that of the host with machine rank 0, on every host",
         )
+    _check_every_size(resolved, per_host)
     return LaunchPlan(
         resolved,
         device,
         per_host,
-        _join_timeout(launch.rdzv_conf),
+        *_rendezvous_seconds(launch.rdzv_conf),
         worker_environment(launch, device, per_host, environ),
         worker_command(line),
     )
+
+
+def _check_every_size(resolved: Resolved, per_host: int) -> None:
+    """Where hosts may come and go: see to it that the model can be divided over any number of them."""
+    launch, sharding = resolved.config.launch, resolved.config.sharding
+    for hosts in range(launch.min_machines or launch.num_machines, launch.num_machines):
+        try:
+            sharding.resolved_strategy().mesh_shape(per_host * hosts, sharding.resolved_shard_size(per_host))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{resolved.origin('launch.min_machines')}: with {hosts} of {launch.num_machines} hosts "
+                f"{plain_message(error)}",
+                hint=error.hint,
+            ) from None
 
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist", "xpu": "xccl"}
@@ -181,20 +208,21 @@ def _devices(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, int
     return (kind, count) if count else ("cpu", 0)
 
 
-def _join_timeout(text: str) -> float:
-    seconds = _JOIN_SECONDS
+def _rendezvous_seconds(text: str) -> tuple[float, float]:
+    """To wait for the hosts that there must be, and for further ones."""
+    seconds = dict(_RENDEZVOUS_SECONDS)
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = item.partition("=")
         try:
             if not equals or name not in _RENDEZVOUS_SETTINGS:
                 raise ValueError
-            seconds = float(value)
+            seconds[_RENDEZVOUS_SETTINGS[name]] = float(value)
         except ValueError:
             raise ConfigError(
-                f"rdzv_conf: expected join_timeout=SECONDS, got {item!r}",
+                f"rdzv_conf: expected join_timeout=SECONDS or last_call_timeout=SECONDS, got {item!r}",
                 hint="other settings belong to rendezvous backends that are not used here",
             ) from None
-    return seconds
+    return seconds["join_timeout"], seconds["last_call"]
 
 
 def script_exists(line: CommandLine) -> None:

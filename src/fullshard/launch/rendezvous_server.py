@@ -10,6 +10,7 @@ A connection that closes, or is silent for too long, is a host that is gone. Mes
                        leave         for good
                        keep_alive    nothing new
     from the server    start         all hosts have joined: your rank, and the address of the store
+                       waiting       another host would join, if hosts may come and go
                        root_cause    the attempt has failed: where first, and the report of that
                        done          all hosts have succeeded
                        refused       why you cannot take part, or not any more
@@ -17,6 +18,9 @@ A connection that closes, or is silent for too long, is a host that is gone. Mes
 
 The first failure that is heard of is not always the first that happened: when a rank ends, all ranks connected to it
 fail too. So the server listens a moment longer, and then names one.
+
+Where a job may have fewer hosts than it is made for, it starts when all that are there have joined, goes on with those
+that are left when one is lost, and begins anew when one comes: every host then joins again.
 
 A launcher begins with a proof that it knows the token of the job, which is compared before anything else is read. Who
 does not know it is turned away, and nothing that a stranger sends ends the job.
@@ -49,6 +53,12 @@ ROOT_CAUSE_SECONDS = 1.0
 
 WAITING_SECONDS = 15.0
 """How long a host that is one too many may wait for one of the others to turn out to be gone. More than silence."""
+
+LAST_CALL_SECONDS = 30.0
+"""How long a job that has as many hosts as it must have waits for further ones before it starts for the first time."""
+
+REGROUP_SECONDS = 1.0
+"""The same later, when all hosts that are left have joined."""
 
 _PROOF_NBYTES = 64
 _MOST_STRANGERS = 128
@@ -89,11 +99,13 @@ class RootCause:
         host: name of the host where it failed first.
         text: what to print.
         here: whether that host is this one.
+        lost: whether that host is gone, and has not failed.
     """
 
     host: str
     text: str
     here: bool = False
+    lost: bool = False
 
 
 def _proof(token: str) -> bytes:
@@ -167,6 +179,7 @@ class _Peer:
     since: float = 0.0
     running: bool = False
     done: bool = False
+    told: bool = False  # that another host waits
     rank: int | None = None
 
     @property
@@ -180,17 +193,28 @@ class RendezvousServer(threading.Thread):
 
     Args:
         listening: a socket bound to the address that the hosts know.
-        hosts: how many there are.
+        hosts: how many there are, at most.
         token: that launchers must know.
+        least: how many there must be; None: all of them.
+        last_call: see `LAST_CALL_SECONDS`.
     """
 
-    def __init__(self, listening: socket.socket, hosts: int, token: str = "") -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        hosts: int,
+        token: str = "",
+        least: int | None = None,
+        last_call: float = LAST_CALL_SECONDS,
+    ) -> None:
         super().__init__(name="fullshard-rendezvous", daemon=True)
         self._listening, self._hosts, self._token = listening, hosts, token
+        self._least, self._last_call = least or hosts, last_call
         self._peers: list[_Peer] = []
         self._failures: list[tuple[tuple[float, ...], _Peer, str]] = []
         self._announce_at: float | None = None
         self._over: str | None = None
+        self._has_started = False
         self._closing = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
@@ -215,6 +239,8 @@ class RendezvousServer(threading.Thread):
                 # Not to who may not even read it, for which this thread would wait.
                 self._broadcast([peer for peer in self._peers if peer.hello], "keep_alive")
             self._check_deadlines(now)
+            if self._closing.is_set() and self._over is None:
+                self._end("the host where the others meet has ended")
         self._listening.close()
 
     def _accept(self) -> None:
@@ -235,11 +261,18 @@ class RendezvousServer(threading.Thread):
             self._drop(peer, f"has said nothing for {TIMEOUT_SECONDS:.0f} seconds")
         if self._announce_at is not None and now >= self._announce_at:
             self._announce_root_cause()
+        if self._is_elastic:
+            self._start_if_ready()
         if sum(peer.running for peer in self._peers) == self._hosts:
             for peer in self._peers:
                 if peer.joined is not None and now - peer.since > WAITING_SECONDS:
                     text = f"the job has its {self._hosts} hosts already, and they are all there"
                     self._refuse([peer], text, "settings")
+
+    def _end(self, text: str) -> None:
+        """The job is over: nobody can join any more."""
+        self._over = text
+        self._refuse([peer for peer in self._peers if peer.joined is not None], text, "job")
 
     def _broadcast(self, peers: list[_Peer], kind: str, **content: Any) -> None:
         for peer in peers:
@@ -278,9 +311,12 @@ class RendezvousServer(threading.Thread):
             raise ValueError(f"{kind} before hello")
         elif kind == "join":
             peer.joined, peer.since, peer.done = int(message["port"]), time.monotonic(), False
+            peer.running &= not self._is_elastic  # it begins anew, with or without the others
             if self._over is not None:
                 self._refuse([peer], self._over, "job")
             elif self._fits(peer):
+                if self._is_elastic:
+                    self._tell_of_waiting()
                 self._start_if_ready()
         elif kind == "failed":
             if peer.running:
@@ -290,13 +326,14 @@ class RendezvousServer(threading.Thread):
             running = [other for other in self._peers if other.running]
             if all(other.done for other in running):
                 self._broadcast(running, "done")
+                if self._is_elastic:
+                    self._end("the job has ended")
         elif kind == "leave":
             has_failed = bool(message["failed"])
             self._forget(peer)
             is_known = peer.rank is not None or not any(other.running for other in self._peers)
             if has_failed and is_known:
-                self._over = f"{peer.name} has ended, without restarts left"
-                self._refuse([other for other in self._peers if other.joined is not None], self._over, "job")
+                self._end(f"{peer.name} has ended, without restarts left")
             elif peer.running and not peer.done:
                 self._fail(peer, (-1,), f"{peer.name} was stopped by a signal\n")
 
@@ -316,24 +353,44 @@ class RendezvousServer(threading.Thread):
                     return False
         return True
 
+    def _tell_of_waiting(self) -> None:
+        """A host has joined: those that run without it, if there is room for it, are to begin anew."""
+        running = [peer for peer in self._peers if peer.running]
+        untold = [peer for peer in running if not peer.told and len(running) < self._hosts]
+        self._broadcast(untold, "waiting")
+        for peer in untold:
+            peer.told = True
+
     def _start_if_ready(self) -> None:
         joined = [peer for peer in self._peers if peer.joined is not None]
         # Not while an attempt is running, or before the host of the server, which alone has opened a store, is there.
         if any(peer.running for peer in self._peers) or not any(peer.joined for peer in joined):
             return
-        if len(joined) < self._hosts:
+        if len(joined) < self._hosts and not self._is_last_call_over(joined):
             return
         joined.sort(key=lambda peer: (not peer.joined, peer.hello["machine_rank"] or 0))
-        ranks = [peer.hello["machine_rank"] for peer in joined[: self._hosts]]
+        count = min(len(joined), self._hosts)
+        ranks = [peer.hello["machine_rank"] for peer in joined[:count]]
         if None not in ranks and ranks != list(range(self._hosts)):
             text = f"the machine ranks of the hosts are {', '.join(map(str, ranks))}: each from 0 must be there once"
             self._refuse(joined, text, "settings")
             return
         first, port = joined[0].address, joined[0].joined
-        for rank, peer in enumerate(joined[: self._hosts]):
-            peer.rank, peer.running, peer.joined = rank, True, None
-            peer.connection.send("start", rank=rank, hosts=self._hosts, address=first, port=port)
-        self._failures, self._announce_at = [], None
+        for rank, peer in enumerate(joined[:count]):
+            peer.rank, peer.running, peer.joined, peer.told = rank, True, None, False
+            peer.connection.send("start", rank=rank, hosts=count, address=first, port=port)
+        self._failures, self._announce_at, self._has_started = [], None, True
+
+    @property
+    def _is_elastic(self) -> bool:
+        """Whether hosts may come and go."""
+        return self._least < self._hosts
+
+    def _is_last_call_over(self, joined: list[_Peer]) -> bool:
+        """Whether to start with these, although further ones might come."""
+        wait = REGROUP_SECONDS if self._has_started else self._last_call
+        is_everybody = len(joined) == sum(peer.admitted for peer in self._peers)
+        return len(joined) >= self._least and is_everybody and time.monotonic() > wait + max(p.since for p in joined)
 
     def _fail(self, peer: _Peer, order: tuple[float, ...], text: str) -> None:
         if not any(other.running for other in [peer, *self._peers]):
@@ -355,9 +412,9 @@ class RendezvousServer(threading.Thread):
 
     def _announce_root_cause(self) -> None:
         self._announce_at = None
-        _, first, text = min(self._failures, key=lambda failure: failure[0])
+        order, first, text = min(self._failures, key=lambda failure: failure[0])
         for peer in [peer for peer in self._peers if peer.running]:
-            peer.connection.send("root_cause", host=first.name, text=text, here=peer is first)
+            peer.connection.send("root_cause", host=first.name, text=text, here=peer is first, lost=order[0] < 0)
             peer.running = False
         self._start_if_ready()
 
@@ -403,6 +460,8 @@ class RendezvousClient:
         self._running = self._done = False
         self.root_cause: RootCause | None = None
         """Why the attempt that is running has failed."""
+        self.waits = False
+        """Whether another host would join."""
         self.failed = False
         """Whether this host is about to end because of a failure."""
         self.address = where[0]
@@ -429,6 +488,7 @@ class RendezvousClient:
         deadline = time.monotonic() + self._timeout
         with self._changed:
             self._start, self._refused, self.root_cause, self._done = None, None, None, False
+            self.waits = self._running = False
         joined_on, say_at = None, time.monotonic() + FIRST_SAID_SECONDS
         while time.monotonic() < deadline:
             connection = self._connect(deadline)
@@ -527,7 +587,9 @@ class RendezvousClient:
         if kind == "keep_alive":
             connection.send("keep_alive")
         elif kind == "start":
-            self._start = HostAssignment(**message)
+            self._start, self.waits = HostAssignment(**message), False
+        elif kind == "waiting":
+            self.waits = True
         elif kind == "root_cause":
             self._running, self.root_cause = False, RootCause(**message)
         elif kind == "done":

@@ -24,6 +24,7 @@ from fullshard.api.plan_check import PlanWatch
 from fullshard.checkpoint import AsyncSaver, export_hf
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.objects import Location
+from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, NonFiniteError
 from fullshard.core.journal import JOURNAL, Happening
@@ -72,6 +73,7 @@ def train(arguments: TrainArguments) -> None:
         run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
         if arguments.checkpoint_dir is not None:
             run_on_main(environment, lambda: held.enter_context(lease(arguments.checkpoints)))
+        arguments = for_any_size(arguments)
         checkpoints = run_on_main(environment, lambda: _prepare_output(arguments))
         record_events(arguments.output_dir)
         held.callback(JOURNAL.close)
@@ -114,6 +116,7 @@ class RunAccelerator(Accelerator):
     """
 
     _rolls_back = True
+    _accumulates = False
     _records_events = False  # the run does, once the directory is its own
 
     def __init__(self, arguments: TrainArguments, console: Console) -> None:
@@ -152,6 +155,24 @@ def _prepare_output(arguments: TrainArguments) -> list[Location]:
     except OSError as error:
         raise ConfigError(f"cannot write to {arguments.output_dir}: {error.strerror}") from None
     return checkpoints
+
+
+def for_any_size(arguments: TrainArguments) -> TrainArguments:
+    """Where hosts may come and go: micro-batches that are as large on few ranks as on many, and more of them.
+
+    Raises:
+        ConfigError: the batch has too few sequences for the most ranks that there may be.
+    """
+    ranks = elastic_ranks()
+    if ranks is None:
+        return arguments
+    if arguments.batch_size < ranks[1]:
+        raise ConfigError(
+            f"--batch-size {arguments.batch_size} on up to {ranks[1]} ranks: some would have nothing to do",
+            hint=f"use {ranks[1]} or more, or fewer hosts",
+        )
+    most = math.ceil(arguments.batch_size / ranks[1])
+    return arguments.model_copy(update={"micro_batch_size": min(arguments.micro_batch_size or most, most)})
 
 
 def _resume_line(arguments: TrainArguments, checkpoint: Location | None, first_step: int) -> str:

@@ -48,6 +48,7 @@ class TrainerAccelerator(Accelerator):
     parallelism_config = None
     is_fsdp2 = True
     _gradient_state_class = TrainerGradientState
+    _accumulates = False  # the Trainer does
 
     def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any, *, tensor_parallel_size: int = 1) -> None:
         _refuse(args)

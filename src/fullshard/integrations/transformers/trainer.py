@@ -27,6 +27,7 @@ import torch
 
 from fullshard import checkpoint
 from fullshard.api import ShardedDataLoader, skip_first_batches
+from fullshard.api.elastic import accumulation_steps
 from fullshard.api.options import DataLoaderConfiguration
 from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, load_adapters
@@ -42,7 +43,7 @@ from fullshard.integrations.transformers.batch_size import agree_to_start_again
 from fullshard.integrations.transformers.events import note_steps
 from fullshard.integrations.transformers.preemption import stop_on_signals
 from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
-from fullshard.launch.environment import run_on_main
+from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.optim import TransformersAdafactor
 
 _COMPLETE = "trainer_state.json"
@@ -77,6 +78,8 @@ class ShardedTraining:
                     hint="keep gradient_accumulation_steps",
                 )
             args.gradient_accumulation_steps = accumulation["num_steps"]
+        asked = vars(args).setdefault("_steps_on_all_hosts", args.gradient_accumulation_steps)
+        args.gradient_accumulation_steps = accumulation_steps(asked, read_rank_environment())
         loader = DataLoaderConfiguration(**{name: chosen[name] for name in _DATALOADER})
         loader.data_seed, loader.non_blocking = args.data_seed, chosen.get("non_blocking", False)
         tiles = getattr(self.model, "_tp_size", None) or 1

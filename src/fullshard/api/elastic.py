@@ -1,0 +1,32 @@
+"""Jobs whose hosts may come and go: the same batch on any number of ranks, by more micro-batches on fewer of them."""
+
+from __future__ import annotations
+
+from fullshard.config.switches import elastic_ranks
+from fullshard.core.errors import ConfigError
+from fullshard.launch import RankEnvironment
+
+
+def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
+    """Micro-batches per step on these ranks, so that the batch is that of `steps` on the most that there may be.
+
+    Raises:
+        ConfigError: on some number of ranks that there may be the batch is not so many whole micro-batches.
+    """
+    span = elastic_ranks()
+    if span is None:
+        return steps
+    least, most = span
+    for ranks in range(least, most + 1, environment.local_world_size):
+        if steps * most % ranks:
+            raise ConfigError(
+                f"gradient_accumulation_steps = {steps} on {most} ranks is a batch of {steps * most} micro-batches, "
+                f"which {ranks} ranks cannot share",
+                hint=f"use a multiple of {_step(least, most, environment.local_world_size)}, or other numbers of hosts",
+            )
+    return steps * most // environment.world_size
+
+
+def _step(least: int, most: int, per_host: int) -> int:
+    """The smallest number of micro-batches on the most ranks that all numbers of ranks can share."""
+    return next(n for n in range(1, 10**6) if not any(n * most % ranks for ranks in range(least, most + 1, per_host)))

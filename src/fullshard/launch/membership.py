@@ -1,0 +1,73 @@
+"""A job whose hosts may come and go: when its processes begin again with others, which is no failure.
+
+    a host is lost            the others begin again without it, from the newest checkpoint
+    a host comes              processes that listen to signals save after one step of all ranks, then all begin again
+    a host is told to end     it saves with all the others, ends, and they begin again
+
+Whoever begins again joins at the rendezvous server (`launch.rendezvous_server`), which starts all that are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+from fullshard.launch.rendezvous_server import RendezvousClient
+
+
+class Membership:
+    """What one host knows of it.
+
+    Args:
+        client: this host's connection to the server.
+        preemption: where processes say that they listen to signals, and that they stop because of one.
+        grace_period: seconds that they have to save.
+        say: prints one line for the user.
+    """
+
+    def __init__(
+        self, client: RendezvousClient, preemption: Path, grace_period: float, say: Callable[[str], None]
+    ) -> None:
+        self._client, self._preemption, self._grace_period, self._say = client, preemption, grace_period, say
+        self._until: float | None = None
+
+    def begin(self) -> None:
+        """Processes have been started."""
+        self._until = None
+
+    def has_changed(self, result: RunResult, *, is_asked: bool, pids: Iterable[int]) -> bool:
+        """Whether the processes of this host are to begin again with other hosts, now.
+
+        Args:
+            result: what has become of them.
+            is_asked: whether this host itself was told to end.
+            pids: theirs.
+        """
+        cause = self._client.root_cause
+        if result.state is WorkerState.SUCCEEDED:
+            return not is_asked and any(self._preemption.glob("stopping-*"))
+        if cause is not None and cause.lost:
+            self._say("going on with the hosts that are left, from the newest checkpoint")
+            return True
+        if not self._client.waits or result.is_failed():
+            return self._client.waits  # others have begun again before this host has heard why
+        if self._until is None:
+            self._until = time.monotonic() + self._ask_to_save(pids)
+        return time.monotonic() >= self._until
+
+    def _ask_to_save(self, pids: Iterable[int]) -> float:
+        """Seconds that they have for it: none if nobody listens."""
+        if not any(self._preemption.glob("listening-*")):
+            self._say("another host has come; the processes do not listen to signals, and go on from their checkpoint")
+            return 0.0
+        self._say("another host has come; the processes save, and go on with it")
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        return self._grace_period
