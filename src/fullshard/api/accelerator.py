@@ -174,7 +174,7 @@ class Accelerator(Loaders, Reporting):
         if accumulation.num_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {accumulation.num_steps}")
         steps = accumulation.num_steps
-        if self._accumulates:
+        if self._accumulates and self._config.training.summed_ranks is None:  # else slices are what is shared
             steps = accumulation_steps(steps, read_rank_environment())
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds),
