@@ -49,7 +49,7 @@ class ObjectServer:
     def __init__(self) -> None:
         self._app: Any = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.url = f"http://localhost:{self._server.server_port}"  # a name, which clients look up
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.client = boto3.client("s3", endpoint_url=self.url, region_name="us-east-1", **{

@@ -17,6 +17,7 @@ import fsspec
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from fullshard.checkpoint import (
     AsyncSaver,
@@ -31,6 +32,7 @@ from fullshard.checkpoint.lease import hold_folder, hold_name, let_go
 from fullshard.checkpoint.objects import location
 from fullshard.checkpoint.save import prepare_parts
 from fullshard.checkpoint.store import OBJECTS
+from fullshard.cli.main import app
 from fullshard.core.errors import CheckpointError, ConfigError, StoreError
 from fullshard.engine import shard_model
 from tests.distributed import run_ranks
@@ -302,6 +304,7 @@ def test_a_background_save_and_parts(server: ObjectServer, bucket: str) -> None:
 _LARGE = """
 import resource, sys, torch
 from torch import nn
+from typer.testing import CliRunner
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from tests.stored import job
 save_checkpoint(sys.argv[1] + "/small", model=job()[0])  # what the client needs for itself
@@ -361,3 +364,104 @@ def test_any_world_size_into_any_other(server: ObjectServer, bucket: str) -> Non
     found = [run_ranks(_load, size, path)[0] for size in (1, 2, 3)]
     for other in found[1:]:
         assert all(torch.equal(other[name], value) for name, value in found[0].items())
+
+
+_ACCELERATOR = """
+import sys, torch
+import fullshard
+from tests.stored import job, same, state_of
+accelerator = fullshard.Accelerator()
+model, optimizer = accelerator.prepare(*job())
+for _ in range(2):  # the second replaces the first
+    print(accelerator.save_state(sys.argv[1]), flush=True)
+before = state_of(model, optimizer.optimizer)
+model(torch.ones(2, 7)).sum().backward()
+optimizer.step()
+assert not same(before, state_of(model, optimizer.optimizer))
+accelerator.load_state(sys.argv[1])
+assert same(before, state_of(model, optimizer.optimizer))
+accelerator.save_state(sys.argv[1] + "-later", wait=False)  # the process ends while it is written
+"""
+
+
+def test_commands_of_users(server: ObjectServer, bucket: str, tmp_path: Path) -> None:
+    """The Accelerator in a process that ends while it saves; then every command of `fullshard ckpt` with a URL."""
+    path = f"s3://{bucket}/run/a"
+    done = subprocess.run(
+        [sys.executable, "-c", _ACCELERATOR, path], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{path}\n{path}\n"
+    assert not [name for name in server.names(bucket) if "lease" in name], "they were let go"
+    for words in (
+        f"verify {path}",
+        f"verify {path}-later",
+        f"inspect {path}",
+        f"diff {path} {path}-later",
+        f"reshard {path} s3://{bucket}/run/b --world-size 3",
+        f"diff {path} s3://{bucket}/run/b",
+        f"reshard s3://{bucket}/run/b {path} --world-size 2 --overwrite",
+        f"consolidate {path} {tmp_path}/whole",
+        f"import {tmp_path}/whole s3://{bucket}/run/c",
+        f"diff {path} s3://{bucket}/run/c --model-only",
+        f"prune s3://{bucket}/run --keep 1",
+    ):
+        done_here = CliRunner().invoke(app, ["ckpt", *words.split()])
+        assert done_here.exit_code == 0, f"{words}: {done_here.output} {done_here.exception}"
+    assert not any(name.startswith(("run/a/", "run/b/")) for name in server.names(bucket))
+
+
+_LATE = """
+import sys, time
+from fullshard.checkpoint import AsyncSaver
+from fullshard.checkpoint.save import PendingSave
+from tests.stored import job
+complete = PendingSave.complete
+def late(pending, ranks):
+    time.sleep(14)  # until connections and looked up names are forgotten
+    return complete(pending, ranks)
+PendingSave.complete = late
+model, optimizer = job()
+AsyncSaver().save(sys.argv[1], model=model, optimizer=optimizer)
+"""
+
+
+def test_a_process_that_ends_waits_for_its_save(server: ObjectServer, bucket: str) -> None:
+    path = f"s3://{bucket}/a"
+    done = subprocess.run([sys.executable, "-c", _LATE, path], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    verify_checkpoint(path).raise_if_damaged()
+    assert not [name for name in server.names(bucket) if "lease" in name]
+
+
+def _train(output: Path, data: Path, path: str, *more: str) -> subprocess.Popen[str]:
+    words = (
+        f"train --nproc 2 --device cpu --data {data} --output-dir {output} --checkpoint-dir {path} --save-every 2 "
+        "--batch-size 2 --seq-len 16 --vocab-size 300 --sample-tokens 0 --no-plot --no-export --log-every 1"
+    )
+    code = "from fullshard.cli.main import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words.split(), *more],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def test_train_goes_on_from_the_bucket(server: ObjectServer, bucket: str, tmp_path: Path) -> None:
+    """A run whose processes are all killed while they save goes on from the bucket, with another output directory."""
+    (tmp_path / "data.txt").write_text("one and two make three. " * 2000)
+    path = f"s3://{bucket}/run"
+    server.release.clear()
+    server.holds = lambda asked: asked.method == "PUT" and "step-000006/manifest.json" in asked.path
+    first = _train(tmp_path / "one", tmp_path / "data.txt", path, "--steps", "8")
+    assert server.reached.wait(200), first.communicate(timeout=10)[0]
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate(timeout=60)
+    server.release.set()
+    server.behave()
+    assert str(latest_checkpoint(path)) == f"{path}/step-000004"
+    second = _train(tmp_path / "two", tmp_path / "data.txt", path, "--steps", "8")
+    said, _ = second.communicate(timeout=250)
+    assert second.returncode == 0, said
+    assert f"resume: from {path}/step-000004, after step 4" in said
+    assert sorted({name.split("/")[1] for name in server.names(bucket)}) == ["LATEST", "step-000006", "step-000008"]
+    verify_checkpoint(f"{path}/step-000008").raise_if_damaged()

@@ -19,6 +19,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Self, Unpack
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.collect import SaveArguments, staged_blocks
-from fullshard.checkpoint.objects import Location
+from fullshard.checkpoint.objects import Location, ObjectPath, at_exit
 from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_save
@@ -36,6 +37,8 @@ from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_param
 from fullshard.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+_WRITING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 WhenBusy = Literal["wait", "refuse"]
 """What a save does while an earlier one is still being written."""
@@ -132,6 +135,9 @@ class AsyncSaver:
         self._thread = threading.Thread(target=self._write, args=(pending, self._background), name="fullshard-save")
         # Not a daemon: an interpreter that ends waits for it. Then, and only then, it looks for an error nobody saw.
         atexit.register(self._report)
+        _WRITING.add(self._thread)
+        if isinstance(self._path, ObjectPath):
+            at_exit(_wait_for_all)
         self._thread.start()
 
     def check(self) -> Location | None:
@@ -196,3 +202,9 @@ class AsyncSaver:
         sys.stdout.flush()
         print(f"fullshard: the checkpoint {self._path} was not saved: {self._error}", file=sys.stderr, flush=True)  # noqa: T201
         os._exit(1)  # an exception here would be printed, and the exit code be 0 nevertheless
+
+
+def _wait_for_all() -> None:
+    for thread in list(_WRITING):
+        if thread.is_alive():
+            thread.join()

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.objects import Location, ObjectPath
+from fullshard.checkpoint.objects import Location, ObjectPath, at_exit
 from fullshard.core.errors import ConfigError, StoreError, cut
 
 LEASE_NAME = ".lease.json"
@@ -145,6 +145,8 @@ def _hold(path: Location) -> bool:
     if _is_mine(path) or not _take(path, mine):
         return False
     _HELD[path] = os.getpid()
+    if isinstance(path, ObjectPath):
+        at_exit(let_go)
     if not any(thread.name == _THREAD for thread in threading.enumerate()):
         threading.Thread(target=_renew, name=_THREAD, daemon=True).start()
     return True

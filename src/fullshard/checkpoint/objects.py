@@ -13,7 +13,8 @@ import functools
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -265,6 +266,16 @@ def _file_system(scheme: str, bucket: str, process: int) -> Any:  # a fork may n
         raise ConfigError(
             f"{scheme}://{bucket}: {error}", hint="s3, gs, az, hf and memory are some that fsspec knows"
         ) from None
+
+
+@functools.cache
+def at_exit(function: Callable[[], None]) -> None:
+    """Call a function once when the process ends, the last of several first, while stores can still be asked.
+
+    Python ends executors, with which clients look up the names of hosts, before it waits for threads and calls what
+    `atexit` knows; only what is registered where executors are comes earlier.
+    """
+    threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:

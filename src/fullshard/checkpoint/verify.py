@@ -17,7 +17,7 @@ from fullshard.checkpoint.format import (
     stored_as,
     trainer_state,
 )
-from fullshard.checkpoint.objects import Location, entries_of, location
+from fullshard.checkpoint.objects import Location, ObjectPath, entries_of, location, sizes_in
 from fullshard.checkpoint.resharding import Piece, coverage_problems
 from fullshard.checkpoint.storage import TensorFileReader, size_problem
 from fullshard.core.errors import CheckpointError
@@ -113,9 +113,12 @@ def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
 
 def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
     """What is wrong as far as can be told without reading data: records that contradict, files missing or cut."""
+    files = manifest.files
+    if isinstance(directory, ObjectPath):  # in one request; what is as it should be needs no other
+        there = sizes_in(directory, files)
+        files = {name: record for name, record in files.items() if there.get(name) != record.nbytes}
     sizes = (
-        size_problem(directory / name, record, chunk_nbytes=manifest.chunk_nbytes)
-        for name, record in manifest.files.items()
+        size_problem(directory / name, record, chunk_nbytes=manifest.chunk_nbytes) for name, record in files.items()
     )
     return structure_problems(manifest) + [problem for problem in sizes if problem is not None]
 
