@@ -120,6 +120,26 @@ def test_both_hosts_restart_when_the_lost_one_comes_back(hosts: tuple[str, str],
 
 
 @pytest.mark.full
+def test_a_host_that_falls_silent_is_gone_on_without(hosts: tuple[str, str], job: Path) -> None:
+    """Of one to two: the cable between them is cut, and the first goes on alone; the script listens to nothing."""
+    flags = ["--nnodes", "1:2", "--nproc_per_node", "2", "--main_process_ip", "10.77.0.1", "train.py", str(job)]
+    commands = [["ip", "netns", "exec", name, *LAUNCH, *flags, "60", "0.2"] for name in hosts]
+    cable = f"fv{os.getpid() % 100000}b"
+    with started(*commands[0], cwd=job) as a, started(*commands[1], cwd=job) as b:
+        wait_until(lambda: all(read(job / f"step{rank}") for rank in range(4)), 90, "the first step")
+        _ip("-n", hosts[1], "link", "set", cable, "down")
+        try:
+            outputs = [process.communicate(timeout=120)[0] for process in (a, b)]
+        finally:
+            _ip("-n", hosts[1], "link", "set", cable, "up")
+    assert (a.returncode, b.returncode) == (0, 1), outputs
+    assert "going on with the hosts that are left" in outputs[0]
+    assert "has said nothing for 10 seconds" in outputs[0]
+    assert "trained rank 0 of 2" in outputs[0] and "trained rank 1 of 2" in outputs[0]
+    assert "the launcher at 10.77.0.1:29500 is gone" in outputs[1]
+
+
+@pytest.mark.full
 def test_the_first_failure_is_last_on_every_host(hosts: tuple[str, str], job: Path) -> None:
     (job / "train.py").write_text(TRAIN.replace("    time.sleep(pause)", FAILING))
     first = started(*_command(hosts[0], job, 20, 0.1), cwd=job)
