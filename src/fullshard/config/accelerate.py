@@ -55,7 +55,20 @@ def _mixed_precision(value: Any) -> Settings:
     return {"precision.mode": values.coerce("precision.mode", value)}
 
 
+def hosts(value: Any) -> Settings:
+    """One number, or `MIN:MAX`."""
+    low, colon, high = values.text(value).partition(":")
+    if not colon or values.integer(low) == values.integer(high):
+        return {"launch.num_machines": values.integer(low)}
+    return {"launch.min_machines": values.integer(low), "launch.num_machines": values.integer(high)}
+
+
 def _num_processes(value: Any) -> Settings | str:
+    if ":" in str(value):
+        raise ConfigError(
+            f"{value} processes: it is hosts that come and go, each with as many processes",
+            hint="give --nnodes MIN:MAX and --nproc_per_node",
+        )
     number = values.integer(value)
     return "-1 leaves the number to the launcher" if number == -1 else {"launch.num_processes": number}
 
@@ -139,7 +152,7 @@ CLUSTER_KEYS = (
     Key("use_cpu", target="launch.device", read=switch("launch.device", "cpu"), variable="ACCELERATE_USE_CPU"),
     Key("debug", target="launch.debug", variable="ACCELERATE_DEBUG_MODE"),
     Key("num_processes", target="launch.num_processes", read=_num_processes),
-    Key("num_machines", target="launch.num_machines"),
+    Key("num_machines", target="launch.num_machines", read=hosts),
     Key("machine_rank", target="launch.machine_rank"),
     Key("main_process_ip", target="launch.main_process_ip"),
     Key("main_process_port", target="launch.main_process_port"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from fullshard.config import values
-from fullshard.config.accelerate import FLAT, ON_EACH_HOST
+from fullshard.config.accelerate import FLAT, ON_EACH_HOST, hosts
 from fullshard.config.deepspeed import DEEPSPEED_SHORT
 from fullshard.config.dialect import (
     Dialect,
@@ -45,14 +45,6 @@ def _endpoint(value: Any) -> Settings:
     return settings | {"launch.main_process_port": values.integer(port)} if port else settings
 
 
-def _nnodes(value: Any) -> Settings:
-    """One number, or `MIN:MAX`."""
-    low, colon, high = values.text(value).partition(":")
-    if not colon or values.integer(low) == values.integer(high):
-        return {"launch.num_machines": values.integer(low)}
-    return {"launch.min_machines": values.integer(low), "launch.num_machines": values.integer(high)}
-
-
 def _sharded(value: Any) -> Settings:
     if not values.boolean(value):
         raise ConfigError("the model is always sharded", hint="use --strategy NO_SHARD for whole copies")
@@ -77,7 +69,7 @@ _LAUNCHER_KEYS = (
     Key("use_fsdp", read=_sharded),
     Key("use_parallelism_config", Status.NO_EFFECT, because="the --parallelism_config_* flags are read as they are"),
     Key("use_deepspeed", Status.NO_EFFECT, because="the flags and the file of DeepSpeed are translated anyway"),
-    Key("nnodes", Status.TRANSLATED, "launch.num_machines", read=_nnodes),
+    Key("nnodes", Status.TRANSLATED, "launch.num_machines", read=hosts),
     Key("node_rank", Status.TRANSLATED, "launch.machine_rank"),
     Key("master_addr", Status.TRANSLATED, "launch.main_process_ip"),
     Key("master_port", Status.TRANSLATED, "launch.main_process_port"),
