@@ -19,7 +19,7 @@ from fullshard.config.origin import Origin
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import SETTINGS, RunConfig
 from fullshard.config.settings import suggestion
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.core.strategy import parse_strategy
 
 
@@ -67,13 +67,17 @@ class View(BaseModel):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise ConfigError("; ".join(map(cls._problem, error.errors()))) from None
+            problems = error.errors()
+            raised = [item.get("ctx", {}).get("error") for item in problems]
+            hints = dict.fromkeys(one.hint for one in raised if isinstance(one, FullshardError) and one.hint)
+            raise ConfigError("; ".join(map(cls._problem, problems)), hint=" or ".join(hints) or None) from None
 
     @classmethod
     def _problem(cls, item: Any) -> str:
         name = ".".join(cls.spelled(str(part)) for part in item["loc"])
         if raised := item.get("ctx", {}).get("error"):  # one of our own, which says what it got
-            return f"{name}: {raised}" if name else str(raised)
+            text = str(raised).partition("\nhint: ")[0]
+            return f"{name}: {text}" if name else text
         return f"{name}: {item['msg']} (got {item['input']!r})"
 
     @classmethod
