@@ -45,7 +45,7 @@ def test_memory_in_one_process() -> None:
     with pytest.raises(CheckpointError, match="step-2 exists already"):
         save_checkpoint(saved, model=model)
     assert save_checkpoint(saved, model=model, overwrite=True) == saved
-    assert sorted(saved.beneath()) != names
+    assert not set(names[1:]) & set(saved.beneath())  # both were whole until the manifest was replaced
     assert len(saved.beneath()) == 3  # no optimizer this time, and nothing of the one before
     verify_checkpoint(saved).raise_if_damaged()
     done = CliRunner().invoke(app, ["ckpt", "prune", root, "--keep", "1"])
