@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--batch-size", type=int, default=8, help="of each rank")
 args = parser.parse_args()
 

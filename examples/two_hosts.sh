@@ -7,4 +7,4 @@
 # HYBRID_SHARD keeps gathers inside a host: --strategy HYBRID_SHARD.
 set -eu
 exec fullshard launch --num_machines 2 --num_processes "${PROCESSES:-4}" --main_process_ip "$1" \
-    "$(dirname "$0")/own_loop.py" --steps 30
+    "$(dirname "$0")/own_loop.py"

@@ -134,6 +134,27 @@ def test_the_first_run(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=place, env=environment(), check=True, timeout=120)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_fine_tuning(tmp_path: Path) -> None:
+    """All that the tutorial runs, on a small model: all weights, LoRA, QLoRA, and the adapters merged."""
+    place = make_place(tmp_path)
+    make = "import sys, shutil; sys.path.insert(0, 'examples'); import small; shutil.copytree(small.model(), 'base')"
+    subprocess.run([sys.executable, "-c", make], cwd=place, env=environment(), check=True, timeout=120)
+    page = DOCS / "tutorials" / "fine-tune.md"
+    [data, *_] = blocks(page, "bash")
+    subprocess.run(["bash", "-c", data], cwd=place, check=True, timeout=20)
+    told = [words for words in commands(page) if words[1] in ("sft", "merge")]
+    assert [words[1] for words in told] == ["sft", "sft", "sft", "merge"]
+    for words in told:
+        few = ["--max_steps", "2", "--report_to", "none"] if words[1] == "sft" else []
+        command = [word.replace("Qwen/Qwen3-0.6B", "base") for word in (*words, *few)]
+        run(shlex.join(command), place, proof=words[1] == "sft")
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(place / "out" / "merged")
+
+
 def test_every_page_is_in_the_site_and_every_name_has_a_place() -> None:
     text = re.sub(r"!!python/name:\S+", "", (ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"([\w/-]+\.md)$", text[text.index("nav:") : text.index("not_in_nav:")], re.MULTILINE))

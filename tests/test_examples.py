@@ -18,8 +18,10 @@ from typing import Any
 import jsonschema
 import pytest
 from ruamel.yaml import YAML
+from typer.testing import CliRunner
 
-from tests.launching import LAUNCH, environment, launch, started
+from fullshard.cli.main import app
+from tests.launching import LAUNCH, environment, started
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -275,7 +277,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("name", ["kubernetes_pytorchjob.yaml", "kubernetes_trainjob.yaml"])
-def test_manifests(name: str, place: Path) -> None:
+def test_manifests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content = YAML(typ="safe").load(EXAMPLES / name)
     jsonschema.validate(content["spec"], SPECS[f"{content['apiVersion']} {content['kind']}"])
     assert re.fullmatch(r"[a-z0-9-]{1,40}", content["metadata"]["name"])
@@ -287,24 +289,23 @@ def test_manifests(name: str, place: Path) -> None:
         words = roles["Master"]["template"]["spec"]["containers"][0]["command"]
         assert words[words.index("--main_process_ip") + 1] == f"{content['metadata']['name']}-master-0"
     told = [re.sub(r"\$\((\w+)\)", lambda found: TOLD[found[1]], word) for word in words]
-    done = subprocess.run(
-        [told[0], told[1], "--dry_run", "--device", "cpu", *told[2:]],
-        cwd=place,
-        env=_environment(place),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    launched("--dry_run", "--device", "cpu", *told[2:], monkeypatch=monkeypatch)
+
+
+def launched(*words: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `fullshard launch` prints that starts nothing."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HOME", "/nonexistent")
+    result = CliRunner().invoke(app, ["launch", *words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.mark.parametrize("kind", ["kubernetes", "trainjob"])
-def test_what_launch_prints_has_the_same_shape(kind: str, place: Path) -> None:
+def test_what_launch_prints_has_the_same_shape(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--num_machines 2 --num_processes 16 --device cuda --mixed_precision bf16 --print"
-    done = launch(*flags.split(), kind, "examples/own_loop.py", "--out", "$(date)", cwd=place)
-    assert done.returncode == 0, done.stderr
-    content = YAML(typ="safe").load(done.stdout)
+    words = [*flags.split(), kind, "examples/own_loop.py", "--out", "$(date)"]
+    content = YAML(typ="safe").load(launched(*words, monkeypatch=monkeypatch))
     jsonschema.validate(content["spec"], SPECS[f"{content['apiVersion']} {content['kind']}"])
     if kind == "trainjob":
         trainer = content["spec"]["trainer"]

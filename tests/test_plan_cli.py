@@ -235,6 +235,7 @@ def test_the_best_is_written_as_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "best.yaml"
     done = run("-m", "Llama-2-7B", "-d", "16xA100", "--micro-batch", "4", "--auto", "--write", str(path), "--json")
     assert done.returncode == 0, done.stderr
+    assert f"run it with fullshard launch --config_file {path} SCRIPT" in done.stderr
     values = json.loads(done.stdout)
     config = resolve([load_file(path)]).config
     assert config.launch.num_processes == 16 and config.launch.num_machines == 2

@@ -275,7 +275,7 @@ def _write(plan: Plan, path: Path, *, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} is there already", hint="add --overwrite, or name another file")
     path.write_text(write_native(as_run_config(plan)), encoding="utf-8")
-    typer.echo(f"wrote {path}: run it with fullshard launch --config {path} SCRIPT", err=True)
+    typer.echo(f"wrote {path}: run it with fullshard launch --config_file {path} SCRIPT", err=True)
 
 
 def _calibrate(path: Path) -> None:
