@@ -157,18 +157,18 @@ def train_slowly(directory: str, slow: int | None, seconds: float) -> tuple[list
     model.set_replica_check("raise", every=EVERY)
     model.register_forward_pre_hook(lambda *_: time.sleep(seconds * (3 if rank == slow else 1)))
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        steps(model, optimizer, 0, 2 * EVERY + 1)
+        steps(model, optimizer, 0, EVERY + 1)
     return said.getvalue().splitlines(), model.rank_paces()
 
 
 def test_a_rank_that_sleeps_is_named_and_nobody_else(tmp_path: Path) -> None:
     lines, paces = run_ranks(train_slowly, 3, str(tmp_path), 1, 0.05)[0]
     words = rf"rank 1 \(process \d+ on \S+\) is slow: 0\.\d\d of the median speed over the last {EVERY} steps; it comp"
-    assert len(lines) == 2 and all(re.search(words, line) for line in lines)
+    assert len(lines) == 1 and re.search(words, lines[0])
     assert paces[1].computing > 0.14 > 0.09 > paces[1].waiting
     assert all(paces[rank].computing < 0.12 and paces[rank].waiting > 0.05 for rank in (0, 2))
     events = [event for event in read_journal(tmp_path) if event["kind"] == "slow"]
-    assert [event["rank"] for event in events] == [1, 1] and events[0]["computing"] > events[0]["median"]
+    assert [event["rank"] for event in events] == [1] and events[0]["computing"] > events[0]["median"]
 
 
 @pytest.mark.full

@@ -573,18 +573,18 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
     """Where a server for two or three hosts listens."""
     monkeypatch.setattr(rendezvous_server, "REGROUP_SECONDS", 0.2)
     listening = socket.create_server((LOOPBACK, 0))
-    opened(RendezvousServer(listening, 3, least=2, last_call=0.5)).start()
+    opened(RendezvousServer(listening, 3, least=2, last_call=0.3)).start()
     return LOOPBACK, listening.getsockname()[1]
 
 
 def test_fewer_hosts_start_when_nobody_else_has_come(elastic: tuple[str, int]) -> None:
     first, second = Host(elastic, "a"), Host(elastic, "b")
     first.send("join", port=7)
-    time.sleep(0.7)
+    time.sleep(0.4)
     begin = time.monotonic()
     second.send("join", port=0)
     assert [host.hear("start")["hosts"] for host in (first, second)] == [2, 2]
-    assert time.monotonic() - begin > 0.4, "a third might have come"
+    assert time.monotonic() - begin > 0.25, "a third might have come"
 
 
 def test_all_hosts_start_at_once_and_go_on_without_the_lost_one(elastic: tuple[str, int]) -> None:
