@@ -19,7 +19,9 @@ _HINTS = {
     "hf": "a model or data of the hub is named without its address: ORGANISATION/NAME",
 }
 _LONGEST_NAME = 255
-_ELSEWHERE = "mount the storage and give the path of the mount; checkpoints alone may be at a URL: docs/checkpoints.md"
+_ELSEWHERE = (
+    "mount the storage and give the path of the mount; checkpoints alone may be at a URL (--checkpoint-dir, save_state)"
+)
 
 
 def refuse_url(written: str) -> None:
@@ -31,7 +33,7 @@ def refuse_url(written: str) -> None:
     if found := _URL.match(written):
         scheme = found[1].lower()
         raise ConfigError(
-            f"{written!r} is a URL, expected a path on this host: storage behind {scheme}:// is not read or written",
+            f"{written!r} is a URL, expected a path on this host: this is not read from or written to {scheme}://",
             hint=_HINTS.get(scheme.removesuffix("s"), _ELSEWHERE),
         )
 
