@@ -249,7 +249,7 @@ def run_train(inputs: Path, output: Path, nproc: int, *more: str) -> tuple[list[
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fullshard_train(inputs: Path, tmp_path: Path, precision: str) -> None:
     """The command, with dropout and tied embeddings: 1, 2, 4 and 8 processes, and one job that shrinks twice."""
-    options = ("--steps", "6", "--save-every", "2", "--precision", precision)
+    options = ("--steps", "6", "--save-every", "2", "--keep-checkpoints", "3", "--precision", precision)
     metrics, weights, said = run_train(inputs, tmp_path / "1", 1, *options)
     assert "deterministic across world sizes: 8 virtual ranks, 8 on each of 1 rank, with 1 thread" in said
     for nproc, more in ((2, ()), (4, ("--strategy", "NO_SHARD")), (8, ())):
