@@ -56,6 +56,10 @@ int64_t meet(int64_t communicator, int64_t member, int64_t size, c10::string_vie
   bool on_device = (!outputs.empty() && is_here(outputs[0])) || (!inputs.empty() && is_here(inputs[0]));
   int device = on_device ? (outputs.empty() ? inputs : outputs)[0].device().index() : current_device;
   int64_t id = on_device ? current_stream(device) : -1 - communicator;
+  Here here(std::string(what).c_str());
+  std::vector<Use> uses;
+  for (const auto& t : inputs) if (is_here(t)) uses.push_back(use_of(t, false));
+  for (const auto& t : outputs) if (is_here(t)) uses.push_back(use_of(t, true));
   {
     std::lock_guard guard(lock);
     auto number = entered[{communicator, member}]++;
@@ -81,7 +85,7 @@ int64_t meet(int64_t communicator, int64_t member, int64_t size, c10::string_vie
     bool all = true;
     for (auto& part : kept->parts) all = all && part;
     if (all) meetings.erase({communicator, number});
-    return launch(device, id, {description, nullptr, std::nullopt, kept}) + 1;
+    return launch(device, id, {description, nullptr, std::nullopt, kept, uses}) + 1;
   }
 }
 

@@ -6,6 +6,7 @@
 //   Arena      memory that CPU kernels cannot reach: its pages at device addresses have no access rights, and the tasks
 //              use a second mapping of them
 //   Device     streams, the stream-ordered caching allocator, statistics
+//   Clock      what orders what, to look for races in whatever order tasks run
 //   Meeting    one collective: it happens when the last of its members has come to it
 //   Host       a rank's program. One runs at a time; it hands over when it must wait for another one, so that a run is
 //              the same each time, and so that a deadlock is found when it is there and not by a time-out
@@ -26,7 +27,7 @@
 
 namespace {
 
-struct Event { Point point; };
+struct Event { Point point; Clock clock; };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   using D = c10::Device;
@@ -56,13 +57,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const S& s, const c10::DeviceIndex, const c10::EventFlag) const override {
     std::lock_guard guard(lock);
     if (!*event) *event = new Event;
-    static_cast<Event*>(*event)->point = {s.device_index(), s.id(), stream_at(s.device_index(), s.id()).queued};
+    auto* made = static_cast<Event*>(*event);
+    made->point = {s.device_index(), s.id(), stream_at(s.device_index(), s.id()).queued};
+    made->clock = looks_for_races ? clock_of(s.device_index(), s.id()) : Clock();
   }
   void block(void* event, const S& s) const override {
     if (!event || has_stubs) return;
     auto point = static_cast<Event*>(event)->point;
     if (point.device == s.device_index() && point.stream == s.id()) return;
+    std::lock_guard guard(lock);
     launch(s.device_index(), s.id(), {"wait", nullptr, point});
+    stream_at(s.device_index(), s.id()).clock.join(static_cast<Event*>(event)->clock);
   }
   bool queryEvent(void* event) const override {
     if (!event || has_stubs) return true;
@@ -71,19 +76,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto& stream = stream_at(point.device, point.stream);
     bool over = stream.done >= point.at;
     if (!over) advance(point.device, point.stream, stream.done + 1);  // who asks again and again is answered in the end
+    else devices[point.device].host.join(static_cast<Event*>(event)->clock);
     return over;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryStream(const S& s) const override {
     std::lock_guard guard(lock);
     auto& stream = stream_at(s.device_index(), s.id());
-    return stream.done >= stream.queued;
+    bool over = stream.done >= stream.queued;
+    if (over && looks_for_races) devices[s.device_index()].host.join(clock_of(s.device_index(), s.id()));
+    return over;
   }
   void synchronizeStream(const S& s) const override { ::block(s.device_index(), s.id(), "stream.synchronize"); }
   void synchronizeEvent(void* event) const override {
     if (!event || has_stubs) return;
     auto point = static_cast<Event*>(event)->point;
-    ::block(point.device, point.stream, point.at, "event.synchronize");
+    ::block(point.device, point.stream, point.at, "event.synchronize", &static_cast<Event*>(event)->clock);
   }
   void synchronizeDevice(const c10::DeviceIndex d) const override {
     int device = d < 0 ? current_device : d;
@@ -114,11 +122,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     // As on CUDA: another block, and what was there is copied in the order of the current stream.
     int device = storage.device().index();
+    Here here("resize");
     auto fresh = allocate(nbytes, device);
     auto kept = std::min(nbytes, storage.nbytes());
     if (kept) {
       auto *to = arena().for_tasks(fresh.get()), *from = arena().for_tasks(storage.data());
-      launch(device, current_stream(device), {"resize", [=] { memcpy(to, from, kept); }});
+      auto read = uintptr_t(storage.data()), written = uintptr_t(fresh.get());
+      std::vector<Use> uses{{read, read + kept, false}, {written, written + kept, true}};
+      launch(device, current_stream(device), {"resize", [=] { memcpy(to, from, kept); }, std::nullopt, nullptr, uses});
     }
     auto* impl = storage.unsafeGetStorageImpl();
     impl->set_data_ptr_noswap(std::move(fresh));
@@ -208,7 +219,7 @@ void simulated_leave(int rank) { leave(rank); }
 void simulated_reset(int order, int seed) {
   std::lock_guard guard(lock);
   policy = Policy(order);
-  failure.clear(); deadlock.clear(); meetings.clear(); entered.clear();
+  failure.clear(); deadlock.clear(); meetings.clear(); entered.clear(); last_uses.clear();
   running = -1;
   for (int d = 0; d < DEVICES; d++) {
     dice[d].seed(seed * DEVICES + d);
@@ -217,6 +228,26 @@ void simulated_reset(int order, int seed) {
     for (auto& [id, stream] : devices[d].streams) {
       stream.tasks.clear(); stream.done = stream.queued; stream.advancing = false;
     }
+  }
+}
+// From here on look for races; without a callback, do not.
+void simulated_look_for_races(int64_t (*callback)(const char*)) {
+  std::lock_guard guard(lock);
+  on_access = callback; looks_for_races = callback != nullptr;
+  races.clear(); last_uses.clear();
+  for (auto& device : devices) {
+    device.host = {};
+    for (auto& [id, stream] : device.streams) stream.clock = {};
+  }
+}
+int64_t simulated_races() { return int64_t(races.size()); }
+// One of them: device, bytes, and of either access where, in which stream (0 computes), whether it writes.
+void simulated_race(int64_t number, int64_t* into) {
+  std::lock_guard guard(lock);
+  auto& race = races.at(number);
+  *into++ = race.device; *into++ = int64_t(race.nbytes);
+  for (auto& access : {race.first, race.second}) {
+    *into++ = access.where; *into++ = access.stream - Clock::key(race.device, 0); *into++ = access.writes;
   }
 }
 void simulated_seed(int device, int64_t seed) { devices[device].seed = seed; devices[device].drawn = 0; }

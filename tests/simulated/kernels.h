@@ -32,6 +32,13 @@ Tensor for_tasks(const Tensor& t) {
   return at::from_blob(at, t.sizes(), t.strides(), options);
 }
 
+// The bytes from the first to the last that belong to a tensor.
+Use use_of(const Tensor& t, bool writes) {
+  auto begin = uintptr_t(t.storage().data()) + t.storage_offset() * t.itemsize(), end = begin + (t.numel() ? t.itemsize() : 0);
+  for (int64_t d = 0; t.numel() && d < t.dim(); d++) end += (t.size(d) - 1) * t.stride(d) * t.itemsize();
+  return {begin, end, writes};
+}
+
 IValue map_tensors(const IValue& value, const std::function<Tensor(const Tensor&)>& f) {
   if (value.isTensor()) return value.toTensor().defined() ? IValue(f(value.toTensor())) : value;
   if (value.isTensorList()) {
@@ -156,8 +163,22 @@ void push_results(const c10::OperatorHandle& op, Stack* stack, const Stack& argu
   }
 }
 
+std::vector<Use> uses_of(const c10::OperatorHandle& op, const Stack& arguments, const std::vector<IValue>& made) {
+  std::vector<Use> uses;
+  auto add = [&](const IValue& value, bool writes) {
+    map_tensors(value, [&](const Tensor& t) { if (is_here(t)) uses.push_back(use_of(t, writes)); return t; });
+  };
+  for (size_t i = 0; looks_for_races && i < arguments.size(); i++) {
+    const auto* alias = op.schema().arguments()[i].alias_info();
+    add(arguments[i], alias && alias->isWrite());
+  }
+  for (const auto& value : made) add(value, true);
+  return uses;
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
+  Here here(schema.name().c_str());
   Stack arguments(stack->end() - schema.arguments().size(), stack->end());
   stack->erase(stack->end() - schema.arguments().size(), stack->end());
   int device = device_of(arguments);
@@ -171,7 +192,11 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     return marked_as(t, t.clone());
   };
   auto low = mapped(arguments, c10::kCPU, lower);
-  if (on_host) block(device, stream, schema.name().c_str());
+  if (on_host) {
+    block(device, stream, schema.name().c_str());
+    std::lock_guard guard(lock);
+    if (looks_for_races) check_uses(device, stream, uses_of(op, arguments, {}));
+  }
 
   if (depends_on_values && !(schema.returns().size() && schema.returns()[0].alias_info())) {
     std::lock_guard guard(lock);
@@ -217,15 +242,17 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       for (auto& value : values) map_tensors(value, [&](const Tensor& t) { fresh.at(next++).copy_(t); return t; });
   };
   if (op.hasTag(at::Tag::nondeterministic_seeded)) run = seeded(device, run);
-  launch(device, stream, {name, run});
+  launch(device, stream, {name, run, std::nullopt, nullptr, uses_of(op, arguments, made)});
   push_results(op, stack, arguments, made);
 }
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  Here here("copy");
+  std::vector<Use> uses{use_of(source, false), use_of(target, true)};
   if (is_here(source) && is_here(target)) {
     int device = target.device().index();
     auto from = for_tasks(source), to = for_tasks(target);
-    launch(device, current_stream(device), {"copy", [=] { to.copy_(from); }});
+    launch(device, current_stream(device), {"copy", [=] { to.copy_(from); }, std::nullopt, nullptr, uses});
     return target;
   }
   bool arrives = is_here(target);
@@ -249,11 +276,11 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
       launch(device, current_stream(device), {"copy", [=] {
         if (arrives) to.copy_(raw); else raw.copy_(from);
         pinned->pages.at(start).uses--; pinned->drop(start);
-      }});
+      }, std::nullopt, nullptr, uses});
     }
   }
   if (is_late) return target;
-  auto at = launch(device, current_stream(device), {"copy", [=] { to.copy_(from); }});
+  auto at = launch(device, current_stream(device), {"copy", [=] { to.copy_(from); }, std::nullopt, nullptr, uses});
   block(device, current_stream(device), at + 1, arrives ? "copy to the device" : "copy to the host");
   return target;
 }

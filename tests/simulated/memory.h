@@ -65,7 +65,10 @@ struct Pool {
       bool over = true;
       for (auto& use : late[i]->uses) over = over && stream_at(use.device, use.stream).done >= use.at;
       if (!over) { i++; continue; }
-      auto* block = late[i]; late.erase(late.begin() + i); give(block);
+      auto* block = late[i]; late.erase(late.begin() + i);
+      auto begin = uintptr_t(arena().device + block->offset);
+      for (auto& use : block->uses) forget_stream(begin, begin + block->nbytes, Clock::key(use.device, use.stream), use.at);
+      give(block);
     }
     size_t nbytes = std::max(SMALLEST, (requested_nbytes + SMALLEST - 1) / SMALLEST * SMALLEST);
     bool is_small = nbytes <= MIB;
@@ -126,6 +129,7 @@ struct Pool {
         if (block->before || block->after) { ++it; continue; }
         it = blocks.erase(it);
         madvise(arena().host + block->offset, block->nbytes, MADV_REMOVE);
+        forget_uses(uintptr_t(arena().device + block->offset), uintptr_t(arena().device + block->offset + block->nbytes));
         holes.insert({block->nbytes, block->offset}); reserved -= block->nbytes; segments--;
         delete block;
       }
@@ -143,6 +147,7 @@ void deallocate(void* context) {
 }
 
 c10::DataPtr allocate(size_t nbytes, int device) {
+  Here here("allocation");
   std::lock_guard guard(lock);
   c10::Device place(SIM, device);
   if (nbytes == 0) return {nullptr, new Allocation{device, nullptr}, &deallocate, place};
@@ -164,9 +169,10 @@ c10::DataPtr allocate(size_t nbytes, int device) {
     }
     if (size) poisoned.push_back({offset, size});
   }
-  launch(device, id, {"allocation", [poisoned] {
-    for (auto [offset, size] : poisoned) memset(arena().host + offset, 0xFF, size);
-  }});
+  Task task{"allocation", [poisoned] { for (auto [offset, size] : poisoned) memset(arena().host + offset, 0xFF, size); }};
+  for (auto [offset, size] : poisoned)
+    task.uses.push_back({uintptr_t(arena().device + offset), uintptr_t(arena().device + offset + size), true});
+  launch(device, id, std::move(task));
   return {arena().device + block->offset, new Allocation{device, block}, &deallocate, place};
 }
 
@@ -231,6 +237,7 @@ struct Pinned final : c10::Allocator {
     TORCH_CHECK(posix_memalign(&at, 4096, nbytes) == 0, "out of page-locked memory");
     memset(at, 0xFF, nbytes);
     pages[(uintptr_t)at] = {nbytes};
+    forget_uses(uintptr_t(at), uintptr_t(at) + nbytes);
     return {at, at, &freed, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &freed; }

@@ -31,6 +31,7 @@ class Mutation:
         file, old, new: what is where, once, and what stands there instead.
         found_by: the program that gives a wrong number then.
         also: what else is taken out of the file, where either of two waits would do.
+        is_race: two streams use memory in no order then; else it is the host that comes too early.
     """
 
     what: str
@@ -39,6 +40,7 @@ class Mutation:
     new: str
     found_by: str
     also: tuple[str, ...] = ()
+    is_race: bool = True
 
     @property
     def changed(self) -> str:
@@ -129,6 +131,7 @@ MUTATIONS = (
         "        if self.copied is not None:\n            self.copied.synchronize()\n",
         "",
         "hook, main weights",
+        is_race=False,
     ),
     Mutation(
         "the host does not wait for copies that still read main weights",
@@ -136,6 +139,7 @@ MUTATIONS = (
         "            self._reading.synchronize()\n",
         "",
         "changed at once",
+        is_race=False,
     ),
     Mutation(
         "the host does not wait for optimizer state",
@@ -143,6 +147,7 @@ MUTATIONS = (
         "        if self._pins:\n            torch.accelerator.current_stream(self._device).synchronize()",
         "        pass",
         "state looked at",
+        is_race=False,
     ),
     Mutation(
         "activations: memory goes before they have left",
@@ -164,6 +169,7 @@ MUTATIONS = (
         "            host.finish()\n",
         "            pass\n",
         "state looked at",
+        is_race=False,
     ),
     Mutation(
         "a save does not wait for its copies",
@@ -171,6 +177,7 @@ MUTATIONS = (
         "            torch.accelerator.synchronize()\n",
         "            pass\n",
         "staged",
+        is_race=False,
     ),
     Mutation(
         "after a forward copies may still read main weights",
@@ -179,6 +186,7 @@ MUTATIONS = (
         "backward the user may change main weights at once\n",
         "            other.rest()\n",
         "changed at once",
+        is_race=False,
     ),
     Mutation(
         "after a backward and at the step copies may still read main weights",
@@ -187,6 +195,7 @@ MUTATIONS = (
         "        self._end_backward()\n",
         "changed at once",
         also=("        self.settle()  # a peer may still be reading main weights where they are\n",),
+        is_race=False,
     ),
     Mutation(
         "without streams of their own copies may still read main weights",
@@ -194,6 +203,7 @@ MUTATIONS = (
         "            self._reading = torch.accelerator.current_stream(self._device).record_event()\n",
         "            pass\n",
         "changed at once, in turn",
+        is_race=False,
     ),
     Mutation(
         "a hook does not wait for what it is given",
@@ -215,6 +225,7 @@ MUTATIONS = (
         "        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()\n",
         "        pass\n",
         "scaled",
+        is_race=False,
     ),
     Mutation(
         "a fused optimizer on the host does not wait for the scale",
@@ -222,6 +233,7 @@ MUTATIONS = (
         "                setattr(optimizer, name, value.cpu())\n",
         "                pass\n",
         "scaled, fused",
+        is_race=False,
     ),
 )
 
@@ -231,12 +243,21 @@ def run(source: Path, expected: Path, *names: str) -> list[str]:
 
     The first time it makes what is expected.
     """
+    return _run(source, "tests.simulated.programs", str(expected), *names).split("\n")[:-1]
+
+
+def races(source: Path, *names: str) -> str:
+    """What two streams use in no order in these programs, with the package in a folder."""
+    return _run(source, "tests.simulated.races", *names)
+
+
+def _run(source: Path, module: str, *arguments: str) -> str:
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(source), str(SOURCE.parent)]), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "tests.simulated.programs", str(expected), *names]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise RuntimeError(f"the programs did not end well:\n{done.stdout}\n{done.stderr[-3000:]}")
-    return done.stdout.split("\n")[:-1]
+    return done.stdout
 
 
 def main() -> None:

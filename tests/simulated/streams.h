@@ -11,6 +11,8 @@
 #include <random>
 #include <set>
 
+#include "races.h"
+
 extern "C" {  // of Python, which has loaded this
 int PyGILState_Check();
 void* PyEval_SaveThread();
@@ -45,12 +47,14 @@ struct Task {
   std::function<void()> run;
   std::optional<Point> after;         // a wait for another stream
   std::shared_ptr<Meeting> meeting;   // a part in a collective
+  std::vector<Use> uses;
 };
 struct Stream {
   std::deque<Task> tasks;
   int64_t done = 0, queued = 0;
   bool advancing = false;
   std::vector<std::pair<size_t, size_t>> freed;  // offset and size of what the next allocation may overwrite
+  Clock clock;                                   // what is over before its next task
 };
 struct Meeting {
   std::string what;
@@ -71,12 +75,29 @@ std::map<std::pair<int, int>, int64_t> entered;                        // by com
 int64_t generation = 0;  // counts what may let a host that waits go on
 void (*on_block)(const char*) = nullptr;
 
-struct Device { std::map<int64_t, Stream> streams; int64_t last = 0; int64_t seed = 0, drawn = 0; };
+struct Device {
+  std::map<int64_t, Stream> streams;
+  int64_t last = 0, seed = 0, drawn = 0;
+  Clock host;  // what its rank's program knows to be over
+};
 Device devices[DEVICES];
 
 Stream& stream_at(int device, int64_t id) { return devices[device].streams[id]; }
 int index_of(c10::Device device) { return device.index() < 0 ? current_device : device.index(); }
 int64_t current_stream(int device) { return current_streams[device]; }
+
+// What is over when all that is in a stream now is.
+Clock clock_of(int device, int64_t id) {
+  auto clock = stream_at(device, id).clock;
+  clock.raise(Clock::key(device, id), stream_at(device, id).queued);
+  return clock;
+}
+
+void check_uses(int device, int64_t id, const std::vector<Use>& uses) {
+  auto& stream = stream_at(device, id);
+  stream.clock.join(devices[device].host);
+  for (auto& use : uses) check_use(device, stream.clock, use, {Clock::key(device, id), stream.queued, place_now});
+}
 
 void check_failure() { TORCH_CHECK(failure.empty(), "the device has failed: ", failure); }
 
@@ -144,6 +165,7 @@ int64_t launch(int device, int64_t id, Task task) {
   check_failure();
   auto& stream = stream_at(device, id);
   bool meets = task.meeting != nullptr;
+  if (looks_for_races) check_uses(device, id, task.uses);
   stream.tasks.push_back(std::move(task));
   int64_t at = stream.queued++;
   if (meets) {  // another rank's stream may go on now
@@ -229,11 +251,12 @@ void leave(int rank) {
   if (any) hand_over(rank);
 }
 
-// Have the host wait until the tasks of a stream before number `upto` are done.
-void block(int device, int64_t id, int64_t upto, const char* reason) {
+// Have the host wait until the tasks of a stream before number `upto` are done, and with them what a clock says.
+void block(int device, int64_t id, int64_t upto, const char* reason, const Clock* known = nullptr) {
   if (on_block) on_block(reason);
   WithoutGil without;
   std::unique_lock held(lock);
+  if (looks_for_races) devices[device].host.join(known ? *known : clock_of(device, id));
   while (!advance(device, id, upto)) {
     check_failure();
     bool is_rank = hosts[device].is_running && running == device;
