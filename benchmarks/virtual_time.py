@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from benchmarks.record import RESULTS
 from fullshard.api.simulation import NoWeights, transformers_model
@@ -173,10 +174,19 @@ def with_fullshard(model: nn.Module, case: Case) -> nn.Module:
 
 
 def with_fsdp2(model: nn.Module, case: Case) -> nn.Module:
-    """Sharded as torch's documentation does it: layer by layer, then the whole."""
+    """Sharded as torch's documentation does it: layer by layer, then the whole.
+
+    Experts are cut along their second dim where there are fewer than ranks, as torchtitan does: along the first each
+    would be padded to the number of ranks.
+    """
     units, apart = _parts(model, case)
-    mesh = init_device_mesh("meta", (torch.distributed.get_world_size(),))
-    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": TorchPolicy(torch.bfloat16, torch.float32)}
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("meta", (ranks,))
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": TorchPolicy(torch.bfloat16, torch.float32),
+        "shard_placement_fn": lambda weight: Shard(1) if weight.ndim == 3 and len(weight) < ranks else None,
+    }
     for unit in units:
         fully_shard(unit, **settings)
     for number, unit in enumerate(apart):  # the head is wanted again at once

@@ -23,7 +23,7 @@ from fullshard.plan.hardware import DEVICES, Device, find_device, parse_cluster,
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.optimizers import OPTIMIZERS
-from fullshard.plan.time import LAYER_OPS
+from fullshard.plan.time import LAYER_OPS, steps
 
 MEASURED = dataclasses.replace(
     DEVICES["CPU"],
@@ -71,6 +71,12 @@ def test_operations_of_a_layer() -> None:
     one, three = count(1), count(3)
     for planned, few, many in zip(LAYER_OPS, one, three, strict=True):
         assert planned == pytest.approx((many - few) / 2, rel=0.1)
+
+
+def test_an_all_reduce_of_many_ranks_goes_up_and_down_a_tree() -> None:
+    """So that a message of a few bytes among 1,024 ranks takes microseconds, where a ring takes 6 milliseconds."""
+    assert [steps(ranks, times=2) for ranks in (2, 3, 8, 1024)] == [2, 4, 6, 20]
+    assert [steps(ranks, times=1) for ranks in (2, 3, 8, 1024)] == [1, 2, 7, 1023]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "sgd-momentum"])

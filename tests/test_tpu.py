@@ -75,7 +75,10 @@ def test_other_numbers_of_ranks_train_as_on_the_cpu(tmp_path: Path, ranks: int) 
         {"precision": "packed"},
     ]
     alone = [{"offload": "main weights"}, {"offload": "optimizer state", "precision": "bf16"}]
-    zero = [{"strategy": "SHARD_OPTIMIZER", "loop": "accumulating"}, {"strategy": "SHARD_GRAD_OPTIMIZER", "loop": "no_sync"}]
+    zero = [
+        {"strategy": "SHARD_OPTIMIZER", "loop": "accumulating"},
+        {"strategy": "SHARD_GRAD_OPTIMIZER", "loop": "no_sync"},
+    ]
     common = [{}, *zero, {"loop": "in backward"}]
     trains(tmp_path, ranks, *common, *(several if ranks > 1 else alone))
 

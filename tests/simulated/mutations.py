@@ -247,15 +247,15 @@ def run(source: Path, expected: Path, *names: str) -> list[str]:
 
 
 def races(source: Path, *names: str) -> str:
-    """What two streams use in no order in these programs, with the package in a folder."""
-    return _run(source, "tests.simulated.races", *names)
+    """What two streams use in no order in these programs, with the package in a folder, however those end."""
+    return _run(source, "tests.simulated.races", *names, check=False)
 
 
-def _run(source: Path, module: str, *arguments: str) -> str:
+def _run(source: Path, module: str, *arguments: str, check: bool = True) -> str:
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(source), str(SOURCE.parent)]), OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
+    if done.returncode and (check or not done.stdout):
         raise RuntimeError(f"the programs did not end well:\n{done.stdout}\n{done.stderr[-3000:]}")
     return done.stdout
 

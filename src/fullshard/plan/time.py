@@ -11,7 +11,7 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
     what is on the host   bytes / 25 GB/s, either way beside computing; the optimizer reads the host's memory
-    latency of a ring     14 microseconds, and (S - 1) steps of 3
+    latency of a ring     14 microseconds, and (S - 1) steps of 3; of an all-reduce twice, or up and down a tree
     host                  5 microseconds per operation, 0.4 ms per unit; the device waits where that is longer
     loss                  the float32 logits, read or written six times
     optimizer             bytes read and written / memory bandwidth
@@ -76,6 +76,18 @@ COMPILED_OPS = 0.15
 
 LAYER_OPS = (73, 138)
 """ATen operations of a layer's forward and of its backward, counted in a Llama layer (`tests/test_plan_time.py`)."""
+
+
+def steps(ranks: int, *, times: int) -> int:
+    """Steps that a collective of `ranks` ranks takes one after another.
+
+    Args:
+        ranks: in its group.
+        times: 1: an all-gather or a reduce-scatter, around a ring; 2: an all-reduce, which is both, or goes up and down
+            a tree, whichever is shorter (NCCL's double binary trees, since 2.4: as many bytes, log2(ranks) steps).
+    """
+    ring = times * (ranks - 1)
+    return ring if times == 1 else min(ring, 2 * math.ceil(math.log2(ranks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +461,7 @@ class _Clock:
         inside, across = carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
         inside /= device.link * device.link_efficiency
         across /= device.network * device.link_efficiency
-        latency = times * (BASE_LATENCY + (ranks - 1) * STEP_LATENCY)
+        latency = times * BASE_LATENCY + steps(ranks, times=times) * STEP_LATENCY
         if device.is_cpu and not across:
             if times == 2 and device.replicate_link:
                 inside *= device.link * device.link_efficiency / device.replicate_link

@@ -21,7 +21,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.values import answered
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
-from fullshard.plan.time import CONTENTION, STEP_LATENCY
+from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged
 
 
@@ -233,7 +233,7 @@ class VirtualDevice(torch_private.DispatchMode):
         return (
             "link" if inside >= across else "link between hosts",
             max(inside, across),
-            times * (ranks - 1) * STEP_LATENCY,
+            steps(ranks, times=times) * STEP_LATENCY,
         )
 
     # -- memory -------------------------------------------------------------------------------------------------
