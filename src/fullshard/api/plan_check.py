@@ -185,7 +185,7 @@ class PlanCheck:
         planned = sum(b.main_nbytes for b in layout.buckets if b.trainable)
         if not self._job.step_in_backward:
             parameters = [p for unit in self._units for bucket in unit.buckets for p in bucket.sharded_parameters]
-            return Deviation("gradients", planned, _storage_nbytes(local_gradients(parameters)))
+            return Deviation("gradients", planned, storage_nbytes(local_gradients(parameters)))
         if self._job.accumulation == 1 or not self._job.sync_each_micro_batch:
             planned = max(event.nbytes for event in predicted if event.kind is EventKind.BUCKET_STEP)
         return Deviation("gradients at once", planned, self._most_gradients)
@@ -235,7 +235,7 @@ class PlanCheck:
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         own = [p for bucket in trained for p in bucket.sharded_parameters if id(p) in held]
         planned = round(sum(p.interval.numel * self._state_nbytes(p) for p in own)) + self._owned_nbytes()
-        found = _storage_nbytes(
+        found = storage_nbytes(
             value
             for parameter in own
             for value in as_local(self._optimizer.state.get(parameter, {})).values()
@@ -355,7 +355,7 @@ def _most_gathered(events: list[Event], layout: ModelLayout) -> int:
     return most
 
 
-def _storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
+def storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the storages behind `tensors`, each counted once."""
     storages = {
         torch_private.storage_id(s): s.nbytes() for t in tensors if t is not None for s in [t.untyped_storage()]

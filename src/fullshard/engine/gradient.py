@@ -116,6 +116,19 @@ class Gradient:
         return (0 if self._main is None else self._main.nbytes) + (0 if self._sums is None else self._sums.nbytes)
 
     @property
+    def collected_nbytes(self) -> int:
+        """Bytes of unsharded gradients, those included that a reduction still reads."""
+        being_reduced = 0 if self._reducing is None else self._spec.layout.full_numel * self.dtype.itemsize
+        return being_reduced + (0 if self._full is None else self._full.nbytes)
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of this rank's interval of gradients, as far as they are reduced, published or not."""
+        shards = [shard for shard in (self._held, self._earlier, self._main) if shard is not None]
+        being_added = 0 if self._replicating is None else self._spec.layout.shard_numel * self.dtype.itemsize
+        return being_added + sum(shard.nbytes for shard in shards)
+
+    @property
     def is_collecting(self) -> bool:
         """Whether there are unsharded gradients that no reduction has taken yet."""
         return self._full is not None

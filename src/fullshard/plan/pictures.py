@@ -10,10 +10,10 @@ from typing import Any
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import EventKind
 from fullshard.core.imports import import_extra
-from fullshard.core.sizes import GIB
+from fullshard.core.sizes import GIB, MIB
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.hardware import Cluster
-from fullshard.plan.memory import CATEGORIES
+from fullshard.plan.memory import CATEGORIES, Moment
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -104,28 +104,65 @@ def _shown(timeline: Sequence[Any]) -> list[int]:
 
 
 def _draw_step(axes: Any, plan: Plan) -> None:
-    whole = plan.memory.timeline
-    places = _shown(whole)
-    timeline = [whole[place] for place in places]
-    used = [name for name in CATEGORIES if any(moment.nbytes.get(name) for moment in timeline)]
-    series = [[moment.nbytes.get(name, 0) / GIB for moment in timeline] for name in used]
-    axes.stackplot(places, series, labels=used, step="post", linewidth=0)
-    totals = [sum(moment.nbytes.values()) / GIB for moment in timeline]
-    peak = max(range(len(totals)), key=totals.__getitem__)
-    axes.plot(places[peak], totals[peak], marker="v", color="black", markersize=5)
-    words = f"peak {totals[peak]:.1f} GiB, {plan.memory.needed / GIB:.1f} with what the allocator cannot use"
-    side = "left" if peak < len(totals) / 2 else "right"
-    axes.annotate(f" {words} ", (places[peak], totals[peak]), va="bottom", ha=side, fontsize=8)
-    axes.set_ylim(0, 1.12 * max(plan.cluster.device.memory / GIB, totals[peak]))
+    highest = _stack(axes, plan.memory.timeline, GIB)
+    place, total = highest
+    side = "left" if place < len(plan.memory.timeline) / 2 else "right"
+    words = f"peak {total:.1f} GiB, {plan.memory.needed / GIB:.1f} with what the allocator cannot use"
+    axes.annotate(f" {words} ", highest, va="bottom", ha=side, fontsize=8)
+    axes.set_ylim(0, 1.12 * max(plan.cluster.device.memory / GIB, total))
     axes.axhline(plan.cluster.device.memory / GIB, color="black", linestyle="--", label=plan.cluster.device.name)
-    for index, moment in enumerate(whole):
-        is_turn = moment.event.kind is EventKind.FORWARD_END and moment.event.unit == ""
-        if is_turn or moment.event.kind is EventKind.OPTIMIZER_STEP:
-            axes.axvline(index, color="grey", linewidth=0.8)
     axes.set_title(f"{plan.model.name} on {plan.cluster}: memory of one rank over one step")
     axes.set_xlabel("events of the step (grey: end of forward, optimizer step)")
     axes.set_ylabel("GiB")
     _legend_below(axes)
+
+
+def _stack(axes: Any, whole: Sequence[Moment], unit: int) -> tuple[int, float]:
+    """Memory by category over the events of a step; returns where the fullest moment is."""
+    places = _shown(whole)
+    timeline = [whole[place] for place in places]
+    names = dict.fromkeys((*CATEGORIES, *(name for moment in whole for name in moment.nbytes)))
+    used = [name for name in names if any(moment.nbytes.get(name) for moment in timeline)]
+    # A category has its colour in each panel; what is none of the planner's is mostly activations.
+    colors = [f"C{CATEGORIES.index(name if name in CATEGORIES else 'activations') % 10}" for name in used]
+    series = [[moment.nbytes.get(name, 0) / unit for moment in timeline] for name in used]
+    axes.stackplot(places, series, labels=used, colors=colors, step="post", linewidth=0)
+    totals = [moment.total / unit for moment in timeline]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    axes.plot(places[peak], totals[peak], marker="v", color="black", markersize=5)
+    for index, moment in enumerate(whole):
+        is_turn = moment.event.kind is EventKind.FORWARD_END and moment.event.unit == ""
+        if is_turn or moment.event.kind is EventKind.OPTIMIZER_STEP:
+            axes.axvline(index, color="grey", linewidth=0.8)
+    return places[peak], totals[peak]
+
+
+def draw_moments(panels: Mapping[str, Sequence[Moment]], path: Path, *, title: str) -> None:
+    """Write memory by category over the events of a step, one panel below the other on one scale.
+
+    Args:
+        panels: what they are called, and the moments.
+        path: as for `draw`.
+        title: of all.
+
+    Raises:
+        ConfigError: as for `draw`.
+        MissingExtraError: as for `draw`.
+    """
+    most = max(moment.total for moments in panels.values() for moment in moments)
+    unit, word = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    with _saved(path, (10, 4 * len(panels))) as figure:
+        every = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axes, (name, moments) in zip(every, panels.items(), strict=True):
+            highest = _stack(axes, moments, unit)
+            side = "left" if highest[0] < len(moments) / 2 else "right"
+            axes.annotate(f" peak {highest[1]:.1f} {word} ", highest, va="bottom", ha=side, fontsize=8)
+            axes.set_ylim(0, 1.15 * most / unit)
+            axes.set_title(name)
+            axes.set_ylabel(word)
+            _legend_below(axes)
+        every[-1].set_xlabel("events of the step (grey: end of forward, optimizer step)")
+        figure.suptitle(title)
 
 
 def _draw_devices(axes: Any, plan: Plan) -> None:

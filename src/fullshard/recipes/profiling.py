@@ -1,14 +1,21 @@
-"""A profile of a few steps of a run, asked for by a flag."""
+"""What is looked at in a few steps of a run, asked for by a flag: a profile, and what memory holds."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from fullshard.api import ProfileKwargs
+from fullshard.api.memory_timeline import MemoryTimeline, check_is_counted, write_timeline
+from fullshard.api.plan_check import AT_STEP
 from fullshard.config.values import step_range
+from fullshard.observe import require_plots
+from fullshard.plan.memory import Moment
 
 
 class StepProfile:
@@ -51,6 +58,58 @@ class StepProfile:
             self._inside.close()
             self._inside = None
             self._say(f"profile: {self._directory / 'trace.json'}, for https://ui.perfetto.dev")
+
+
+class StepMemory:
+    """Writes what memory holds through the third step of this process: `memory/` in the directory of a run.
+
+    Args:
+        accelerator: has prepared the model.
+        directory: of the run.
+        say: told what was found, or why nothing was.
+        planned: the moments of a step as they were predicted; may be empty.
+
+    Raises:
+        ConfigError: nobody counts what is allocated on this device.
+        MissingExtraError: matplotlib is not installed.
+    """
+
+    def __init__(
+        self, accelerator: Any, directory: Path, say: Callable[[str], None], planned: Sequence[Moment] = ()
+    ) -> None:
+        check_is_counted(accelerator.device)
+        require_plots()
+        self._accelerator, self._directory, self._say, self._planned = accelerator, directory, say, planned
+        self._timeline: MemoryTimeline | None = None
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Training begins, with this optimizer as torch has it."""
+        self._timeline = MemoryTimeline(model, optimizer, self._accelerator.device, when_done=self._write)
+
+    def _write(self, measured: list[Moment]) -> None:
+        title = f"memory of rank 0 of {self._accelerator.num_processes} over one step"
+        rank = self._accelerator.process_index
+        self._say(write_timeline(self._directory / "memory", rank, measured, self._planned, title=title))
+
+    def close(self) -> None:
+        """The run is over."""
+        steps = 0 if self._timeline is None else self._timeline.steps
+        if steps < AT_STEP:
+            self._say(f"memory timeline: there is none, because the run ended after {steps} steps, before {AT_STEP}")
+
+
+def watched(memory: StepMemory) -> Any:
+    """A callback for Transformers' Trainer."""
+    import transformers
+
+    class Watched(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *about: Any, model: Any, optimizer: Any, **further: Any) -> None:
+            memory.begin(model, optimizer.optimizer)
+
+        def on_train_end(self, *about: Any, **further: Any) -> None:
+            memory.close()
+
+    return Watched()
 
 
 def profiled(profile: StepProfile) -> Any:

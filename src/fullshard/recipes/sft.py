@@ -25,7 +25,7 @@ from fullshard.launch.preemption import should_stop
 from fullshard.observe.report import write_report
 from fullshard.recipes.hub import Hub, pushing_later, say
 from fullshard.recipes.optimizers import matrix_optimizer
-from fullshard.recipes.profiling import StepProfile, profiled
+from fullshard.recipes.profiling import StepMemory, StepProfile, profiled, watched
 from fullshard.recipes.sft_arguments import DataArguments, ModelArguments, SFTArguments, read_arguments
 
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -69,6 +69,9 @@ def _run(arguments: SFTArguments) -> Any:
     if arguments.watch.profile:
         directory = Path(arguments.training.output_dir) / "profile"
         trainer.add_callback(profiled(StepProfile(trainer.accelerator, arguments.watch.profile_steps, directory, say)))
+    if arguments.watch.memory_timeline:
+        output = Path(arguments.training.output_dir)
+        trainer.add_callback(watched(StepMemory(trainer.accelerator, output, say)))
     trainer.train(resume_from_checkpoint=_resume(arguments.training.resume_from_checkpoint))
     trainer.save_state()
     _report(Path(arguments.training.output_dir))

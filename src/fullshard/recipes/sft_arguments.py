@@ -71,6 +71,9 @@ class WatchArguments:
     profile_steps: str = field(
         default="3-5", metadata={"help": "The steps to profile, counted from the first of this process."}
     )
+    memory_timeline: bool = field(
+        default=False, metadata={"help": "Write what memory holds through the third step: JSON and a picture."}
+    )
 
 
 NO_EFFECT = {

@@ -50,7 +50,7 @@ from fullshard.recipes.loop import Trainer, learning_rate
 from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.optimizers import matrix_optimizer
 from fullshard.recipes.planned import job_values, plan_run
-from fullshard.recipes.profiling import StepProfile
+from fullshard.recipes.profiling import StepMemory, StepProfile
 from fullshard.recipes.resume import find_checkpoints, load_newest, roll_back, save
 from fullshard.wrap.chunked_loss import use_chunked_loss
 
@@ -85,7 +85,7 @@ def train(arguments: TrainArguments) -> None:
         run_on_main(environment, lambda: console.open(accelerator, arguments))
         held.callback(accelerator.finish_trackers)
         with listening():
-            with _checked_plan(trainer, arguments, console):
+            with _checked_plan(trainer, arguments, console), _memory_watched(trainer, arguments, console):
                 stopped_at = _train_steps(trainer, arguments, data, first_step=first_step, console=console)
             if stopped_at is None:
                 with trainer.averaged():
@@ -228,6 +228,19 @@ def _checked_plan(trainer: Trainer, arguments: TrainArguments, console: Console)
     watch.watch([trainer.model], [trainer.optimizer.optimizer])
     yield
     watch.close()
+
+
+@contextlib.contextmanager
+def _memory_watched(trainer: Trainer, arguments: TrainArguments, console: Console) -> Iterator[None]:
+    """Write what memory holds through the third step inside, if that is wanted."""
+    if not arguments.memory_timeline:
+        yield
+        return
+    planned = () if console.plan is None else console.plan.plan.memory.timeline
+    memory = StepMemory(trainer.accelerator, arguments.output_dir, console.say, planned)
+    memory.begin(trainer.model, trainer.optimizer.optimizer)
+    yield
+    memory.close()
 
 
 def _make_optimizer(model: nn.Module, arguments: TrainArguments, console: Console) -> torch.optim.Optimizer:

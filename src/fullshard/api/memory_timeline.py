@@ -1,0 +1,166 @@
+"""What one rank's memory holds through one step, at each event of the engine: as it is, beside what was planned.
+
+    timeline = MemoryTimeline(model, optimizer, device, when_done=lambda moments: ...)
+
+What the engine holds is known by category. All else that is allocated since the step began is activations, logits and
+what single operations need: `torch.accelerator.memory_allocated` counts it on an accelerator, the C library on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.api.plan_check import AT_STEP, storage_nbytes
+from fullshard.comm.cpu.heap import allocated_nbytes
+from fullshard.comm.device import counts_memory
+from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.events import Event, EventKind
+from fullshard.core.sizes import format_nbytes
+from fullshard.engine.module import units_of
+from fullshard.engine.schedule import schedule_of
+from fullshard.engine.step.state_dict import as_local
+from fullshard.plan.memory import Moment
+from fullshard.plan.pictures import draw_moments
+
+REST = "activations and all else"
+_SHARED = ("main weights", "gathered units", "reduce buffers")
+"""What is in memory that ranks share, where they do."""
+
+
+class MemoryTimeline:
+    """Looks at a rank's memory at every event of one step.
+
+    Args:
+        model: sharded.
+        optimizer: of its parameters.
+        device: of this rank.
+        at_step: which optimizer step to look at, from 1.
+        when_done: called with the moments within that step's `optimizer.step()`, before the update.
+
+    Raises:
+        LifecycleError: the model is not sharded.
+        ConfigError: nobody counts what is allocated there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        at_step: int = AT_STEP,
+        when_done: Callable[[list[Moment]], None],
+    ) -> None:
+        self._units = units_of(model)
+        if not self._units:
+            raise LifecycleError(f"{type(model).__name__} is not sharded", hint="shard it before looking at its memory")
+        check_is_counted(device)
+        self._optimizer, self._device, self._at_step, self._when_done = optimizer, device, at_step, when_done
+        self._schedule = schedule_of(self._units[-1])
+        self._before = self._schedule.event_sink
+        self._schedule.event_sink = self._receive
+        self.steps = 0
+        self._moments: list[Moment] = []
+        self._rest_before = 0
+
+    def _receive(self, event: Event) -> None:
+        if self._before is not None:
+            self._before(event)
+        if self.steps == self._at_step - 1:
+            self._moments.append(self._look(event))
+        if event.kind is EventKind.OPTIMIZER_STEP:
+            self.steps += 1
+            if self.steps == self._at_step:
+                if self._schedule.event_sink == self._receive:
+                    self._schedule.event_sink = self._before
+                self._when_done(self._moments)
+
+    def _look(self, event: Event) -> Moment:
+        held = self._held()
+        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        # Memory that ranks share is counted by nobody but the engine.
+        is_shared = any(bucket.buffer.is_persistent for bucket in buckets) and self._units[-1].mesh.world_size > 1
+        counted = sum(nbytes for name, nbytes in held.items() if not (is_shared and name in _SHARED))
+        rest = _counted_nbytes(self._device) - counted
+        if not self._moments:
+            self._rest_before = rest
+        return Moment(event, {**held, REST: max(0, rest - self._rest_before)})
+
+    def _held(self) -> dict[str, int]:
+        """Bytes on the device that the engine and the optimizer hold, by the planner's categories."""
+        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        state = [
+            value
+            for values in self._optimizer.state.values()
+            for value in as_local(values).values()
+            if isinstance(value, torch.Tensor) and value.device.type == self._device.type
+        ]
+        return {
+            "main weights": storage_nbytes(b.main for b in buckets if b.main.device.type == self._device.type),
+            "optimizer state": storage_nbytes(state),
+            "gradients": sum(gradient.reduced_nbytes for gradient in gradients),
+            "gathered units": sum(b.buffer.nbytes for b in buckets if not b.buffer.is_persistent),
+            "reduce buffers": sum(gradient.collected_nbytes for gradient in gradients),
+        }
+
+
+def check_is_counted(device: torch.device) -> None:
+    """Whether what is allocated on a device can be known.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if device.type == "cpu" and allocated_nbytes() is None:
+        raise ConfigError("memory_timeline: this C library does not say what is allocated", hint="glibc 2.33 does")
+    if device.type != "cpu" and not counts_memory(device.type):
+        raise ConfigError(f"memory_timeline: torch does not count what is allocated on {device.type}")
+
+
+def _counted_nbytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return allocated_nbytes() or 0
+    return torch.accelerator.memory_allocated(device)
+
+
+def write_timeline(
+    directory: Path, rank: int, measured: Sequence[Moment], planned: Sequence[Moment], *, title: str
+) -> str:
+    """Write `rank-R.json`, and on rank 0 `memory.svg`.
+
+    Args:
+        directory: for both.
+        rank: of this process.
+        measured: moments of a step.
+        planned: the same as they were predicted; may be empty.
+        title: of the picture.
+
+    Returns:
+        A line for people: the fullest moments.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = {"rank": rank, "planned": _rows(planned), "measured": _rows(measured)}
+    (directory / f"rank-{rank}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if rank == 0:
+        panels = {"planned": planned, "measured": measured} if planned else {"measured": measured}
+        draw_moments(panels, directory / "memory.svg", title=title)
+    most = max(measured, key=lambda moment: moment.total)
+    place = f"{format_nbytes(most.total)} at {most.event.kind} of {most.event.unit or 'the root'}"
+    plan = f"; planned {format_nbytes(max(moment.total for moment in planned))}" if planned else ""
+    return f"memory of one step: at most {place}{plan} ({directory / 'memory.svg'})"
+
+
+def _rows(moments: Sequence[Moment]) -> list[dict[str, Any]]:
+    return [
+        {"event": str(moment.event.kind), "unit": moment.event.unit, "bytes": moment.total, "categories": moment.nbytes}
+        for moment in moments
+    ]
