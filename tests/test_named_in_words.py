@@ -62,14 +62,15 @@ def _words() -> Iterator[tuple[str, str]]:
 
 
 def _resolve(dotted: str) -> None:
-    """Import as much of a name as is a module, and look the rest up."""
+    """Import as much of a name as is a module, and look the rest up, also where a function has its module's name."""
     parts = dotted.split(".")
     found: Any = importlib.import_module("fullshard")
     for position, part in enumerate(parts[1:], 2):
         try:
             found = getattr(found, part)
         except AttributeError:
-            found = importlib.import_module(".".join(parts[:position]))
+            above = sys.modules.get(".".join(parts[: position - 1]))
+            found = getattr(above, part, None) or importlib.import_module(".".join(parts[:position]))
 
 
 def test_every_name_of_the_package_is_there() -> None:
