@@ -40,19 +40,18 @@ class GlooCollectives(NativeCollectives):
         if how.packing is not None:
             return self._reduce_packed(full, how, how.packing)
         own = own_interval(full, self.rank, self.size)
-        received = own.new_empty((self.size - 1) * own.numel())
-        contributions = [own] * self.size
+        contributions = [own if source == self.rank else torch.empty_like(own) for source in range(self.size)]
         works = []
-        for index, (to, source) in enumerate(self._rounds()):
-            contributions[source] = received.narrow(0, index * own.numel(), own.numel())
+        for to, source in self._rounds():
             works.append(receive(contributions[source], self.group, source, how.tag))
             works.append(send(own_interval(full, to, self.size), self.group, to, how.tag))
 
         def wait() -> torch.Tensor:
             while works:
                 works.pop().wait()  # it holds what it received
-            # In memory of its own, so that the unsharded buffer is freed.
-            return average(contributions, torch.empty_like(own), how.divisor, how.watch)
+            # Where something has arrived: the unsharded buffer can be freed then, and no more memory is needed.
+            into = contributions[1 if self.rank == 0 else 0]
+            return average(contributions, into, how.divisor, how.watch)
 
         return WorkOf(wait)
 
