@@ -22,6 +22,7 @@ from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError, DataError
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.launch.preemption import should_stop
+from fullshard.launch.worker import run_worker
 from fullshard.observe.report import write_report
 from fullshard.recipes.hub import Hub, pushing_later, say
 from fullshard.recipes.optimizers import matrix_optimizer
@@ -304,7 +305,7 @@ def _resume(value: Any) -> Any:
 
 def main(words: list[str] | None = None) -> None:
     """Take part in a run, as one rank of it."""
-    run(read_arguments(sys.argv[1:] if words is None else words, say))
+    run_worker(lambda: run(read_arguments(sys.argv[1:] if words is None else words, say)))
 
 
 if __name__ == "__main__":
