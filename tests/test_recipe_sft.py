@@ -392,8 +392,8 @@ def test_refused(words: list[str], expected: str) -> None:
 
 @pytest.mark.full
 def test_a_mistake_in_the_flags_is_one_message_of_several_processes(tmp_path: Path) -> None:
-    words = ["--model_name_or_path", "x", "--dataset_name", "y", "--output_dir", str(tmp_path / "out"), "--nonsense", "3"]
-    command = [sys.executable, "-m", "fullshard", "sft", "--num_processes", "2", *words]
+    wanted = ["--model_name_or_path", "x", "--dataset_name", "y", "--output_dir", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "fullshard", "sft", "--num_processes", "2", *wanted, "--nonsense", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("ConfigError: unknown flag --nonsense\nhint: docs/sft.md") == 1
