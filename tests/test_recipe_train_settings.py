@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import sqlite3
+import subprocess
+import sys
 import tomllib
 import warnings
 from collections.abc import Callable
@@ -213,6 +215,23 @@ def _check_timeline(directory: Path) -> None:
     forward = next(i for i, moment in enumerate(measured) if moment["event"] == "backward_begin")
     rest = [moment["categories"]["activations and all else"] for moment in measured]
     assert rest[0] == 0 and max(rest) == max(rest[forward - 2 : forward + 2]) > 3 * rest[-1], "it grows in forward"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["auto", "gloo"])
+def test_what_lasts_between_steps_is_as_planned(inputs: Path, tmp_path: Path, way: str) -> None:
+    """On two ranks in bf16: over shared memory copies in it last beside main weights."""
+    output = tmp_path / "out"
+    flags = ["--data", str(inputs / "data.txt"), "--output-dir", str(output), "--steps", "3", "--precision", "bf16"]
+    command = [sys.executable, "-m", "fullshard", "train", "--nproc", "2", *flags, "--no-export", "--memory-timeline"]
+    environment = os.environ | {"FULLSHARD_COMM": way, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    found = json.loads((output / "memory" / "rank-1.json").read_text())
+    planned, measured = (found[name][0]["categories"] for name in ("planned", "measured"))
+    if way == "gloo":  # the plan of a host is one with shared memory
+        planned |= {"sharded parameters": 0}
+    for name in ("sharded parameters", "main weights", "optimizer state"):
+        assert measured[name] == pytest.approx(planned[name], rel=0.02), name
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -29,7 +29,7 @@ from fullshard.plan.memory import Moment
 from fullshard.plan.pictures import draw_moments
 
 REST = "activations and all else"
-_SHARED = ("main weights", "gathered units", "reduce buffers")
+_SHARED = ("sharded parameters", "main weights", "gathered units", "reduce buffers")
 """What is in memory that ranks share, where they do."""
 
 
@@ -102,8 +102,11 @@ class MemoryTimeline:
             for value in as_local(values).values()
             if isinstance(value, torch.Tensor) and value.device.type == self._device.type
         ]
+        here = [bucket for bucket in buckets if bucket.main.device.type == self._device.type]
+        frozen = storage_nbytes(bucket.main for bucket in here if bucket.gradient is None)
         return {
-            "main weights": storage_nbytes(b.main for b in buckets if b.main.device.type == self._device.type),
+            "sharded parameters": frozen + sum(bucket.copies_nbytes for bucket in buckets),
+            "main weights": storage_nbytes(bucket.main for bucket in here if bucket.gradient is not None),
             "optimizer state": storage_nbytes(state),
             "gradients": sum(gradient.reduced_nbytes for gradient in gradients),
             "gathered units": sum(b.buffer.nbytes for b in buckets if not b.buffer.is_persistent),

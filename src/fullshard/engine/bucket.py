@@ -186,6 +186,14 @@ class Bucket(BucketSpec):
         return 0 if self._kept is None else self._kept[0].nbytes
 
     @property
+    def copies_nbytes(self) -> int:
+        """Bytes on the device of what lasts in the dtype it is computed in, besides `main`."""
+        if self.buffer.is_persistent and self.buffer.main is None:  # in memory that ranks share
+            return self.layout.shard_numel * self.full.itemsize
+        is_apart = self._compute_shard is not self.main and not self.is_gathered_from_host
+        return self._compute_shard.nbytes if is_apart else 0
+
+    @property
     def host_nbytes(self) -> int:
         """Bytes of `main` and the compute shard that are on the host beside the device."""
         tensors = [self.main] if self.main_is_on_host else []

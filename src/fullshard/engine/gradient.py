@@ -123,8 +123,9 @@ class Gradient:
 
     @property
     def reduced_nbytes(self) -> int:
-        """Bytes of this rank's interval of gradients, as far as they are reduced, published or not."""
-        shards = [shard for shard in (self._held, self._earlier, self._main) if shard is not None]
+        """Bytes on the device of this rank's interval of gradients, as far as they are reduced, published or not."""
+        found = (shard for shard in (self._held, self._earlier, self._main) if shard is not None)
+        shards = [shard for shard in found if shard.device.type == self._spec.mesh.device.type]
         being_added = 0 if self._replicating is None else self._spec.layout.shard_numel * self.dtype.itemsize
         return being_added + sum(shard.nbytes for shard in shards)
 
