@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.fully_shard import unsharded
 from fullshard.engine.module import units_of
@@ -399,7 +400,7 @@ class Failing(Stack):
             x = block(x)
             if index == 1 and self.fail_in == "between":
                 raise ArithmeticError("between units")
-            if index == 1 and self.fail_in == "backward":
+            if index == {"backward": 1, "late in backward": 0}.get(self.fail_in):
                 x.register_hook(fail)
         out: torch.Tensor = self.head(x)
         return out
@@ -505,6 +506,35 @@ def check_accumulated_gradient_survives() -> None:
 
 def test_failed_micro_batch_costs_only_itself() -> None:
     run_ranks(check_accumulated_gradient_survives, 2)
+
+
+def check_half_added() -> None:
+    """Micro-batch 2 fails after some of its gradients have been added to micro-batch 1's."""
+    reference = build(Failing)
+    model: Any = build_sharded(Failing, BLOCKS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded_step(model, run_squared, 0)
+    before = {name: p.detach().full_tensor() for name, p in sharded_parameters(model).items()}
+    model.fail_in = "late in backward"
+    with pytest.raises(ArithmeticError):
+        run_squared(model, 5, 0)
+    model.fail_in = ""
+    for go_on in (optimizer.step, lambda: sharded_step(model, run_squared, 1), optimizer.step):
+        with pytest.raises(LifecycleError, match="a part of a backward that failed"):
+            go_on()
+    for name, parameter in sharded_parameters(model).items():
+        assert torch.equal(parameter.detach().full_tensor(), before[name])
+    for set_to_none in (False, True):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        reference.zero_grad()
+        reference_step(reference, run_squared, 1)
+        sharded_step(model, run_squared, 1)
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_half_a_micro_batch_is_never_stepped(world_size: int) -> None:
+    run_ranks(check_half_added, world_size)
 
 
 def check_cleared_after_failure() -> None:

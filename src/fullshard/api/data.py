@@ -247,7 +247,6 @@ class _Share:
     def __init__(self, deal: Deal, order: Iterable[Any], *, of_batches: bool, as_sampler: bool) -> None:
         self.deal = deal
         self._order = order
-        self._of_batches = of_batches
         self._as_sampler = as_sampler
         self._sampler = _DealtSampler(deal, order, single=of_batches)
 

@@ -61,6 +61,14 @@ def count_kept(nbytes: Iterable[int], budget: int) -> int:
     return count
 
 
+def launched_until_over(shard_size: int, replicate_size: int, in_flight: int = REDUCTIONS_IN_FLIGHT) -> int:
+    """How many reductions are launched after one before that has been waited for along both axes of its mesh.
+
+    Along the shard axis that is done when the next one is launched, and along the replicate axis one later.
+    """
+    return 0 if shard_size * replicate_size == 1 else in_flight + (replicate_size > 1)
+
+
 class Reductions(Generic[BucketT]):
     """The reductions of one backward: which is launched next, and which are over.
 
@@ -102,10 +110,11 @@ class Reductions(Generic[BucketT]):
         self.waiting[bucket] = len(self.launched)
         return self.launched[-self.in_flight - 1] if len(self.launched) > self.in_flight else None
 
-    def is_over(self, bucket: BucketT, shard_size: int, replicate_size: int) -> bool:
-        """Whether one that waits has been waited for already, along both axes of its mesh.
+    def latest(self) -> list[BucketT]:
+        """Those that wait and that the last launch may have brought to be over."""
+        return [bucket for bucket in self.launched[-self.in_flight - 2 :] if bucket in self.waiting]
 
-        Along the shard axis that is done when the next one is launched, and along the replicate axis one later.
-        """
+    def is_over(self, bucket: BucketT, shard_size: int, replicate_size: int) -> bool:
+        """Whether one that waits has been waited for already, along both axes of its mesh."""
         younger = len(self.launched) - self.waiting[bucket]
-        return shard_size * replicate_size == 1 or younger >= self.in_flight + (replicate_size > 1)
+        return younger >= launched_until_over(shard_size, replicate_size, self.in_flight)

@@ -45,8 +45,3 @@ def rounds_of(virtual_ranks: int, world_size: int) -> int:
             hint=f"start {fitting} ranks",
         )
     return virtual_ranks // world_size
-
-
-def most_held(rounds: int) -> int:
-    """How many sums of a tree over so many rounds exist at once, at most: with the last, one for every level."""
-    return rounds.bit_length()

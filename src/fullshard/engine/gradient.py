@@ -5,6 +5,8 @@
     launch        reduce-scatter of `full` along the shard axis, and scale           once per backward
     advance       all-reduce of the shard along the replicate axis                   when the next bucket launches
                   and its way to the host, if main weights are there
+    early         add to the main gradient of the micro-batches before, if that      when it has arrived
+                  is all that is left to do
     finish        add to the main gradient, set the sharded parameters' `.grad`      at the end of backward
 
 `full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. Where the
@@ -96,6 +98,8 @@ class Gradient:
         self._held: torch.Tensor | None = None
         self._main: torch.Tensor | None = None
         self._rounded: torch.Tensor | None = None
+        self._is_accumulated = False
+        self._torn: list[int] = []
         self._published: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._sums = None if spec.rounds is None else RoundSums(spec.rounds)
@@ -251,7 +255,11 @@ class Gradient:
         """Reduce what was collected. What was not used counts as zero, so every rank reduces the same shape.
 
         An earlier reduction in the same backward has been advanced.
+
+        Raises:
+            LifecycleError: see `check_whole`.
         """
+        self.check_whole()
         full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
         if len(self._filled) < len(self._pieces):
             for index, piece in enumerate(self._pieces):
@@ -295,6 +303,22 @@ class Gradient:
         else:
             self._held = shard
 
+    def accumulate_early(self) -> None:
+        """Add what has arrived along both axes to the main gradient, so that its memory goes before backward ends.
+
+        Only where every `.grad` is a part of that already, and nothing else is to be done with this sum: then it does
+        not matter what the other ranks have used.
+        """
+        self.advance()
+        has_more_to_do = self._sums is not None or self._spec.reducing.hook is not None or self._spec.main_is_on_host
+        if self._replicating is None or self._main is None or self._earlier is not None or has_more_to_do:
+            return
+        grads = local_gradients(self._parameters)
+        if all(map(operator.is_not, self._published, itertools.repeat(None))) and self._is_untouched(grads):
+            shard, self._replicating = self._replicating.wait(), None
+            self._main.add_(shard)
+            self._is_accumulated = True
+
     def finish(self, used: bytearray) -> bool:
         """Wait for the reduction and publish it; False if there is none. The caller calls `forget_used` later.
 
@@ -302,6 +326,10 @@ class Gradient:
             used: for each parameter, whether it got a gradient on any rank. The others keep `.grad` as it is.
         """
         self.advance()
+        if self._is_accumulated:
+            self._finish_early(used)
+            if self._replicating is None:
+                return True
         if self._replicating is None:
             return False
         shard, self._replicating = self._replicating.wait(), None
@@ -325,6 +353,17 @@ class Gradient:
             used, self._used_in_rounds = self._used_in_rounds, bytearray(len(self.used))
             self._accumulate(total.to(self.main_dtype), used)
 
+    def _finish_early(self, used: bytearray) -> None:
+        self._is_accumulated = False
+        grads = local_gradients(self._parameters)
+        if not self._is_untouched(grads):
+            raise LifecycleError(
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: a `.grad` of its unit was changed "
+                "during backward, after this micro-batch's gradients were added to it",
+                hint="change gradients between backward and optimizer.step()",
+            )
+        self._publish(grads, used)
+
     def forget_used(self) -> None:
         """What was used has been published on all ranks."""
         self.used = bytearray(len(self.used))
@@ -340,6 +379,11 @@ class Gradient:
                     shard[part].add_(grad)
             self._main = shard
             self._published, self._versions = [None] * len(grads), [0] * len(grads)
+        self._publish(grads, used)
+
+    def _publish(self, grads: list[torch.Tensor | None], used: bytearray) -> None:
+        """Have the sharded parameters' `.grad`s, now `grads`, show the main gradient."""
+        assert self._main is not None  # noqa: S101 -- something was added to it, or became it
         self._rounded = self._main.to(self._spec.dtype)  # itself, unless the dtypes differ
         watch = self._spec.reducing.watch
         if watch is not None and self._rounded.dtype is torch.float16 and self._rounded is not self._main:
@@ -379,16 +423,40 @@ class Gradient:
             self._published, self._versions = [], []
 
     def reset(self) -> None:
-        """Forget everything collected or under way, after a failed backward. Published `.grad`s stay."""
+        """Forget everything collected or under way, after a failed backward.
+
+        Published `.grad`s stay. If it had added to them already, nobody may go on with them: see `check_whole`.
+        """
         for work in (self._reducing, self._replicating):
             if work is not None:
                 work.wait()  # it writes into memory that is about to be let go
+        if self._is_accumulated:
+            self._torn, self._is_accumulated = [0 if grad is None else grad._version for grad in self._published], False
         self._reducing = self._replicating = self._full = self._earlier = None
         self._pieces = ()
         self._filled, self._lent, self.fired = set(), set(), set()
         self._begun = {}
         self.forget_rounds()
         self.forget_used()
+
+    def check_whole(self) -> None:
+        """What is published is the sum of whole backwards.
+
+        Raises:
+            LifecycleError: a backward that has failed has left a part of its gradients there, and nobody has cleared
+                them since.
+        """
+        if not self._torn:
+            return
+        versions, self._torn = self._torn, []
+        grads = local_gradients(self._parameters)
+        if are_same(grads, self._published) and versions == [0 if grad is None else grad._version for grad in grads]:
+            self._torn = versions
+            raise LifecycleError(
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: its `.grad` has a part of a "
+                "backward that failed beside the micro-batches before",
+                hint="call optimizer.zero_grad() and begin the step again",
+            )
 
     def forget_rounds(self) -> None:
         """The next backward is the first round."""

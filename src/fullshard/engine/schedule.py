@@ -398,7 +398,12 @@ class Schedule:
         oldest = self._reductions.launch(bucket)
         if oldest is not None:  # as many are under way as may be: the memory of the oldest goes before more is made
             self._advance(oldest)
-        self.step_when_final()
+        if self._stepping:
+            self.step_when_final()
+        else:
+            for each in self._reductions.latest():
+                if self._reductions.is_over(each, each.mesh.shard_size, each.mesh.replicate_size):
+                    self._accumulate_early(each)
 
     def step_when_final(self) -> None:
         """Where optimizers step in backward: have them step the buckets whose gradients are final.
@@ -434,6 +439,10 @@ class Schedule:
     def _advance(self, bucket: Bucket) -> None:
         with owner_of(bucket).waiting("reduce"):
             _gradient(bucket).advance()
+
+    def _accumulate_early(self, bucket: Bucket) -> None:
+        with owner_of(bucket).waiting("reduce"):
+            _gradient(bucket).accumulate_early()
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
@@ -596,8 +605,9 @@ class Schedule:
         """Main weights are about to change: nothing gathered from the old ones may be left.
 
         Raises:
-            LifecycleError: gradients are kept for a last micro-batch that has not come.
+            LifecycleError: gradients are kept for a last micro-batch that has not come, or are not whole.
         """
+        self.recover()
         if self._depth:
             self._abandon_forward()
         if self.keeps_gradients and not self.is_last_backward:
@@ -606,6 +616,9 @@ class Schedule:
                 hint="call model.set_is_last_backward(True) before the last backward of a step",
             )
         self.rounds.check_complete()
+        for bucket in self._buckets():
+            if bucket.gradient is not None:
+                bucket.gradient.check_whole()
         self._stepped_since_forward = True  # once for several optimizers
         if self.fingerprint is not None:
             self.fingerprint.note_step()

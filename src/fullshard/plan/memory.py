@@ -9,7 +9,7 @@ What each event changes is what the engine does (`engine/bucket`, `engine/gradie
     to device           and come back ahead of their unit's backward                      + activations
     backward begin      recomputed activations, the reduce input, one parameter's grad    + activations, reduce buffers
     reduce issued       under way; the one before it has shrunk to this rank's interval   + gradients, - reduce buffers
-    reduce done         intervals are added to the main gradient                          gradients
+    reduce done         intervals are added to the main gradient, if not before          gradients
     optimizer step      its temporaries                                                   + optimizer temporaries
     bucket step         the same within backward, and the bucket's gradient is freed      - gradients
 """
@@ -27,6 +27,7 @@ from fullshard.core.dtypes import collected, itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.core.offload import Offload
 from fullshard.core.route import Route
+from fullshard.core.schedule import launched_until_over
 from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import LayerActivations, layer_activations
 from fullshard.plan.job import Job
@@ -276,6 +277,7 @@ class _Gradient:
     bucket: BucketPlan
     extra: int
     is_shrunk: bool = False
+    is_added: bool = False
 
 
 @dataclass(slots=True)
@@ -457,6 +459,18 @@ class _Ledger:
         moments.append(self.nbytes)
         for gradient in waiting:
             moments += self._shrink(gradient)
+        return moments + self._accumulate_early()
+
+    def _accumulate_early(self) -> list[dict[str, int]]:
+        """Where there is a main gradient, what has arrived along both axes is added to it, and freed."""
+        if not self.has_main_gradient or self._steps_in_backward:
+            return []
+        layout, moments = self.setting.layout, []
+        younger = launched_until_over(layout.shard_size, layout.replicate_size)
+        for gradient in self.launched[: len(self.launched) - younger]:
+            if not gradient.is_added and not gradient.bucket.main_is_on_host:
+                moments += self._accumulate(gradient)
+                gradient.is_added = True
         return moments
 
     def _shrink(self, gradient: _Gradient) -> list[dict[str, int]]:
@@ -513,6 +527,8 @@ class _Ledger:
 
     def _accumulate(self, gradient: _Gradient) -> list[dict[str, int]]:
         """Add the reduced gradient to the main gradient, or make it that."""
+        if gradient.is_added:
+            return []
         moments = [] if gradient.is_shrunk else self._shrink(gradient)
         bucket = gradient.bucket
         if bucket.main_is_on_host:
