@@ -34,6 +34,7 @@ from fullshard.engine import units_of
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.schedule import Schedule
+from fullshard.engine.unsharded_gradient import UnshardedGradient
 
 WARMUP, STEPS = 4, 8
 MIB = 2**20
@@ -41,7 +42,7 @@ ACTIVITIES: list[tuple[type, str, str]] = [
     (Bucket, "issue_unshard", "unshard: offer own weights"),
     (Bucket, "wait_unshard", "unshard: wait for the other ranks"),
     (Bucket, "reshard", "reshard"),
-    (Gradient, "collect", "gradients: copy into the reduce input"),
+    (UnshardedGradient, "collect", "gradients: copy into the reduce input"),
     (Gradient, "launch", "gradients: offer them"),
     (Gradient, "advance", "gradients: wait for the other ranks, and average"),
     (Gradient, "finish", "gradients: publish"),

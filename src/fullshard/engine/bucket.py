@@ -168,7 +168,7 @@ class Bucket(BucketSpec):
     @property
     def is_complete(self) -> bool:
         """Whether every parameter that wants a gradient has one; a frozen bucket is not."""
-        return self.gradient is not None and len(self.gradient.fired) >= self.trainable_count
+        return self.gradient is not None and len(self.gradient.unsharded.fired) >= self.trainable_count
 
     @property
     def shares_main(self) -> bool:

@@ -416,7 +416,7 @@ class Schedule:
         for bucket in list(self._reductions.waiting):
             is_over = self._reductions.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)
             if is_over and bucket.is_complete and owner_of(bucket).is_left:
-                self._finish(bucket, _gradient(bucket).used)
+                self._finish(bucket, _gradient(bucket).unsharded.used)
 
     def _finish(self, bucket: Bucket, used: bytearray) -> None:
         """Publish a bucket's gradient, and step it if this is the time."""
@@ -461,7 +461,7 @@ class Schedule:
             self._finish(bucket, used[bucket])
         self._end_round()
         for bucket in self._finished:  # not in `finish`: until here the message may have wanted to know
-            _gradient(bucket).forget_used()
+            _gradient(bucket).unsharded.forget_used()
         if self.fingerprint is not None:
             self.fingerprint.note_end_of_backward()
         if used:
@@ -506,7 +506,7 @@ class Schedule:
         for unit in self.units:
             for bucket in unit.buckets:
                 if bucket.gradient is not None:
-                    bucket.gradient.end_backward()
+                    bucket.gradient.unsharded.end_backward()
         self._in_backward = False
         self._participants.clear()
         self._last_called = None
@@ -537,7 +537,7 @@ class Schedule:
         flags = bytearray((loads, 255 - loads, STOPPING.is_wanted, *digest, *(255 - byte for byte in digest)))
         for _, bucket in trainable:
             gradient, has_launched = _gradient(bucket), bucket in launched
-            flags += bytes((has_launched, not has_launched, gradient.is_collecting)) + gradient.used
+            flags += bytes((has_launched, not has_launched, gradient.unsharded.exists)) + gradient.unsharded.used
         if self.mesh.control_group is not None and trainable:
             message = torch.frombuffer(flags, dtype=torch.uint8)  # the same memory
             last = self._forward[-1] if self._forward else self.units[-1]

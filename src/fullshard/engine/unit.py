@@ -26,11 +26,11 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import FullshardError, LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.gradient import Product
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
 from fullshard.engine.unit_parameters import UnitOwner, UnitParameters
+from fullshard.engine.unsharded_gradient import Product
 from fullshard.engine.weight_gradients import watch_uses
 from fullshard.wrap.partition import UnitPlan
 
@@ -462,9 +462,9 @@ def _gradient_hook(unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Te
         if unit is None or bucket is None or (gradient := bucket.gradient) is None:
             return
         try:
-            if not gradient.fired:
+            if not gradient.unsharded.fired:
                 unit.schedule.begin_backward(unit)
-            if gradient.collect(index, parameter) and bucket.is_complete:
+            if gradient.unsharded.collect(index, parameter) and bucket.is_complete:
                 unit.gradients_complete(bucket)
         except BaseException as error:
             _locate(error, unit, "gradient")
@@ -483,7 +483,7 @@ def _take_use(unit: Unit) -> Callable[[Bucket, int, torch.Tensor | Product], boo
             return False
         try:
             unit.schedule.begin_backward(unit)
-            return bucket.gradient.take(index, gradient)
+            return bucket.gradient.unsharded.take(index, gradient)
         except BaseException as error:
             _locate(error, unit, "gradient")
             raise

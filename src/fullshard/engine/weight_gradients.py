@@ -31,7 +31,7 @@ from torch.autograd.graph import Node
 from fullshard.comm import torch_private
 from fullshard.config.switches import GRADIENTS
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.gradient import Product
+from fullshard.engine.unsharded_gradient import Product
 
 _LARGE_NBYTES = 2**20
 """Copying so many bytes takes longer than what Python does for a node."""
@@ -125,7 +125,9 @@ class _Lookup:
             return
         self._has_other_uses = self._has_other_uses or bool(self._to_come)
         # Autograd adds the rows to what other uses give in another order.
-        if not self._has_other_uses or (bucket.gradient is not None and bucket.gradient.takes_uses(self._index)):
+        if not self._has_other_uses or (
+            bucket.gradient is not None and bucket.gradient.unsharded.takes_uses(self._index)
+        ):
             self._was_sparse, module.sparse = module.sparse, True
 
     def end(self, module: nn.Embedding, _args: Any, _output: Any) -> None:
@@ -168,7 +170,7 @@ class _UseHook:
             for node, _ in _givers(output.grad_fn, parameter, inputs)[:1]:
                 node.register_hook(self._wrap(self._leaving()))
             return None
-        is_exact = bucket.gradient is not None and bucket.gradient.takes_uses(self._index)
+        is_exact = bucket.gradient is not None and bucket.gradient.unsharded.takes_uses(self._index)
         if is_exact and args and isinstance(args[0], torch.Tensor):
             layer = _Layer.of(output.grad_fn, args[0], parameter) if _may_be_replaced(output) else None
             if layer is not None:
@@ -261,7 +263,7 @@ class _Use:
         bucket = self._reference()
         if bucket is None or bucket.gradient is None or torch.is_grad_enabled() or _is_looked_at(bucket, self._index):
             return product.value()
-        piece = bucket.gradient.lend(self._index) if is_last else None
+        piece = bucket.gradient.unsharded.lend(self._index) if is_last else None
         if piece is None or piece.dtype != product.left.dtype:
             return product.value()
         return product.write(piece)

@@ -1,6 +1,6 @@
 """Bytes of one rank through one step, by category: the predicted events replayed against a ledger.
 
-What each event changes is what the engine does (`engine/bucket`, `engine/gradient`):
+What each event changes is what the engine does (`engine/bucket`, `engine/gradient`, `engine/unsharded_gradient`):
 
     unshard issued      `full` of the unit is allocated (with shared memory: is there)    + gathered
     resharded           and freed                                                         - gathered

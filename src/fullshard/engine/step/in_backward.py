@@ -235,7 +235,7 @@ class Stepper:
             parameter.grad, parameter.is_used_up = None, True
         gradient = bucket.gradient
         assert gradient is not None  # noqa: S101 -- its parameters have gradients
-        gradient.is_used_up = True
+        gradient.unsharded.is_used_up = True
         gradient.release_if_cleared()
         return True
 
@@ -257,7 +257,7 @@ class Stepper:
                 parameter.is_used_up = False
         for bucket in self._parts:
             if bucket.gradient is not None:
-                bucket.gradient.is_used_up = False
+                bucket.gradient.unsharded.is_used_up = False
         has_stepped = bool(self._stepped)
         self._stepped.clear()
         if any(parameter.grad is not None for part in self._parts.values() for parameter in part.parameters):

@@ -1,0 +1,265 @@
+"""Unsharded gradients of one bucket, from the moment autograd has made one to the bucket's reduction.
+
+    collect     parameter.grad is copied (and cast) into `full`, and freed             where autograd adds up its uses
+    take        what one use of a parameter gives is added there                       where nothing else adds to it
+    lend        whoever makes a gradient makes it in `full`                            `engine.weight_gradients`
+    hand_over   `full` is the reduction's
+
+`full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. Where the
+reduction casts what it reads (`HostPages.widens`), `full` is in the narrower dtype that parameters compute in, in
+which autograd makes gradients, until a second one is added to one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.comm import torch_private
+from fullshard.core.dtypes import collected
+from fullshard.core.errors import LifecycleError
+from fullshard.core.layout import BucketLayout, Interval
+from fullshard.engine.bucket_spec import BucketSpec
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.precision import torch_dtype
+from fullshard.engine.tile import storage_of
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A gradient that is still to be computed: the product of two matrices."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def value(self) -> torch.Tensor:
+        """In memory of its own."""
+        return self.left.mm(self.right)
+
+    def write(self, piece: torch.Tensor) -> torch.Tensor:
+        """Into `piece`, shape (n,); returns it in its own shape."""
+        return torch.mm(self.left, self.right, out=piece.view(self.left.shape[0], self.right.shape[1]))
+
+
+class UnshardedGradient:
+    """What autograd has made and no reduction has taken.
+
+    Args:
+        spec: of the bucket.
+        parameters: sharded ones, in the order of `spec.slots`.
+        storage_id: which storage the unsharded parameters are views of; None if that is not known.
+
+    Attributes:
+        fired: indices of the parameters whose gradient has appeared in this backward.
+        used: for each parameter, whether it has appeared since the last one was published, maybe under `no_sync`.
+        is_used_up: an optimizer has used it up within this backward (`engine.step.in_backward`).
+    """
+
+    def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter], *, storage_id: int | None) -> None:
+        self._spec, self._parameters, self._storage_id = spec, parameters, storage_id
+        self.fired: set[int] = set()
+        self.used = bytearray(len(spec.slots))
+        self.is_used_up = False
+        self._full: torch.Tensor | None = None
+        plan, widens = spec.plan, spec.mesh.reduce.pages.widens
+        self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
+        self._pieces: Sequence[torch.Tensor] = ()
+        self._filled: set[int] = set()
+        self._begun: dict[int, int] = {}
+        self._lent: set[int] = set()
+        self._cut = Cut(spec.layout, own=Interval(0, spec.layout.full_numel))
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is any."""
+        return self._full is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self._full is None else self._full.nbytes
+
+    def collect(self, index: int, parameter: torch.Tensor) -> bool:
+        """Take parameter `index`'s fresh `.grad` into `full`; False if there is none.
+
+        Adds if this parameter has been collected before.
+        """
+        grad = parameter.grad
+        if grad is None:
+            return False
+        parameter.grad = None  # its memory goes as soon as it is copied
+        tile = self._spec.tiles[index]
+        if tile is not None:
+            grad = tile.of_gradient(grad)
+        self._add(index, parameter, grad)
+        self.fired.add(index)
+        return True
+
+    def takes_uses(self, index: int) -> bool:
+        """Whether the sum over a parameter's uses is the same, bit for bit, if they are collected one by one.
+
+        It is not where they are collected in another dtype than autograd adds them up in, or where a backward before,
+        under `no_sync`, has left something.
+        """
+        return self._is_as_made and (index not in self._filled or index in self._begun)
+
+    @property
+    def _is_as_made(self) -> bool:
+        """Whether gradients are collected in the dtype that autograd makes them in."""
+        dtype = self._first_dtype if self._full is None else self._full.dtype
+        return dtype == self._spec.compute_dtype
+
+    def take(self, index: int, grad: torch.Tensor | Product) -> bool:
+        """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
+        if not self.takes_uses(index):
+            return False
+        self._add(index, self._spec.slots[index].parameter, grad)
+        self._begun[index] = torch_private.backward_under_way()
+        return True
+
+    def lend(self, index: int) -> torch.Tensor | None:
+        """Where parameter `index`'s gradient will be, shape (n,), for who can make it there; None if it must be added.
+
+        `collect` finds it there then, unless autograd has added another use's to it, in other memory.
+        """
+        if not self._is_as_made or self.is_used_up or index in self._filled or index in self._lent:
+            return None
+        if self._full is None:
+            self._begin()
+        self._lent.add(index)
+        return self._pieces[index]
+
+    def end_backward(self) -> None:
+        """Forget what appeared in it."""
+        self.fired.clear()
+        self._begun.clear()
+        self._lent.clear()
+
+    def _add(self, index: int, parameter: torch.Tensor, grad: torch.Tensor | Product) -> None:
+        if self.is_used_up:
+            raise LifecycleError(
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
+                "another part of its gradient appeared after the optimizer had stepped in backward",
+                hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
+            )
+        found = self._storage_id and torch_private.storage_id(storage_of(parameter))
+        if found != self._storage_id:
+            raise LifecycleError(
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
+                f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
+                hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
+            )
+        if self._full is None:
+            self._begin()
+        is_first = index not in self._filled
+        is_continued = self._begun.get(index) == torch_private.backward_under_way() and index not in self.fired
+        if not is_first and not is_continued:  # not a part of the same of autograd's sums
+            self._widen()
+        piece = self._pieces[index]
+        self._filled.add(index)
+        self.used[index] = True  # stays after `end_backward`: under `no_sync` a later one publishes it
+        if isinstance(grad, Product):
+            if is_first:
+                grad.write(piece)
+                return
+            grad = grad.value()
+        if grad.requires_grad:
+            grad = grad.detach()  # under create_graph it would bring its graph with it
+        if grad.is_sparse:
+            _add_rows(piece, grad, is_first=is_first)
+        elif index in self._lent and grad.data_ptr() == piece.data_ptr():
+            pass  # made in place; adding would double it
+        elif is_first:
+            piece.copy_(grad.reshape(-1))
+        else:
+            piece.add_(grad.reshape(-1))
+
+    def _begin(self) -> torch.Tensor:
+        """Memory for the unsharded gradients, and a piece of it for each parameter; zeros between them."""
+        self._full = self._empty(self._first_dtype)
+        self._pieces, gaps = self._cut.apply(self._full)
+        for gap in gaps:
+            gap.zero_()
+        return self._full
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        mesh = self._spec.mesh
+        return mesh.reduce.pages.staging(self._spec.layout.full_numel, dtype, mesh.device)
+
+    def _widen(self) -> None:
+        """Cast what was collected to `dtype`, before something is added to it."""
+        if self._full is not None and self._full.dtype != self._spec.reduce_dtype:
+            self._full = self._empty(self._spec.reduce_dtype).copy_(self._full)
+            self._pieces, _ = self._cut.apply(self._full)
+
+    def hand_over(self) -> torch.Tensor:
+        """`full`, shape (F,), with zeros for what was not used; what appears from now on goes into new memory."""
+        full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
+        if len(self._filled) < len(self._pieces):
+            for index, piece in enumerate(self._pieces):
+                if index not in self._filled:
+                    piece.zero_()
+        self._full, self._pieces, self._filled = None, (), set()
+        return full
+
+    def forget_used(self) -> None:
+        """What was used has been published on all ranks."""
+        self.used = bytearray(len(self.used))
+
+    def clear(self) -> None:
+        """Forget everything, after a failed backward."""
+        self._full, self._pieces, self._filled = None, (), set()
+        self.end_backward()
+        self.forget_used()
+
+
+def _add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
+    """Add the rows that a sparse gradient has to the collected one.
+
+    Args:
+        piece: shape (n,), what was collected.
+        grad: n elements in their parameter's shape.
+        is_first: `piece` has nothing yet.
+    """
+    if is_first:
+        piece.zero_()
+    if grad.sparse_dim() == 1 and grad.dense_dim() == 1:
+        # Rows that were looked up several times are added up first, by the kernel and in the order of a dense gradient;
+        # `coalesce` has an order of its own.
+        indices, values = torch_private.rows_of(grad)
+        rows, place = torch.unique(indices[0], return_inverse=True)
+        sums = torch.ops.aten.embedding_dense_backward(values, place, rows.numel(), -1, False)
+        piece.view(grad.shape).index_add_(0, rows, sums.to(piece.dtype))
+    else:
+        piece.add_(grad.to_dense().reshape(-1))
+
+
+class Cut:
+    """Cuts a flat tensor, the elements `own` of a bucket, into its parameters and the gaps between them, in one go."""
+
+    def __init__(self, layout: BucketLayout, *, own: Interval) -> None:
+        self._sizes: list[int] = []
+        self._parameters: list[int] = []
+        self._gaps: list[int] = []
+        end = own.start
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+            held = Interval(offset, offset + spec.numel).intersect(own)
+            if held.numel and held.start > end:
+                self._add(self._gaps, held.start - end)
+            self._add(self._parameters, held.numel)
+            end = held.stop if held.numel else end
+        if own.stop > end:
+            self._add(self._gaps, own.stop - end)
+
+    def _add(self, kind: list[int], numel: int) -> None:
+        kind.append(len(self._sizes))
+        self._sizes.append(numel)
+
+    def apply(self, flat: torch.Tensor) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
+        """1-D views of the parameters' parts, empty ones included, and of the gaps."""
+        pieces = flat.split_with_sizes(self._sizes)
+        if not self._gaps:
+            return pieces, []
+        return [pieces[i] for i in self._parameters], [pieces[i] for i in self._gaps]
