@@ -111,7 +111,7 @@ accelerator.end_training()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["Muon", "SOAP"])
+@pytest.mark.parametrize("name", ["Muon", "SOAP", "Shampoo"])
 def test_launch_checks_the_plan(name: str, tmp_path: Path) -> None:
     """`fullshard launch --check_plan`: a script of two ranks, whose optimizer is looked at."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -1,4 +1,4 @@
-"""SOAP on sharded models against its paper's algorithm on whole tensors: the same numbers, whoever owns a matrix.
+"""SOAP and Shampoo on sharded models against their papers on whole tensors: the same numbers, whoever owns a matrix.
 
 pytest tests/test_soap.py
 """
@@ -20,12 +20,18 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import ShardedParameter, init_mesh, repoint, shard_model
-from fullshard.optim import SOAP
+from fullshard.optim import SOAP, Shampoo
+from fullshard.optim.preconditioned import PreconditionedMatrices
+from fullshard.plan.evaluate import evaluate
+from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.job import Job
+from fullshard.plan.library import load_model
 from tests import optimizers, trainers
-from tests.differential import check, compare, parameters
+from tests.differential import check, compare, ddp, parameters, plain
 from tests.distributed import run_ranks
 from tests.offload import POLICIES
 from tests.test_muon import Model, model_of, sharded
+from tests.test_muon import train as train_clipped
 from tests.test_muon_runs import fullshard as fullshard_command
 from tests.test_recipe_train import inputs as inputs
 from tests.trainers import close
@@ -33,6 +39,8 @@ from tests.trainers import close
 STEPS = 6
 OPTIONS: dict[str, Any] = {"lr": 0.01, "precondition_frequency": 2, "max_precond_dim": 40}
 """The factors of 72 rows or columns are left out."""
+Class = type[PreconditionedMatrices]
+BOTH = pytest.mark.parametrize("cls", [SOAP, pytest.param(Shampoo, marks=pytest.mark.full)])
 step_with = partial(optimizers.step_with, steps=STEPS, leaves_out=lambda name, step: step == 1 and "unused" in name)
 
 # -- numbers ------------------------------------------------------------------------------------------------------
@@ -85,12 +93,56 @@ def test_the_papers_numbers(shape: tuple[int, int]) -> None:
         torch.testing.assert_close(weight.detach(), reference.weight, rtol=1e-4, atol=1e-5)
 
 
-def check_same_as_one(sharding: dict[str, Any]) -> dict[str, float]:
+class ShampoosPaper:
+    """Algorithm 1 of arXiv 1802.09568 for one matrix, its sums averages, grafted to Adam as arXiv 2309.06497 has it."""
+
+    def __init__(
+        self, weight: torch.Tensor, *, lr: float, betas: tuple[float, float], every: int, decay: float, has: list[bool]
+    ) -> None:
+        self.weight, self.lr, self.betas, self.every, self.decay, self.has = weight, lr, betas, every, decay, has
+        self.factors = [torch.zeros(n, n, dtype=torch.float64) for n in weight.shape]
+        self.roots = [torch.eye(n, dtype=torch.float64) for n in weight.shape]
+        self.mean = self.squares = torch.zeros_like(weight, dtype=torch.float64)
+        self.steps = 0
+
+    def step(self, grad: torch.Tensor) -> None:
+        self.steps, grad, (first, second) = self.steps + 1, grad.double(), self.betas
+        self.mean = first * self.mean + (1 - first) * grad
+        self.squares = second * self.squares + (1 - second) * grad**2
+        seen = 1 - second**self.steps
+        for number, product in enumerate((grad @ grad.T, grad.T @ grad)):
+            self.factors[number] = second * self.factors[number] + (1 - second) * product
+            if self.steps % self.every == 0 and self.has[number]:
+                left, sizes, _ = torch.linalg.svd(self.factors[number] / seen + 1e-12 * torch.eye(len(product)))
+                self.roots[number] = left @ torch.diag(sizes ** (-1 / (2 * sum(self.has)))) @ left.T
+        adam = self.mean / (1 - first**self.steps) / ((self.squares / seen).sqrt() + 1e-8)
+        moved = self.roots[0] @ self.mean @ self.roots[1]
+        moved = adam if self.steps < self.every or not any(self.has) else moved * adam.norm() / moved.norm()
+        self.weight -= self.lr * self.decay * self.weight + self.lr * moved.to(self.weight.dtype)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (8, 7), (5, 30), (30, 31)])
+def test_shampoos_papers_numbers(shape: tuple[int, int]) -> None:
+    """With a factor for both sides, for that of the rows alone, for neither."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(shape))
+    has = [n <= 10 for n in shape]
+    reference = ShampoosPaper(weight.detach().clone(), lr=0.1, betas=(0.9, 0.8), every=3, decay=0.1, has=has)
+    options: dict[str, Any] = {"precondition_frequency": 3, "weight_decay": 0.1, "max_precond_dim": 10}
+    optimizer = Shampoo([weight], lr=0.1, betas=(0.9, 0.8), **options)
+    for _ in range(10):
+        weight.grad = torch.randn(shape)
+        reference.step(weight.grad)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), reference.weight, rtol=1e-3, atol=1e-4)
+
+
+def check_same_as_one(cls: Any, sharding: dict[str, Any]) -> dict[str, float]:
     reference = model_of()
-    step_with(reference, SOAP(reference, **OPTIONS))
+    step_with(reference, cls(reference, **OPTIONS))
     events: list[Event] = []
     model = sharded(event_sink=events.append, **sharding)
-    optimizer = SOAP(model, **OPTIONS)
+    optimizer = cls(model, **OPTIONS)
     step_with(model, optimizer)
     check_owned(optimizer)
     [dealing], mesh = optimizer.dealings, init_mesh()
@@ -106,7 +158,7 @@ def check_same_as_one(sharding: dict[str, Any]) -> dict[str, float]:
     return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
 
 
-def check_owned(optimizer: SOAP) -> None:
+def check_owned(optimizer: PreconditionedMatrices) -> None:
     """Every matrix's state is on its owner, whole, and on no other rank."""
     mesh = next(parameter.mesh for parameter in optimizer.state if isinstance(parameter, ShardedParameter))
     own = mesh.replicate_rank, mesh.shard_rank
@@ -125,30 +177,38 @@ def check_owned(optimizer: SOAP) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sharding"),
+    ("cls", "world_size", "sharding"),
     [
-        (2, {}),
-        pytest.param(1, {}, marks=pytest.mark.full),
-        pytest.param(3, {}, marks=pytest.mark.full),
-        pytest.param(3, {"strategy": "SHARD_GRAD_OP"}, marks=pytest.mark.full),
-        pytest.param(2, {"strategy": "NO_SHARD"}, marks=pytest.mark.full),
-        (4, {"strategy": "HYBRID_SHARD", "shard_size": 2}),
-        pytest.param(4, {}, marks=pytest.mark.full),
-        pytest.param(2, {"strategy": "SHARD_GRAD_OPTIMIZER"}, marks=pytest.mark.full),
+        (SOAP, 2, {}),
+        (SOAP, 4, {"strategy": "HYBRID_SHARD", "shard_size": 2}),
+        (Shampoo, 2, {}),
+        *(
+            pytest.param(cls, world_size, sharding, marks=pytest.mark.full)
+            for cls in (SOAP, Shampoo)
+            for world_size, sharding in (
+                (1, {}),
+                (3, {}),
+                (4, {}),
+                (3, {"strategy": "SHARD_GRAD_OP"}),
+                (2, {"strategy": "NO_SHARD"}),
+                (2, {"strategy": "SHARD_GRAD_OPTIMIZER"}),
+            )
+        ),
+        pytest.param(Shampoo, 4, {"strategy": "HYBRID_SHARD", "shard_size": 2}, marks=pytest.mark.full),
     ],
 )
-def test_sharded(world_size: int, sharding: dict[str, Any]) -> None:
+def test_sharded(cls: Class, world_size: int, sharding: dict[str, Any]) -> None:
     """Each matrix is computed whole, so the number of ranks changes nothing: not to a rounding, at all."""
-    check(run_ranks(check_same_as_one, world_size, sharding), exact=True)
+    check(run_ranks(check_same_as_one, world_size, cls, sharding), exact=True)
 
 
-def check_ways() -> dict[str, float]:
+def check_ways(cls: Any) -> dict[str, float]:
     """Made before the model is sharded and after a step of its own; state on the host; sent in half precision."""
     reference = model_of()
-    step_with(reference, SOAP(reference, **OPTIONS))
+    step_with(reference, cls(reference, **OPTIONS))
     expected = {"parameters": parameters(reference)}
     model: Any = model_of()
-    optimizer = SOAP(model, **OPTIONS)
+    optimizer = cls(model, **OPTIONS)
     step_with(model, optimizer, steps=3)
     shard_model(model, unit_modules=list(model.blocks))
     repoint(optimizer, model)
@@ -157,43 +217,44 @@ def check_ways() -> dict[str, float]:
     found = compare({"parameters": parameters(model)}, expected)
     for policy in ("everything", "optimizer state"):
         model = sharded(offload_policy=POLICIES[policy])
-        step_with(model, SOAP(model, **OPTIONS))
+        step_with(model, cls(model, **OPTIONS))
         found |= {f"{policy}: {k}": v for k, v in compare({"parameters": parameters(model)}, expected).items()}
     sent = []
     for dtype in (torch.float32, torch.bfloat16):
         events: list[Event] = []
         model = sharded(event_sink=events.append)
-        step_with(model, SOAP(model, sent_as=dtype, **OPTIONS))
+        step_with(model, cls(model, sent_as=dtype, **OPTIONS))
         sent.append(sum(event.nbytes for event in events if event.kind is EventKind.PIECES_SENT))
     assert sent[0] == 2 * sent[1] > 0
     return found
 
 
 @pytest.mark.usefixtures("rehearsed")
-def test_ways_to_make_it() -> None:
-    check(run_ranks(check_ways, 2), exact=True)
+@BOTH
+def test_ways_to_make_it(cls: Class) -> None:
+    check(run_ranks(check_ways, 2, cls), exact=True)
 
 
 # -- state --------------------------------------------------------------------------------------------------------
 
 
-def save(directory: str) -> None:
+def save(directory: str, cls: Any) -> None:
     model = sharded()
-    optimizer = SOAP(model, **OPTIONS)
+    optimizer = cls(model, **OPTIONS)
     step_with(model, optimizer, steps=STEPS - 2)
     save_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer)
     with pytest.raises(OptimizerError, match=r"is kept by the owners of its matrices\n.*save_checkpoint"):
         optimizer.state_dict()
 
 
-def resume(directory: str) -> dict[str, float]:
+def resume(directory: str, cls: Any) -> dict[str, float]:
     """The last steps, by another optimizer on another number of ranks, against a run in one piece."""
     reference = model_of()
-    step_with(reference, SOAP(reference, **OPTIONS))
+    step_with(reference, cls(reference, **OPTIONS))
     torch.manual_seed(9)
     model = Model()
     shard_model(model, unit_modules=[model.blocks[0]])
-    optimizer = SOAP(model, **{**OPTIONS, "lr": 0.5})
+    optimizer = cls(model, **{**OPTIONS, "lr": 0.5})
     load_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer)
     check_owned(optimizer)
     step_with(model, optimizer, first=STEPS - 2)
@@ -201,34 +262,36 @@ def resume(directory: str) -> dict[str, float]:
     return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
 
 
-def test_saved_on_two_ranks_resumed_on_others(tmp_path: Path) -> None:
-    run_ranks(save, 2, str(tmp_path))
+@pytest.mark.parametrize("cls", [SOAP, Shampoo])
+def test_saved_on_two_ranks_resumed_on_others(cls: Class, tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path), cls)
     for world_size in (3, 1):
-        check(run_ranks(resume, world_size, str(tmp_path)), exact=True)
+        check(run_ranks(resume, world_size, str(tmp_path), cls), exact=True)
 
 
-def check_state_dict_of_one() -> dict[str, float]:
+def check_state_dict_of_one(cls: Any) -> dict[str, float]:
     """In one process torch's state dict is whole."""
     reference = model_of()
-    step_with(reference, SOAP(reference, **OPTIONS))
+    step_with(reference, cls(reference, **OPTIONS))
     model = sharded()
-    first = SOAP(model, **OPTIONS)
+    first = cls(model, **OPTIONS)
     step_with(model, first, steps=3)
-    second = SOAP(model, **OPTIONS)
+    second = cls(model, **OPTIONS)
     second.load_state_dict(first.state_dict())
     step_with(model, second, first=3)
     return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
 
 
-def test_state_dict_of_one_process() -> None:
-    check(run_ranks(check_state_dict_of_one, 1), exact=True)
+@BOTH
+def test_state_dict_of_one_process(cls: Class) -> None:
+    check(run_ranks(check_state_dict_of_one, 1, cls), exact=True)
 
 
-def accelerated(directory: str, loads: bool) -> dict[str, float]:
+def accelerated(directory: str, cls: Any, loads: bool) -> dict[str, float]:
     reference = model_of()
-    step_with(reference, SOAP(reference, **OPTIONS))
+    step_with(reference, cls(reference, **OPTIONS))
     model: Any = model_of()
-    optimizer: Any = SOAP(model, **OPTIONS)
+    optimizer: Any = cls(model, **OPTIONS)
     accelerator = fullshard.Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     if not loads:
@@ -239,9 +302,10 @@ def accelerated(directory: str, loads: bool) -> dict[str, float]:
     return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
 
 
-def test_accelerator(tmp_path: Path) -> None:
-    check(run_ranks(accelerated, 2, str(tmp_path / "state"), False), exact=True)
-    check(run_ranks(accelerated, 1, str(tmp_path / "state"), True), exact=True)
+@BOTH
+def test_accelerator(cls: Class, tmp_path: Path) -> None:
+    check(run_ranks(accelerated, 2, str(tmp_path / "state"), cls, False), exact=True)
+    check(run_ranks(accelerated, 1, str(tmp_path / "state"), cls, True), exact=True)
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
@@ -261,69 +325,70 @@ def check_refused() -> None:
 def test_what_is_refused() -> None:
     run_ranks(check_refused, 2)
 
-    class Shampoo(torch.optim.SGD):
-        """As others name theirs."""
-
-    stranger = type("SOAP", (torch.optim.SGD,), {})
-    for cls, words in ((stranger, r"write fullshard\.optim\.SOAP\("), (Shampoo, r"use fullshard\.optim\.SOAP\(")):
+    for name in ("SOAP", "Shampoo"):
         model = sharded()
-        optimizer = cls(model.parameters(), lr=0.1)
-        with pytest.raises(OptimizerError, match=rf"hint: {words}"):
+        optimizer = type(name, (torch.optim.SGD,), {})(model.parameters(), lr=0.1)  # as others name theirs
+        with pytest.raises(OptimizerError, match=rf"hint: write fullshard\.optim\.{name}\("):
             optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("cls", "arguments", "words"),
     [
-        ({"lr": -1.0}, "SOAP, parameter group 0: lr is -1.0"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
-        ({"shampoo_beta": 1.5}, "shampoo_beta is 1.5"),
-        ({"precondition_frequency": 0}, "precondition_frequency is 0, expected 1 or more"),
-        ({"sent_as": torch.int8}, "sent_as is torch.int8"),
+        (SOAP, {"lr": -1.0}, "SOAP, parameter group 0: lr is -1.0"),
+        (SOAP, {"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
+        (SOAP, {"shampoo_beta": 1.5}, "shampoo_beta is 1.5"),
+        (SOAP, {"precondition_frequency": 0}, "precondition_frequency is 0, expected 1 or more"),
+        (SOAP, {"sent_as": torch.int8}, "SOAP: sent_as is torch.int8"),
+        (Shampoo, {"weight_decay": -0.1}, "Shampoo, parameter group 0: weight_decay is -0.1"),
+        (Shampoo, {"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0"),
+        (Shampoo, {"root_eps": -1e-9}, "root_eps is -1e-09"),
     ],
 )
-def test_values_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
+def test_values_that_cannot_be(cls: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        SOAP(model_of(), **arguments)
+        cls(model_of(), **arguments)
 
 
 # -- where users ask for it ---------------------------------------------------------------------------------------
 
 
-def train(output: str, world_size: int, resumes: bool) -> list[float]:
+def train(output: str, cls: Class, resumes: bool) -> list[float]:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     model = trainers.build("tied")
     made = trainers.trainer(
         model,
         trainers.arguments(output, **settings),
-        optimizer_cls_and_kwargs=(lambda: SOAP, {"lr": 1e-2, "precondition_frequency": 2}),
+        optimizer_cls_and_kwargs=(lambda: cls, {"lr": 1e-2, "precondition_frequency": 2}),
     )
     made.train(resume_from_checkpoint=f"{output}/checkpoint-2" if resumes else None)
-    assert type(made.optimizer.optimizer) is SOAP
+    assert type(made.optimizer.optimizer) is cls
     losses: list[float] = trainers.logged(made)["losses"]
     return losses
 
 
-def test_trainer(tmp_path: Path) -> None:
+@BOTH
+def test_trainer(cls: Class, tmp_path: Path) -> None:
     """The losses of one rank on two; and it goes on from its checkpoint."""
-    [alone] = run_ranks(train, 1, str(tmp_path / "one"), 1, False)
-    two = run_ranks(train, 2, str(tmp_path / "two"), 2, False)[0]
+    [alone] = run_ranks(train, 1, str(tmp_path / "one"), cls, False)
+    two = run_ranks(train, 2, str(tmp_path / "two"), cls, False)[0]
     assert close(two, alone, 1e-3)  # gradients add in another order
-    [resumed] = run_ranks(train, 1, str(tmp_path / "two"), 1, True)
+    [resumed] = run_ranks(train, 1, str(tmp_path / "two"), cls, True)
     assert close(resumed, two, 1e-3)
 
 
 @pytest.mark.full
-def test_train(inputs: Path, tmp_path: Path) -> None:
-    """It says what SOAP updates, keeps to its plan, and goes on at another number of ranks."""
+@pytest.mark.parametrize("name", ["SOAP", "Shampoo"])
+def test_train(name: str, inputs: Path, tmp_path: Path) -> None:
+    """It says what the optimizer updates, keeps to its plan, and goes on at another number of ranks."""
     words = ["train", "--model", inputs / "config.json", "--data", inputs / "data.txt", "--output-dir", tmp_path,
              "--steps", 6, "--save-every", 3, "--batch-size", 6, "--seq-len", 32, "--vocab-size", 320,
-             "--device", "cpu", "--sample-tokens", 0, "--no-plot", "--no-export", "--optimizer", "soap",
+             "--device", "cpu", "--sample-tokens", 0, "--no-plot", "--no-export", "--optimizer", name.lower(),
              "--log-every", 1]  # fmt: skip
     done = fullshard_command(*words, "--nproc", 2, "--check-plan")
     assert done.returncode == 0, done.stderr
-    assert "optimizer: SOAP updates 14 matrices of" in done.stdout
-    assert "LlamaForCausalLM with SOAP, step 3: as planned" in done.stdout, done.stdout
+    assert f"optimizer: {name} updates 14 matrices of" in done.stdout
+    assert f"LlamaForCausalLM with {name}, step 3: as planned" in done.stdout, done.stdout
     losses = [line.split("loss")[1].split()[0] for line in done.stdout.splitlines() if line.startswith("step ")]
     shutil.rmtree(tmp_path / "checkpoints" / "step-000006")
     again = fullshard_command(*words, "--nproc", 3)
@@ -352,3 +417,46 @@ def test_plan_says_what_owners_keep() -> None:
     d, kv, f = 4096, 1024, 14336  # f is beyond the largest dim that has a factor
     kept = 2 * (2 * d * d + 2 * d * kv + 3 * d * f) + 2 * (2 * 2 * d * d + 2 * (d * d + kv * kv) + 3 * d * d)
     assert 32 * kept * 4 / 64 <= found["kept"] <= 1.15 * 32 * kept * 4 / 64
+
+
+def test_plan_of_shampoo() -> None:
+    """It keeps what SOAP keeps, sends as much, and computes with it less often."""
+    model, _ = load_model("Llama-3.1-8B", {})
+    soap, shampoo = (
+        evaluate(model, Job.of({"checkpointing": "full", "seq_len": 8192, "optimizer": o}), parse_cluster("64xH100"))
+        for o in ("soap", "shampoo")
+    )
+    assert soap.setting.matrices is not None
+    assert shampoo.setting.matrices is not None
+    assert shampoo.setting.matrices.sent_nbytes == pytest.approx(soap.setting.matrices.sent_nbytes, rel=0.05)
+    assert shampoo.setting.matrices.kept_nbytes == pytest.approx(soap.setting.matrices.kept_nbytes, rel=0.15)
+    assert shampoo.setting.matrices.dealing.balance <= 1.15
+    assert shampoo.time.optimizer < soap.time.optimizer
+
+
+# -- with everything that comes between backward and step ---------------------------------------------------------
+
+
+def check_training(cls: Any) -> dict[str, float]:
+    """Two micro-batches per step, clipped; a step that the scaler leaves out; against replicas with whole matrices."""
+    mesh = init_mesh()
+    reference = ddp(model_of())
+    expected = train_clipped(reference, cls(plain(reference), **OPTIONS), rank=mesh.rank, size=mesh.world_size)
+    model = sharded()
+    optimizer = cls(model, **OPTIONS)
+    losses = train_clipped(model, optimizer, rank=mesh.rank, size=mesh.world_size)
+    assert losses[:2] == expected[:2]
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0.0)
+    found = compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+    before = {name: value.clone() for name, value in parameters(model).items() if value is not None}
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loss = scaler.scale(model(torch.zeros(2, 5, dtype=torch.long)))
+    (loss * (float("inf") if mesh.rank == 0 else 1.0)).backward()
+    scaler.step(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items() if value is not None)
+    return found
+
+
+@pytest.mark.parametrize("cls", [pytest.param(SOAP, marks=pytest.mark.full), Shampoo])
+def test_training_is_that_of_replicas(cls: Class) -> None:
+    check(run_ranks(check_training, 2, cls), exact=False, tolerance=1e-3)

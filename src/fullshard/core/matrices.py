@@ -27,8 +27,9 @@ _EVEN_ENOUGH = 1.05
 """How much more than the most even dealing a rank may get, if that keeps matrices where they are."""
 NEWTON_SCHULZ_STEPS = 5
 PRECONDITION_FREQUENCY = 10
+ROOT_FREQUENCY = 50
 MAX_PRECOND_DIM = 10_000
-_SLOWNESS_OF_QR = 10
+_SLOWNESS_OF_DECOMPOSITIONS = 10
 """How much longer a decomposition takes than a matrix product of as many operations: assumed."""
 
 
@@ -90,7 +91,7 @@ class Eigenbases:
         """Three products with each basis and one for each factor; now and then a product and a decomposition."""
         dims = self._dims(rows, columns)
         often = sum(4 * 2 * dim * rows * columns for dim in dims)
-        return often + sum((2 + _SLOWNESS_OF_QR * 8 // 3) * dim**3 for dim in dims) // self.frequency
+        return often + sum((2 + _SLOWNESS_OF_DECOMPOSITIONS * 8 // 3) * dim**3 for dim in dims) // self.frequency
 
     def kept(self, rows: int, columns: int) -> int:
         """See above."""
@@ -102,6 +103,19 @@ class Eigenbases:
 
     def _dims(self, rows: int, columns: int) -> list[int]:
         return [dim for dim in (rows, columns) if dim <= self.largest]
+
+
+@dataclass(frozen=True, slots=True)
+class InverseRoots(Eigenbases):
+    """Shampoo's: as much is kept, a root of each factor in the place of its eigenvectors."""
+
+    frequency: int = ROOT_FREQUENCY
+
+    def flops(self, rows: int, columns: int) -> int:
+        """A product for each factor and one with its root; now and then a decomposition and a product."""
+        dims = self._dims(rows, columns)
+        often = sum(2 * 2 * dim * rows * columns for dim in dims)
+        return often + sum((2 + _SLOWNESS_OF_DECOMPOSITIONS * 9) * dim**3 for dim in dims) // self.frequency
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.core.errors import ConfigError
 from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, NewtonSchulz, matrix_shape
 from fullshard.optim.newton_schulz import COEFFICIENTS, DTYPE, EPS, orthogonalized
-from fullshard.optim.with_adamw import MatricesWithAdamW, check_not_negative, gradient_of, local_of
+from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, check_not_negative, gradient_of, local_of
 
 _MOMENTUM = "momentum_buffer"
 _SCALINGS = (None, "original", "match_rms_adamw")
@@ -39,8 +39,7 @@ class Muon(MatricesWithAdamW):
         adjust_lr_fn: how the learning rate depends on a matrix's shape: `original` (also None) multiplies it by
             sqrt(max(1, rows / columns)); `match_rms_adamw` by 0.2 sqrt(max(rows, columns)), with which a learning rate
             found for AdamW can be kept.
-        adamw_lr, adamw_weight_decay: of AdamW, where they differ.
-        adamw_betas, adamw_eps: of AdamW.
+        adamw: see `AdamWOptions`.
 
     Attributes:
         rule: what became of the model's parameters; None if it was not given one.
@@ -65,18 +64,8 @@ class Muon(MatricesWithAdamW):
         eps: float = EPS,
         ns_steps: int = NEWTON_SCHULZ_STEPS,
         adjust_lr_fn: str | None = None,
-        *,
-        adamw_lr: float | None = None,
-        adamw_weight_decay: float | None = None,
-        adamw_betas: tuple[float, float] = (0.9, 0.999),
-        adamw_eps: float = 1e-8,
+        **adamw: Unpack[AdamWOptions],
     ) -> None:
-        adamw = {
-            "lr": lr if adamw_lr is None else adamw_lr,
-            "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
-            "betas": adamw_betas,
-            "eps": adamw_eps,
-        }
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -87,7 +76,7 @@ class Muon(MatricesWithAdamW):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        super().__init__(params, defaults, adamw)
+        super().__init__(params, defaults, **adamw)
 
     def _check(self, group: dict[str, Any], where: str) -> None:
         check_not_negative(group, "momentum", where)

@@ -1,4 +1,4 @@
-"""Which parameters of a model are matrices to Muon or SOAP, and which AdamW updates."""
+"""Which parameters of a model are matrices to Muon, SOAP or Shampoo, and which AdamW updates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MatrixRule:
     output head, and whatever is a vector (norms, biases) are AdamW's, as Keller Jordan published it for Muon.
 
     Attributes:
-        optimizer: whose the matrices are, `Muon` or `SOAP`.
+        optimizer: whose the matrices are: `Muon`, `SOAP` or `Shampoo`.
         matrices: matrices, and batches of them.
         convolutions: each is one matrix, a row per output channel.
         embeddings, heads, vectors: for AdamW.

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from fullshard.core.errors import ConfigError
 from fullshard.core.matrices import MAX_PRECOND_DIM, PRECONDITION_FREQUENCY, Eigenbases
-from fullshard.optim.with_adamw import MatricesWithAdamW, gradient_of, local_of
+from fullshard.optim.preconditioned import MEAN, SIDES, SQUARES, OwnedMatrix, PreconditionedMatrices, check_average
+from fullshard.optim.with_adamw import AdamWOptions, local_of
 
-_MEAN, _SQUARES = "exp_avg", "exp_avg_sq"
-_SIDES = ("left", "right")
 _BASIS = "_basis"
 
 
-class SOAP(MatricesWithAdamW):
+class SOAP(PreconditionedMatrices):
     """SOAP for hidden matrices, AdamW for the rest: Adam in the eigenbasis of Shampoo's preconditioner.
 
     The first step of a matrix finds its basis and updates nothing.
@@ -45,8 +43,7 @@ class SOAP(MatricesWithAdamW):
         correct_bias: of the moments.
         sent_as: what gradients are sent to owners and updates back in. float32 gives the numbers of one process,
             bfloat16 sends half.
-        adamw_lr, adamw_weight_decay: of AdamW, where they differ.
-        adamw_betas, adamw_eps: of AdamW.
+        adamw: see `AdamWOptions`.
 
     Attributes:
         rule: what became of the model's parameters; None if it was not given one.
@@ -57,7 +54,7 @@ class SOAP(MatricesWithAdamW):
     """
 
     algorithm = "soap"
-    owned_state = frozenset({_MEAN, _SQUARES, *_SIDES, *(side + _BASIS for side in _SIDES)})
+    owned_state = frozenset({MEAN, SQUARES, *SIDES, *(side + _BASIS for side in SIDES)})
 
     def __init__(
         self,
@@ -73,21 +70,8 @@ class SOAP(MatricesWithAdamW):
         correct_bias: bool = True,
         *,
         sent_as: torch.dtype = torch.float32,
-        adamw_lr: float | None = None,
-        adamw_weight_decay: float | None = None,
-        adamw_betas: tuple[float, float] = (0.9, 0.999),
-        adamw_eps: float = 1e-8,
+        **adamw: Unpack[AdamWOptions],
     ) -> None:
-        if not sent_as.is_floating_point:
-            raise ConfigError(f"SOAP: sent_as is {sent_as}, expected a dtype of real numbers")
-        self.sent_as = sent_as
-        self.cost = Eigenbases(precondition_frequency, max_precond_dim)
-        adamw = {
-            "lr": lr if adamw_lr is None else adamw_lr,
-            "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
-            "betas": adamw_betas,
-            "eps": adamw_eps,
-        }
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -99,32 +83,17 @@ class SOAP(MatricesWithAdamW):
             "normalize_grads": normalize_grads,
             "correct_bias": correct_bias,
         }
-        super().__init__(params, defaults, adamw)
+        super().__init__(params, defaults, Eigenbases(precondition_frequency, max_precond_dim), sent_as, **adamw)
 
     def _check(self, group: dict[str, Any], where: str) -> None:
-        betas = {"betas[0]": group["betas"][0], "betas[1]": group["betas"][1]}
-        for name, beta in {**betas, "shampoo_beta": max(0.0, group["shampoo_beta"])}.items():
-            if not 0 <= beta < 1:
-                raise ConfigError(f"{where}: {name} is {beta}, expected 0 or more, and less than 1")
-        for key in ("precondition_frequency", "max_precond_dim"):
-            if group[key] < 1:
-                raise ConfigError(f"{where}: {key} is {group[key]}, expected 1 or more")
-
-    def _begin(self, parameter: torch.Tensor) -> None:
-        state = self.state[parameter]
-        state.setdefault("step", torch.tensor(0.0))
-        state["step"] += 1
-
-    def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        gradient = gradient_of(parameter)
-        assert gradient is not None  # noqa: S101 -- of those that have one
-        return gradient
+        super()._check(group, where)
+        check_average("shampoo_beta", max(0.0, group["shampoo_beta"]), where)
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         owned = _Owned(self.state[parameter], number, matrix.device)
         gradient = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
         beta = group["shampoo_beta"] if group["shampoo_beta"] >= 0 else group["betas"][1]
-        updates = int(self.state[parameter]["step"]) - 1
+        updates = self._steps(parameter) - 1
         if updates == 0:
             owned.begin(gradient, group["max_precond_dim"])
             owned.take_into_factors(gradient, beta)
@@ -140,7 +109,7 @@ class SOAP(MatricesWithAdamW):
 
     def _apply(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
         """Move by the update, and decay; in a parameter's first step neither."""
-        updates = int(self.state[parameter]["step"]) - 1
+        updates = self._steps(parameter) - 1
         if updates == 0:
             return
         lr, weights = float(group["lr"]), local_of(parameter)
@@ -152,70 +121,38 @@ class SOAP(MatricesWithAdamW):
         weights.mul_(1 - lr * group["weight_decay"])
 
 
-class _Owned:
-    """What the owner of one matrix keeps of it, in the optimizer's state of its parameter.
-
-    Args:
-        state: of the parameter.
-        number: of the matrix in it.
-        device: where it computes; what was loaded or was elsewhere comes there.
-    """
-
-    def __init__(self, state: dict[str, Any], number: int, device: torch.device) -> None:
-        self._state, self._number, self._device = state, number, device
-
-    def begin(self, gradient: torch.Tensor, largest: int) -> None:
-        """Nothing has been seen."""
-        self[_MEAN], self[_SQUARES] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        for side, dim in zip(_SIDES, gradient.shape, strict=True):
-            if dim <= largest:
-                self[side] = gradient.new_zeros(dim, dim)
-
-    def take_into_factors(self, gradient: torch.Tensor, beta: float) -> None:
-        """Averages of G G^T and of G^T G."""
-        for side, lines in zip(_SIDES, (gradient, gradient.T), strict=True):
-            if (factor := self[side]) is not None:
-                factor.lerp_(lines @ lines.T, 1 - beta)
+class _Owned(OwnedMatrix):
+    """With eigenvectors of the factors."""
 
     def find_bases(self) -> None:
         """Eigenvectors of the factors, those of the largest eigenvalues first."""
-        for side in _SIDES:
+        for side in SIDES:
             if (factor := self[side]) is not None:
                 self[side + _BASIS] = torch.linalg.eigh(factor)[1].flip(1).contiguous()
 
     def turn_bases(self) -> None:
         """The next eigenvectors from the last: one power iteration, made orthogonal, in the order of eigenvalues."""
-        for dim, side in enumerate(_SIDES):
+        for dim, side in enumerate(SIDES):
             if (factor := self[side]) is not None:
                 basis = self[side + _BASIS]
                 product = factor @ basis
                 order = (basis * product).sum(0).argsort(descending=True)
-                self[_SQUARES] = self[_SQUARES].index_select(dim, order)
+                self[SQUARES] = self[SQUARES].index_select(dim, order)
                 self[side + _BASIS] = torch.linalg.qr(product.index_select(1, order))[0]
 
     def direction(self, gradient: torch.Tensor, betas: tuple[float, float], eps: float) -> torch.Tensor:
         """Adam's, of the gradient as the bases see it; in the matrix's own again."""
-        mean, squares = self[_MEAN], self[_SQUARES]
+        mean, squares = self[MEAN], self[SQUARES]
         mean.lerp_(gradient, 1 - betas[0])
         squares.lerp_(self._seen(gradient).square(), 1 - betas[1])
         return self._unseen(self._seen(mean) / squares.sqrt().add_(eps))
 
     def _seen(self, matrix: torch.Tensor) -> torch.Tensor:
-        left, right = (self[side + _BASIS] for side in _SIDES)
+        left, right = (self[side + _BASIS] for side in SIDES)
         matrix = matrix if left is None else left.T @ matrix
         return matrix if right is None else matrix @ right
 
     def _unseen(self, matrix: torch.Tensor) -> torch.Tensor:
-        left, right = (self[side + _BASIS] for side in _SIDES)
+        left, right = (self[side + _BASIS] for side in SIDES)
         matrix = matrix if left is None else left @ matrix
         return matrix if right is None else matrix @ right.T
-
-    def __getitem__(self, name: str) -> Any:
-        key = f"{name}.{self._number}"
-        found = self._state.get(key)
-        if found is not None and found.device != self._device:
-            found = self._state[key] = found.to(self._device)
-        return found
-
-    def __setitem__(self, name: str, value: torch.Tensor) -> None:
-        self._state[f"{name}.{self._number}"] = value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import nn, optim
@@ -25,6 +25,20 @@ from fullshard.optim.rule import MatrixRule
 logger = logging.getLogger(__name__)
 
 
+class AdamWOptions(TypedDict, total=False):
+    """How AdamW updates the rest.
+
+    Attributes:
+        adamw_lr, adamw_weight_decay: default: those of the matrices.
+        adamw_betas, adamw_eps: default: those of `torch.optim.AdamW`.
+    """
+
+    adamw_lr: float | None
+    adamw_weight_decay: float | None
+    adamw_betas: tuple[float, float]
+    adamw_eps: float
+
+
 class MatricesWithAdamW(MatrixOptimizer):
     """Hidden matrices by the subclass, all else by AdamW.
 
@@ -33,7 +47,7 @@ class MatricesWithAdamW(MatrixOptimizer):
             optimizers take them. A group with `algorithm="adamw"` is updated by AdamW, one with `flatten=True` has
             convolutions; a parameter of three dims is a batch of matrices otherwise, of more it is flattened.
         defaults: of groups of matrices.
-        adamw: of groups of AdamW's.
+        adamw: see `AdamWOptions`.
 
     Attributes:
         rule: what became of the model's parameters; None if it was not given one.
@@ -50,8 +64,10 @@ class MatricesWithAdamW(MatrixOptimizer):
     sent_as: torch.dtype
     cost: MatrixCost
 
-    def __init__(self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], adamw: dict[str, Any]) -> None:
-        self._adamw_defaults = {**_adamw({}).defaults, **adamw}
+    def __init__(
+        self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], **adamw: Unpack[AdamWOptions]
+    ) -> None:
+        self._adamw_defaults = _defaults_of_adamw(type(self).__name__, defaults, adamw)
         self._adamw: optim.AdamW | None = None
         self._whole: list[WholeMatrices] = []
         self._dealt: list[ShardedParameter] = []
@@ -231,6 +247,15 @@ class MatricesWithAdamW(MatrixOptimizer):
         self._check(group, where)
         for parameter in group["params"]:
             _check_matrix(parameter, name, where)
+
+
+def _defaults_of_adamw(optimizer: str, matrices: dict[str, Any], given: AdamWOptions) -> dict[str, Any]:
+    """Those of its groups, from those of the matrices' and what was given."""
+    unknown = given.keys() - AdamWOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{optimizer} got an unexpected keyword argument {min(unknown)!r}")
+    own = {key.removeprefix("adamw_"): value for key, value in given.items() if value is not None}
+    return {**_adamw({}).defaults, **{key: matrices[key] for key in ("lr", "weight_decay")}, **own}
 
 
 def _adamw(options: dict[str, Any]) -> optim.AdamW:

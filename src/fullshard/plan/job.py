@@ -18,7 +18,7 @@ from fullshard.plan.attention import Kernel
 from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 from fullshard.plan.schedule import ScheduleOptions
 
-Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "soap", "sgd", "sgd-momentum", "none"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "soap", "shampoo", "sgd", "sgd-momentum", "none"]
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "kernel", "fused"]
@@ -57,7 +57,7 @@ class Job(View):
         1, ge=1, description="Ranks of a tensor-parallel group, which split each layer; the rest shard what they have"
     )
     optimizer: Optimizer = Field(
-        "adamw", description="adamw, adamw-fused, adamw-8bit, muon, soap, sgd, sgd-momentum or none"
+        "adamw", description="adamw, adamw-fused, adamw-8bit, muon, soap, shampoo, sgd, sgd-momentum or none"
     )
     method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
     lora_rank: int | None = Field(None, ge=1, description="Rank of the adapters of lora and qlora. Default: 8")

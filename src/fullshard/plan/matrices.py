@@ -114,7 +114,7 @@ def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes, cost: Ma
 
 
 def is_matrix(parameter: ParameterShape) -> bool:
-    """Whether Muon or SOAP updates it: hidden matrices, adapters' factors, expert weights; no embedding and no head."""
+    """Whether it is updated as a matrix: hidden ones, adapters' factors, expert weights; no embedding and no head."""
     if not parameter.trainable or parameter.role in ("embedding", "head") or len(parameter.shape) < 2:
         return False
     return "embed" not in parameter.name and 1 not in matrix_shape(parameter.shape, flatten=False)[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
-from fullshard.core.matrices import Eigenbases, MatrixCost, NewtonSchulz
+from fullshard.core.matrices import Eigenbases, InverseRoots, MatrixCost, NewtonSchulz
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,9 @@ OPTIMIZERS = {
     # Sent 2, decay 2, the update 3.
     "soap": OptimizerRow(
         2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(0, 7, ops=3), owner=Eigenbases()
+    ),
+    "shampoo": OptimizerRow(
+        2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(0, 7, ops=3), owner=InverseRoots()
     ),
     "sgd": OptimizerRow(0, 3, ops=1),
     "sgd-momentum": OptimizerRow(1, 8, ops=3),

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.optim import SOAP, MatrixRule, Muon
+from fullshard.optim import SOAP, MatrixRule, Muon, Shampoo
 from fullshard.optim.with_adamw import MatricesWithAdamW
 
 _CLASSES: dict[str, tuple[type[MatricesWithAdamW], dict[str, Any]]] = {
     "muon": (Muon, {"adjust_lr_fn": "match_rms_adamw"}),  # with which a learning rate of AdamW fits
     "soap": (SOAP, {}),
+    "shampoo": (Shampoo, {}),
 }
 
 

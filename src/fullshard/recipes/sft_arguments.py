@@ -102,7 +102,7 @@ class SFTArguments:
     Attributes:
         model, data, watch: see the classes.
         training: TRL's `SFTConfig`, made for fullshard's engine.
-        matrix_optimizer: `--optim muon` or `soap`, which Transformers does not name.
+        matrix_optimizer: `--optim muon`, `soap` or `shampoo`, which Transformers does not name.
     """
 
     model: ModelArguments

@@ -88,7 +88,10 @@ def _in_place_of(cls: type, names: set[str]) -> str:
             "computed by one rank"
         )
     if names & {"Shampoo", "DistributedShampoo"}:
-        return "use fullshard.optim.SOAP(model, lr=...), which is Adam in the basis that Shampoo finds"
+        return (
+            "write fullshard.optim.Shampoo(model, lr=...) instead: averaged factors and steps of Adam's size, each "
+            "matrix computed by one rank"
+        )
     return "use an element-wise optimizer such as AdamW, SGD or Lion"
 
 
