@@ -437,16 +437,19 @@ def test_plan_of_shampoo() -> None:
 # -- with everything that comes between backward and step ---------------------------------------------------------
 
 
-def check_training(cls: Any) -> dict[str, float]:
-    """Two micro-batches per step, clipped; a step that the scaler leaves out; against replicas with whole matrices."""
-    mesh = init_mesh()
+def check_training() -> dict[str, float]:
+    """Two micro-batches per step, clipped; a step that the scaler leaves out; against replicas with whole matrices.
+
+    Factors of these few tokens are far from full rank: their roots would make 64 times a rounding of the gradient.
+    """
+    mesh, options = init_mesh(), {**OPTIONS, "root_eps": 1e-6}
     reference = ddp(model_of())
-    expected = train_clipped(reference, cls(plain(reference), **OPTIONS), rank=mesh.rank, size=mesh.world_size)
+    expected = train_clipped(reference, Shampoo(plain(reference), **options), rank=mesh.rank, size=mesh.world_size)
     model = sharded()
-    optimizer = cls(model, **OPTIONS)
+    optimizer = Shampoo(model, **options)
     losses = train_clipped(model, optimizer, rank=mesh.rank, size=mesh.world_size)
     assert losses[:2] == expected[:2]
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
     found = compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
     before = {name: value.clone() for name, value in parameters(model).items() if value is not None}
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -457,6 +460,5 @@ def check_training(cls: Any) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("cls", [pytest.param(SOAP, marks=pytest.mark.full), Shampoo])
-def test_training_is_that_of_replicas(cls: Class) -> None:
-    check(run_ranks(check_training, 2, cls), exact=False, tolerance=1e-3)
+def test_training_is_that_of_replicas() -> None:
+    check(run_ranks(check_training, 2), exact=False, tolerance=1e-4)

@@ -40,6 +40,11 @@ class MatrixWork:
         return self.dealing.replicate_size * self.dealing.shard_size
 
     @property
+    def idle(self) -> int:
+        """Ranks that own none."""
+        return sum(not work for work in self.dealing.work)
+
+    @property
     def over_mean(self) -> float:
         """What the busiest rank computes, over the mean."""
         work = self.dealing.work

@@ -89,7 +89,9 @@ def _rest_table(plan: Plan) -> Table:
         table.add_row(
             "matrices",
             f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
-            f"{work.over_mean:.2f} of the mean, {work.dealing.balance:.2f} of the least that whole matrices allow; "
+            f"{work.over_mean:.2f} of the mean, {work.dealing.balance:.2f} of the least that whole matrices allow"
+            + (f" ({work.idle} ranks own none)" * bool(work.idle))
+            + "; "
             f"each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and back"
             + (f", {format_nbytes(round(work.replicated_nbytes))} to replicas" if work.replicated_nbytes else "")
             + (f"; the fullest keeps {format_nbytes(work.kept_nbytes)} of state for its own" * bool(work.kept_nbytes)),
@@ -194,6 +196,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "elements": work.numel,
             "balance": work.dealing.balance,
             "over_mean": work.over_mean,
+            "idle_ranks": work.idle,
             "sent": work.sent_nbytes,
             "replicated": work.replicated_nbytes,
             "owned": work.owned_nbytes,
