@@ -168,22 +168,9 @@ class Accelerator(Loaders, Reporting):
         if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin):
             self.fsdp_plugin.fill(self._config)
         self.setup = Setup.of(self._config, self.fsdp_plugin, handlers.autocast, rolls_back=self._rolls_back)
-        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(
-            self._config.training.gradient_accumulation_steps
-        )
-        if accumulation.num_steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {accumulation.num_steps}")
-        steps = accumulation.num_steps
-        if self._accumulates and self._config.training.summed_ranks is None:  # else slices are what is shared
-            steps = accumulation_steps(steps, read_rank_environment())
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds),
-            self._gradient_state_class(
-                steps,
-                accumulation.sync_with_dataloader,
-                accumulation.adjust_scheduler,
-                accumulation.sync_each_batch,
-            ),
+            self._make_gradient_state(gradient_accumulation_plugin),
         )
         _check_precision(self.setup.precision.mode, self.device)
         sharding = self._config.sharding
@@ -202,11 +189,7 @@ class Accelerator(Loaders, Reporting):
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.rng_types = _check_rng_types(rng_types)
-        self.project_configuration = project_config or ProjectConfiguration()
-        if project_dir is not None:
-            self.project_configuration.project_dir = local_name(project_dir)
-            if self.project_configuration.logging_dir is None:
-                self.project_configuration.logging_dir = local_name(project_dir)
+        self.project_configuration = _project_configuration(project_config, project_dir)
         if self.project_configuration.project_dir is not None and self._records_events:
             record_events(self.project_configuration.project_dir)
         self.log_with = wanted_trackers(log_with, self.logging_dir)
@@ -215,6 +198,18 @@ class Accelerator(Loaders, Reporting):
         self.step_scheduler_once = step_scheduler_once
         self.scaler = self._make_scaler()
         self._plan_watch = self._watch_plan() if self._config.training.check_plan else None
+
+    def _make_gradient_state(self, plugin: Any) -> GradientState:
+        """What knows the loop: micro-batches per step, by the script's plugin or by the settings."""
+        accumulation = plugin or GradientAccumulationPlugin(self._config.training.gradient_accumulation_steps)
+        steps = accumulation.num_steps
+        if steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
+        if self._accumulates and self._config.training.summed_ranks is None:  # else slices are what is shared
+            steps = accumulation_steps(steps, read_rank_environment())
+        return self._gradient_state_class(
+            steps, accumulation.sync_with_dataloader, accumulation.adjust_scheduler, accumulation.sync_each_batch
+        )
 
     if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
 
@@ -556,6 +551,16 @@ def _check_precision(mode: str, device: torch.device) -> None:
             f"mixed_precision = bf16 on {cuda.name(device)}, which has no bfloat16 arithmetic",
             hint="use fp16, or no",
         )
+
+
+def _project_configuration(given: Any, directory: str | os.PathLike[str] | None) -> Any:
+    """The script's, or one of its own; `directory` is where, if it says so, and where to log unless it says that."""
+    configuration = given or ProjectConfiguration()
+    if directory is not None:
+        configuration.project_dir = local_name(directory)
+        if configuration.logging_dir is None:
+            configuration.logging_dir = local_name(directory)
+    return configuration
 
 
 def _check_rng_types(rng_types: list[Any] | None) -> set[str]:

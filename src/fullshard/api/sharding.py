@@ -142,28 +142,11 @@ def shard(
     shard_model(
         model,
         unit_modules=[*units, *apart],
-        strategy=config.resolved_strategy(),
-        shard_size=config.resolved_shard_size(process.environment.local_world_size),
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=torch_dtype(precision.compute_dtype),
-            reduce_dtype=torch_dtype(precision.gradient_dtype),
-            cast_forward_inputs=precision.cast_inputs,
-            buffer_dtype=torch_dtype(precision.buffer_dtype),
-            gather_as=torch_dtype(precision.gather_as),
-            reduce_as=torch_dtype(precision.reduce_as),
-            virtual_ranks=setup.training.summed_ranks,
-        ),
-        offload_policy=OffloadPolicy(**dataclasses.asdict(config.offload)),
         ignored_params=[parameter for module in ignored for parameter in module.parameters()],
-        forward_prefetch=config.forward_prefetch,
-        backward_prefetch=config.backward_prefetch,
-        # Virtual ranks are to begin with the same weights, however many ranks have drawn some.
-        sync_module_states=config.sync_module_states or setup.training.summed_ranks is not None,
-        param_init_fn=setup.plugin.param_init_fn if setup.plugin is not None else None,
-        device=process.device,
         mesh=None
         if device_mesh is None
         else init_mesh(device_mesh=device_mesh["dp_replicate", "dp_shard"], device=process.device),
+        **_engine_settings(setup, process),
     )
     if apart:
         keep_head(apart[1])
@@ -177,13 +160,7 @@ def shard(
         use_sharded_methods(model)
     if hasattr(model, "save_pretrained"):
         gather_when_all_save(model)
-    sharding = describe(model)
-    say(f"{type(model).__name__}: {sharding}")
-    asked = config.resolved_strategy().name
-    if sharding.strategy not in ("", asked):
-        say(
-            f"{asked} with a shard group of {sharding.shard_size} of {sharding.world_size} ranks is {sharding.strategy}"
-        )
+    _say_how(model, config, say)
     if config.reshard_after_forward == "auto":
         keep_unsharded(
             model,
@@ -191,12 +168,47 @@ def shard(
             ranks_on_host=process.environment.local_world_size,
             say=say,
         )
+    return model
+
+
+def _engine_settings(setup: Setup, process: ProcessState) -> dict[str, Any]:
+    """Arguments of `shard_model` that follow from the settings."""
+    config, precision, virtual_ranks = setup.sharding, setup.precision, setup.training.summed_ranks
+    return {
+        "strategy": config.resolved_strategy(),
+        "shard_size": config.resolved_shard_size(process.environment.local_world_size),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch_dtype(precision.compute_dtype),
+            reduce_dtype=torch_dtype(precision.gradient_dtype),
+            cast_forward_inputs=precision.cast_inputs,
+            buffer_dtype=torch_dtype(precision.buffer_dtype),
+            gather_as=torch_dtype(precision.gather_as),
+            reduce_as=torch_dtype(precision.reduce_as),
+            virtual_ranks=virtual_ranks,
+        ),
+        "offload_policy": OffloadPolicy(**dataclasses.asdict(config.offload)),
+        "forward_prefetch": config.forward_prefetch,
+        "backward_prefetch": config.backward_prefetch,
+        # Virtual ranks are to begin with the same weights, however many ranks have drawn some.
+        "sync_module_states": config.sync_module_states or virtual_ranks is not None,
+        "param_init_fn": setup.plugin.param_init_fn if setup.plugin is not None else None,
+        "device": process.device,
+    }
+
+
+def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None]) -> None:
+    """Say how the model is sharded, and what was asked for and changes nothing here."""
+    sharding, asked = describe(model), config.resolved_strategy().name
+    say(f"{type(model).__name__}: {sharding}")
+    if sharding.strategy not in ("", asked):
+        say(
+            f"{asked} with a shard group of {sharding.shard_size} of {sharding.world_size} ranks is {sharding.strategy}"
+        )
     if config.offload.has_shards and not sharding.offload:
         held = format_nbytes(sharding.rank_nbytes)
         say(f"CPU offload saves nothing here: the {held} of this rank are in host memory already")
     if config.offload.activations and not sharding.offload:
         say("offload_activations saves nothing here: what a CPU computes with is in host memory already")
-    return model
 
 
 def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
