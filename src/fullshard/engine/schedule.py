@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
@@ -30,7 +29,8 @@ from fullshard.engine.additions import Additions
 from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.checkup import Checkup
-from fullshard.engine.fingerprint import NBYTES, Fingerprint
+from fullshard.engine.end_of_backward import BucketEnd, EndOfBackward
+from fullshard.engine.fingerprint import Fingerprint
 from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.parameter import ShardedParameter
@@ -527,26 +527,19 @@ class Schedule:
         Raises:
             CommunicationError: they did not; nothing has been published yet.
         """
-        trainable = [(unit, bucket) for unit in self.units for bucket in unit.buckets if bucket.gradient is not None]
+        trainable = [bucket for bucket in self._buckets() if bucket.gradient is not None]
         launched = set(self._reductions.launched)
-        loads = self.loads % 256
-        # Of each the largest: a byte and what it lacks to 255 add up to that where all ranks have the same.
         ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
         steps = self.steps + self._stepped_since_forward
-        digest = bytes(NBYTES) if self.fingerprint is None else self.fingerprint.digest(ran, steps)
-        flags = bytearray((loads, 255 - loads, STOPPING.is_wanted, *digest, *(255 - byte for byte in digest)))
-        for _, bucket in trainable:
-            gradient, has_launched = _gradient(bucket), bucket in launched
-            flags += bytes((has_launched, not has_launched, gradient.unsharded.exists)) + gradient.unsharded.used
+        digest = None if self.fingerprint is None else self.fingerprint.digest(ran, steps)
+        ends = [_end_of(bucket, is_reduced=bucket in launched) for bucket in trainable]
+        message = EndOfBackward(self.loads, STOPPING.is_wanted, digest, ends)
         if self.mesh.control_group is not None and trainable:
-            message = torch.frombuffer(flags, dtype=torch.uint8)  # the same memory
             last = self._forward[-1] if self._forward else self.units[-1]
             with last.waiting("end of backward (the last unit that ran forward)"):
-                dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
-        if STOPPING.is_listened_to:
-            flags[2] = self.guard.largest_outside(flags[2])
-        STOPPING.is_agreed |= bool(flags[2])
-        if sum(flags[:2]) != 255:
+                message.exchange(self.mesh.control_group)
+        STOPPING.is_agreed |= self._is_wanted_anywhere(message.wants_to_stop)
+        if not message.agrees_on_loads:
             raise CommunicationError(
                 f"rank {self.mesh.rank}: load_state_dict has come to {self.loads} units on this rank, which is not so "
                 "on all others: the model is loaded in parts",
@@ -554,24 +547,24 @@ class Schedule:
                 "what one rank has",
             )
         used: dict[Bucket, bytearray] = {}
-        position = 3 + 2 * NBYTES
-        for unit, bucket in trainable:
-            on_some, not_on_all, has_more = flags[position : position + 3]
-            position += 3
-            if on_some and not_on_all:
+        for bucket, anywhere in zip(trainable, message.buckets(), strict=True):
+            if anywhere.is_reduced and anywhere.is_not_reduced:
                 here = "ran" if bucket in launched else "did not run"
                 raise CommunicationError(
-                    f"rank {self.mesh.rank}, unit {unit.name!r}: it {here} in this backward on this rank, "
+                    f"rank {self.mesh.rank}, unit {owner_of(bucket).name!r}: it {here} in this backward on this rank, "
                     "which is not so on all others",
                     hint="every rank must run the same units in each step",
                 )
-            if has_more:
+            if anywhere.has_more:
                 self._launch(bucket)
-            used[bucket] = flags[position : position + len(bucket.slots)]
-            position += len(bucket.slots)
-        if self.fingerprint is not None and any(a + b != 255 for a, b in zip(flags[3:11], flags[11:19], strict=True)):
+            used[bucket] = anywhere.used
+        if self.fingerprint is not None and not message.agrees_on_steps:
             self.fingerprint.compare(ran, steps)
         return used
+
+    def _is_wanted_anywhere(self, is_wanted: bool) -> bool:
+        """Whether a stop is, on ranks of other axes, too."""
+        return bool(self.guard.largest_outside(is_wanted)) if STOPPING.is_listened_to else is_wanted
 
     def set_reductions_in_flight(self, count: int) -> None:
         """How many may be under way beside the one that is being collected."""
@@ -679,3 +672,9 @@ def _gradient(bucket: Bucket) -> Gradient:
     """The gradient side of a bucket that is known to be trainable."""
     assert bucket.gradient is not None  # noqa: S101 -- frozen buckets are never queued
     return bucket.gradient
+
+
+def _end_of(bucket: Bucket, *, is_reduced: bool) -> BucketEnd:
+    """What this rank says of a bucket when backward ends."""
+    unsharded = _gradient(bucket).unsharded
+    return BucketEnd(is_reduced, not is_reduced, unsharded.exists, unsharded.used)

@@ -1,0 +1,91 @@
+"""The message that ends every backward: what a rank must know of the others before gradients are published.
+
+    bytes                                                                          the largest of all ranks says
+    loads of weights, what they lack to 255                                        whether all have loaded the same
+    a wish to stop                                                                 whether one has it
+    the fingerprint's digest, what it lacks to 255                                 whether all have done the same
+    per bucket: reduced, not reduced                                               whether all or none have reduced it
+                collected more than it reduced                                     whether one has
+                used, for each parameter                                           which of them one has used
+
+A byte and what it lacks to 255 add up to that where all ranks have the same. One all-reduce on the host carries it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fullshard.engine.fingerprint import NBYTES
+
+_STOP, _DIGEST = 2, 3
+_BUCKETS = _DIGEST + 2 * NBYTES
+
+
+class BucketEnd(NamedTuple):
+    """What a message says of one bucket.
+
+    Attributes:
+        is_reduced: on this rank; of all ranks, on any.
+        is_not_reduced: the other way round.
+        has_more: some gradients came after the reduction, or without one.
+        used: for each parameter, whether it got a gradient.
+    """
+
+    is_reduced: bool
+    is_not_reduced: bool
+    has_more: bool
+    used: bytearray
+
+
+class EndOfBackward:
+    """One rank's message, and then what is known of all.
+
+    Args:
+        loads: how often weights have been loaded.
+        wants_to_stop: whether this rank does (`core.stopping`).
+        digest: `NBYTES` of the fingerprint; none of a model without one.
+        buckets: in the same order on every rank.
+    """
+
+    def __init__(self, loads: int, wants_to_stop: bool, digest: bytes | None, buckets: Sequence[BucketEnd]) -> None:
+        digest = digest or bytes(NBYTES)
+        loads %= 256
+        self._bytes = bytearray((loads, 255 - loads, wants_to_stop, *digest, *(255 - byte for byte in digest)))
+        self._sizes = [len(bucket.used) for bucket in buckets]
+        for bucket in buckets:
+            self._bytes += bytes(bucket[:3]) + bucket.used
+
+    def exchange(self, group: dist.ProcessGroup) -> None:
+        """From here on it says what is known of all ranks of `group`. A collective."""
+        message = torch.frombuffer(self._bytes, dtype=torch.uint8)  # the same memory
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+
+    @property
+    def wants_to_stop(self) -> bool:
+        """Whether one of them does."""
+        return bool(self._bytes[_STOP])
+
+    @property
+    def agrees_on_loads(self) -> bool:
+        """Whether all ranks have loaded weights equally often."""
+        return sum(self._bytes[:_STOP]) == 255
+
+    @property
+    def agrees_on_steps(self) -> bool:
+        """Whether all have the same digest."""
+        middle = _DIGEST + NBYTES
+        pairs = zip(self._bytes[_DIGEST:middle], self._bytes[middle:_BUCKETS], strict=True)
+        return all(byte + rest == 255 for byte, rest in pairs)
+
+    def buckets(self) -> Iterator[BucketEnd]:
+        """Each of them, in order."""
+        position = _BUCKETS
+        for size in self._sizes:
+            reduced, not_reduced, more = self._bytes[position : position + 3]
+            position += 3
+            yield BucketEnd(bool(reduced), bool(not_reduced), bool(more), self._bytes[position : position + size])
+            position += size
