@@ -103,10 +103,10 @@ class MemoryTimeline:
             if isinstance(value, torch.Tensor) and value.device.type == self._device.type
         ]
         here = [bucket for bucket in buckets if bucket.main.device.type == self._device.type]
-        frozen = storage_nbytes(bucket.main for bucket in here if bucket.gradient is None)
+        frozen = storage_nbytes(t for bucket in here if bucket.gradient is None for t in bucket.stored)
         return {
             "sharded parameters": frozen + sum(bucket.copies_nbytes for bucket in buckets),
-            "main weights": storage_nbytes(bucket.main for bucket in here if bucket.gradient is not None),
+            "main weights": storage_nbytes(t for bucket in here if bucket.gradient is not None for t in bucket.stored),
             "optimizer state": storage_nbytes(state),
             "gradients": sum(gradient.reduced_nbytes for gradient in gradients),
             "gathered units": sum(b.buffer.nbytes for b in buckets if not b.buffer.is_persistent),

@@ -166,7 +166,7 @@ class PlanCheck:
             Deviation(
                 "main weights",
                 sum(b.main_nbytes for b in layout.buckets),
-                sum(bucket.main.nbytes for bucket in buckets),
+                sum(tensor.nbytes for bucket in buckets for tensor in bucket.stored),
             ),
             Deviation("unsharded at once", _most_gathered(predicted, layout), self._most_gathered),
             self._compare_gradients(predicted, layout),

@@ -159,7 +159,9 @@ def simulate(
         predicted=predicted,
         traffic=traffic_of(predicted, layout),
         counted=sent,
-        main_nbytes=sum(bucket.main.nbytes for unit in units_of(model) for bucket in unit.buckets),
+        main_nbytes=sum(
+            tensor.nbytes for unit in units_of(model) for bucket in unit.buckets for tensor in bucket.stored
+        ),
         predicted_main_nbytes=sum(bucket.main_nbytes for bucket in layout.buckets),
         build_seconds=built - start,
         shard_seconds=sharded - built,

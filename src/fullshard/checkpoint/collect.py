@@ -34,6 +34,7 @@ from fullshard.checkpoint.staging import HostMemory, LateCopies, is_copied_late
 from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.tensors import (
     LocalTensor,
+    check_is_plain,
     device_of,
     dtype_name,
     local_buffers,
@@ -105,6 +106,7 @@ class RankWriter:
         self._late_state: LateCopies | None = None
         self.mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
         self.parameters = local_parameters(model, rank=rank)
+        check_is_plain(self.parameters)
         self.buffers = local_buffers(model, rank=rank)
         state = [] if optimizer is None else list(state_entries(optimizer, self.parameters))
         averages = list(average_entries(arguments.get("objects", ()), optimizer, self.parameters))

@@ -41,6 +41,7 @@ from fullshard.checkpoint.storage import Bytes, TensorFileReader, order_key
 from fullshard.checkpoint.store import store_of
 from fullshard.checkpoint.tensors import (
     LocalTensor,
+    check_is_plain,
     device_of,
     dtype_name,
     local_buffers,
@@ -215,6 +216,7 @@ class _Load:
             optimizer,
         )
         self.parameters = local_parameters(model, rank=rank)
+        check_is_plain(self.parameters)
         self._primary = {n: name for name, r in manifest.parameters.items() for n in (name, *r.aliases)}
         self._state: list[tuple[nn.Parameter, dict[str, Any]]] = []
         self._saved_groups: Sequence[GroupRecord] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,20 @@ class LocalTensor:
 def stand_in(local: LocalTensor) -> torch.Tensor:
     """A tensor on the meta device of the whole one's shape and dtype."""
     return torch.empty(local.shape, dtype=local.tensor.dtype, device="meta")
+
+
+def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
+    """See to it that each parameter is one tensor, which is what a checkpoint has under its name.
+
+    Raises:
+        CheckpointError: one wraps several.
+    """
+    for local in parameters:
+        if torch_private.has_own_dispatch(type(local.held)):
+            raise CheckpointError(
+                f"parameter {local.name!r} is a {type(local.held).__name__}, which wraps several tensors",
+                hint="save model.state_dict() and optimizer.state_dict() with torch.distributed.checkpoint",
+            )
 
 
 def rest(model: nn.Module) -> None:
@@ -175,6 +190,15 @@ def torch_dtype(code: str) -> torch.dtype:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    """The elements as bytes in host memory: a view where possible, a copy of this one tensor else."""
+    """The elements as bytes in host memory: a view where possible, a copy of this one tensor else.
+
+    Raises:
+        CheckpointError: it wraps others, which have the elements.
+    """
+    if torch_private.has_own_dispatch(type(tensor)):
+        raise CheckpointError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} wraps other tensors and has no bytes of its own",
+            hint="convert it to a plain tensor first, or use torch.distributed.checkpoint",
+        )
     flat = tensor.detach().reshape(-1).cpu().contiguous()
     return flat.view(torch.uint8).numpy()

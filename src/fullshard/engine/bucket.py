@@ -74,7 +74,7 @@ class Bucket(BucketSpec):
     main: torch.Tensor
     full: torch.Tensor
     buffer: FullBuffer
-    parameter_type = ShardedParameter
+    parameter_type: type[ShardedParameter] = ShardedParameter
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Bucket(BucketSpec):
         """Launch the all-gather of everybody's compute shard into `full`; `exactly`: without packing it."""
         host = self.storage.host
         # Noted before the gather: what changes `main` from now on makes what is gathered outdated.
-        is_changed, self._version = self.is_outdated, self.main._version
+        is_changed, self._version = self.is_outdated, self.main_version
         kept, self._kept = self._kept, None
         if kept is not None and isinstance(self.buffer, ResizedBuffer) and not (is_changed or exactly):
             self._gathering = self.buffer.gather_from(*kept, tag=self.tag)
@@ -238,7 +238,21 @@ class Bucket(BucketSpec):
     @property
     def is_outdated(self) -> bool:
         """Whether `main` has changed since the last gather."""
-        return self._version != self.main._version
+        return self._version != self.main_version
+
+    @property
+    def main_version(self) -> int:
+        """How often `main` has been changed in place."""
+        return self.main._version
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """What holds this rank's part of the parameters."""
+        return [self.main]
+
+    def weights(self, index: int) -> torch.Tensor:
+        """This rank's part of parameter `index` as it is stored."""
+        return self.main[self.slices[index]]
 
     def touch(self) -> None:
         """`main` is about to change, maybe in a way that torch does not count."""

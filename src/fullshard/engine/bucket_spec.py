@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_d
 from fullshard.engine.rounds import check_rounds
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.tile import plain_of, tile_of
-from fullshard.wrap.extended import is_extended
+from fullshard.wrap.extended import Composition, is_composed, is_extended
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import is_exact
 
@@ -141,8 +142,12 @@ class BucketSpec:
         """Which elements of parameter `index` each rank has, and under no name yet."""
         layout, tile = self.layout, self.tiles[index]
         shape = layout.specs[index].shape if tile is None else tile.whole_shape
-        placement = RaggedShard(layout.shard_numel, layout.offsets[index])
-        return Span(self.mesh, shape, placement, Name(), tile, in_blocks=self.rounds is not None)
+        parameter = self.slots[index].parameter
+        composition = Composition.of(parameter) if is_composed(parameter) else None
+        row_numel = 0 if composition is None else math.prod(shape[1:])
+        placement = RaggedShard(layout.shard_numel, layout.offsets[index], row_numel)
+        in_blocks = self.rounds is not None
+        return Span(self.mesh, shape, placement, Name(), tile, in_blocks=in_blocks, composition=composition)
 
 
 def _packing(sent_as: str | None) -> Packing | None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.mesh import Mesh
-from fullshard.core.errors import LifecycleError
+from fullshard.core.errors import LifecycleError, WrapError
 from fullshard.core.layout import Interval
 from fullshard.engine.bucket_spec import BucketSpec, by_bucket
 from fullshard.engine.offload import Storage
@@ -23,7 +23,7 @@ from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.span import Span
 from fullshard.engine.tile import plain_of, tile_of
-from fullshard.wrap.extended import wrapped_by
+from fullshard.wrap.extended import is_composed, wrapped_by
 from fullshard.wrap.partition import Slot, UnitPlan
 
 HINT = (
@@ -92,7 +92,9 @@ class StandIns:
             if not original.is_meta:
                 slot.replaced.append(original)
             slot.replaced += dict.fromkeys((stand_in, held))  # type: ignore[arg-type]
-            slot.parameter = nn.Parameter(torch.empty_like(original, device="meta"), held.requires_grad)
+            is_kept = is_composed(original)  # on the meta device, and knows more than a shape
+            whole = original.detach() if is_kept else torch.empty_like(original, device="meta")
+            slot.parameter = nn.Parameter(whole, held.requires_grad)
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out`, shape (n,), with these elements of a parameter: NaN where it has no values yet."""
@@ -108,7 +110,13 @@ class StandIns:
 
 def _stand_in(parameter: nn.Parameter, span: Span) -> ShardedTensor:
     if parameter.is_meta:
-        local = torch.empty(span.interval.numel, dtype=parameter.dtype, device="meta")
+        local = torch.empty(span.local_shape, dtype=parameter.dtype, device="meta")
+    elif is_composed(parameter):
+        raise WrapError(
+            f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} is real beside others "
+            f"that are on the meta device",
+            hint="make the whole unit real before fully_shard, or nothing of it",
+        )
     else:
         own = plain_of(parameter).reshape(-1)[span.interval.start : span.interval.stop]
         local = own.to(span.mesh.device, copy=True)

@@ -2,6 +2,7 @@
 
     main              a plain tensor, as in any bucket; but each rank owns whole rows, and there is one parameter in it
     rows              the extended parameter around `main`: asked before every gather what to send
+                      (of composed ones see `engine.composed`)
     outputs           what all ranks have sent, one tensor for each that was asked for
     unsharded         what the extension has made of the first outputs; modules hold it as their parameter in forward
 
@@ -56,7 +57,7 @@ class ExtendedBucket(Bucket):
     """See the module; arguments are those of `Bucket`, with one slot."""
 
     buffer: ExtendedBuffer
-    parameter_type = ExtendedParameter
+    parameter_type: type[ShardedParameter] = ExtendedParameter
 
     def __init__(self, slots: Sequence[Slot], *, policy: MixedPrecisionPolicy, **options: Any) -> None:
         self._policy = policy
@@ -64,8 +65,8 @@ class ExtendedBucket(Bucket):
         super().__init__(slots, policy=policy, **options)
         [parameter] = self.sharded_parameters
         mark_original(extended, parameter)  # and not kept: it has the memory of the whole
-        assert isinstance(parameter, ExtendedParameter)  # noqa: S101 -- see `parameter_type`
-        parameter.rows = self.buffer.rows
+        if isinstance(parameter, ExtendedParameter):
+            parameter.rows = self.buffer.rows
 
     def _allocate(self, weights: Values | None) -> None:
         """Copy this rank's rows, and gather once, which every rank does here, to learn what there is to bind."""
@@ -76,14 +77,9 @@ class ExtendedBucket(Bucket):
                 f"a parameter of type {type(extended).__name__} says how it is gathered, which is done on the device",
                 hint="leave offload_policy out",
             )
-        self.main = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.mesh.device)
+        rows = self._make_rows(slot, weights)
         self._compute_shard, self._version = self.main, -1
-        interval, own = self.layout.interval(0, self.mesh.shard_rank), self.main[self.slices[0]]
-        if extended.is_meta and weights is not None:
-            weights.read(slot, interval, own)
-        else:
-            own.copy_(wrapped_by(extended).detach().reshape(-1)[interval.start : interval.stop])
-        self.buffer = ExtendedBuffer(slot, self.main, mesh=self.mesh, policy=self._policy, dtype=self.compute_dtype)
+        self.buffer = ExtendedBuffer(slot, rows, mesh=self.mesh, policy=self._policy, dtype=self.compute_dtype)
         self.full = self.buffer.full
         slot.parameter = self.buffer.unsharded
         for module, attribute in slot.owners:
@@ -93,6 +89,20 @@ class ExtendedBucket(Bucket):
         self._originals = (slot.parameter,)
         self._known_versions = self.versions()
         self.reshard()
+
+    def _make_rows(self, slot: Slot, weights: Values | None) -> torch.Tensor:
+        """Fill `main`, and put the extended parameter around it. As many rows on every rank."""
+        extended = slot.parameter
+        self.main = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.mesh.device)
+        interval, own = self.layout.interval(0, self.mesh.shard_rank), self.main[self.slices[0]]
+        if extended.is_meta and weights is not None:
+            weights.read(slot, interval, own)
+        else:
+            own.copy_(wrapped_by(extended).detach().reshape(-1)[interval.start : interval.stop])
+        shape = (self.layout.shard_numel // math.prod(extended.shape[1:]), *extended.shape[1:])
+        rows = new_rows(extended, shape, self.mesh.device)
+        wrapped_by(rows).data = self.main.view(shape)
+        return rows
 
     @property
     def full_nbytes(self) -> int:
@@ -119,12 +129,12 @@ class ExtendedBuffer:
 
     Args:
         slot: the parameter.
-        main: shape (rows of this rank, padding included, x elements of a row,).
+        rows: an instance of its class with the rows of this rank, padding included.
         mesh, policy: of its unit.
         dtype: what forward computes in.
 
     Attributes:
-        rows: the extended parameter around `main`.
+        rows: see above.
         unsharded: what modules hold in forward.
         full: the same, without autograd.
         is_zeroed: of `FullBuffer`.
@@ -136,26 +146,16 @@ class ExtendedBuffer:
     _keeps_memory = False
 
     def __init__(
-        self, slot: Slot, main: torch.Tensor, *, mesh: Mesh, policy: MixedPrecisionPolicy, dtype: torch.dtype
+        self, slot: Slot, rows: torch.Tensor, *, mesh: Mesh, policy: MixedPrecisionPolicy, dtype: torch.dtype
     ) -> None:
-        extended = slot.parameter
+        extended, self.rows = slot.parameter, rows
         self._slot, self._mesh, self._policy, self._dtype = slot, mesh, policy, dtype
         self._shape, self._stride = extended.shape, torch.empty(extended.shape, device="meta").stride()
-        shape = (main.numel() // math.prod(extended.shape[1:]), *extended.shape[1:])
-        # The subclass makes one of its own; what it wraps becomes a view of `main`.
-        self.rows = extended.detach().new_zeros(shape, device=main.device)
-        plain = wrapped_by(self.rows)
-        if plain is self.rows:
-            raise LifecycleError(
-                f"{type(extended).__name__}.new_zeros gives a {type(self.rows).__name__}: expected its own type",
-                hint="its __torch_dispatch__ has to keep the type for new_zeros, as for torch's fully_shard",
-            )
-        plain.data = main.view(shape)
         self._shard_mesh = _shard_mesh(mesh)
         self._takes_options = takes_options(extended)
         self._outputs: list[tuple[FullBuffer, torch.Tensor]] = []
         self._beside: list[tuple[torch.UntypedStorage, int]] = []
-        self.gather(main, tag=0).wait()
+        self.gather(rows, tag=0).wait()
         self.full = self.unsharded.detach()
         self.is_zeroed = any(buffer.is_zeroed for buffer, _ in self._outputs)
         self.is_persistent = all(buffer.is_persistent for buffer, _ in self._outputs) and not self._beside
@@ -244,6 +244,21 @@ class ExtendedBuffer:
         """See `FullBuffer`."""
         for buffer, _ in self._outputs:
             buffer.wait_for_readers()
+
+
+def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """An instance of the class of an extended parameter, of this shape, which the class makes itself.
+
+    Raises:
+        LifecycleError: it makes something else.
+    """
+    rows = extended.detach().new_zeros(shape, device=device)
+    if type(rows) is not type(extended.detach()):
+        raise LifecycleError(
+            f"{type(extended).__name__}.new_zeros gives a {type(rows).__name__}: expected its own type",
+            hint="its __torch_dispatch__ has to keep the type for new_zeros, as for torch's fully_shard",
+        )
+    return rows
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:

@@ -20,6 +20,7 @@ from fullshard.core.errors import WrapError
 from fullshard.core.layout import Interval
 from fullshard.engine.agree import check_agreement
 from fullshard.engine.tile import plain_of, set_plain, tile_of
+from fullshard.wrap.extended import inner_tensors, is_composed
 from fullshard.wrap.partition import Slot, UnitPlan
 from fullshard.wrap.quantized import is_exact
 
@@ -124,13 +125,21 @@ def materialize(
         _place_buffers(module, mesh.device, buffer_dtype)
     if meta or sync_module_states:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
-        _take_from_rank_0([plain_of(s.parameter) for s in plan.slots if id(s) not in deferred] + buffers, mesh)
+        parameters = [held for s in plan.slots if id(s) not in deferred for held in _held_by(s.parameter)]
+        _take_from_rank_0(parameters + buffers, mesh)
+
+
+def _held_by(parameter: nn.Parameter) -> list[torch.Tensor]:
+    """The plain tensors of a parameter: more than one if it is composed."""
+    return list(inner_tensors(parameter).values()) if is_composed(parameter) else [plain_of(parameter)]
 
 
 def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """`parameter` on another device: the same object, unless torch has no way to (devices that are plugged in)."""
     plain = plain_of(parameter)
     data = plain.to(device)
+    if is_composed(parameter):
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
     if torch_private.may_hold(plain, data):
         set_plain(parameter, data)
         return parameter

@@ -32,13 +32,8 @@ class ParameterOwner(Protocol):
     def mesh(self) -> Mesh:
         """The ranks that share it."""
 
-    @property
-    def main(self) -> torch.Tensor:
-        """This rank's interval of it, shape (S,)."""
-
-    @property
-    def slices(self) -> list[slice]:
-        """Where in `main` each parameter is."""
+    def weights(self, index: int) -> torch.Tensor:
+        """This rank's part of parameter `index` as it is stored."""
 
     has_gradient_hooks: bool
 
@@ -73,7 +68,7 @@ class ShardedParameter(ShardedTensor):
 
     def __new__(cls, bucket: ParameterOwner, index: int, *, requires_grad: bool) -> ShardedParameter:
         """Cut parameter `index` of `bucket` down to this rank's interval of it in `main`."""
-        local = bucket.main[bucket.slices[index]].detach()
+        local = bucket.weights(index).detach()
         self = super().__new__(cls, local, bucket.span(index), requires_grad=requires_grad)
         assert isinstance(self, ShardedParameter)  # noqa: S101 -- for the type checker
         self._bucket, self._index = bucket, index
@@ -109,7 +104,7 @@ class ShardedParameter(ShardedTensor):
         local, known = self.local_grad, self._known_grad
         if local is None:
             return None
-        if known is None or known.local is not local:
+        if known is None:
             known = self._known_grad = self.wrap(local)
         return known
 
@@ -174,7 +169,7 @@ class ShardedParameter(ShardedTensor):
                 hint="move or cast the model before sharding it; change values in place",
             )
         local = self.interval_of(value, "data")
-        if local.data_ptr() != self.local.data_ptr():
+        if local is not self.local and local.data_ptr() != self.local.data_ptr():
             self.local.copy_(local)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -256,4 +251,5 @@ def _take_grad(parameter: torch.Tensor) -> None:
     made: torch.Tensor = _grad_of_autograd(parameter)
     _set_grad_of_autograd(parameter, None)
     own = parameter.interval_of(made.detach(), "gradient")
-    parameter.publish(own if parameter.local_grad is None else parameter.local_grad + own)
+    before = parameter.local_grad
+    parameter.publish(own if before is None else before + own.reshape(before.shape))

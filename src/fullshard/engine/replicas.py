@@ -18,11 +18,13 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import ConfigError, ReplicaError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.wrap.extended import inner_tensors
 
 OnDifference = Literal["raise", "heal", "off"]
 _SHOWN = 3
@@ -94,7 +96,8 @@ class Replicas:
     @torch.no_grad()
     def digest(self) -> int:
         """64 bits, signed, of all weights of this rank; another number if any bit of them is another."""
-        parts = [b.main.view(torch.int64).sum().to(self._mesh.device) for b in self._buckets() if b.main.numel()]
+        stored = [tensor for bucket in self._buckets() for tensor in bucket.stored if tensor.numel()]
+        parts = [_sum(tensor).to(self._mesh.device) for tensor in stored]
         found = 0
         for part in torch.stack(parts).tolist() if parts else ():
             found = (found * _FACTOR + part) & (2**64 - 1)  # an odd factor loses none of them
@@ -151,14 +154,14 @@ class Replicas:
     def _items(self) -> Iterator[tuple[Item, torch.Tensor]]:
         for bucket in self._buckets():
             for index, parameter in enumerate(bucket.sharded_parameters):
-                yield (parameter.name, *_WEIGHTS), bucket.main[bucket.slices[index]]
+                yield from _pieces((parameter.name, *_WEIGHTS), bucket.weights(index))
                 for optimizer in self._optimizers():
                     if parameter not in optimizer.state:
                         continue
                     for key, value in optimizer.state[parameter].items():
                         if isinstance(value, torch.Tensor):
                             local = value.local if isinstance(value, ShardedTensor) else value.detach()
-                            yield (parameter.name, type(optimizer).__name__, str(key)), local
+                            yield from _pieces((parameter.name, type(optimizer).__name__, str(key)), local)
 
     @torch.no_grad()
     def _compare(self) -> list[_Holding]:
@@ -188,9 +191,10 @@ class Replicas:
         """This rank's part of a parameter, and which element of it is the first."""
         for bucket in self._buckets():
             for index, parameter in enumerate(bucket.sharded_parameters):
-                if parameter.name == name:
-                    start = bucket.layout.interval(index, self._mesh.shard_rank).start
-                    return bucket.main[bucket.slices[index]], start
+                start = bucket.layout.interval(index, self._mesh.shard_rank).start
+                for (found, *_), held in _pieces((parameter.name, *_WEIGHTS), bucket.weights(index)):
+                    if found == name:
+                        return held.reshape(-1), start if found == parameter.name else 0
         raise AssertionError(name)
 
     @torch.no_grad()
@@ -226,6 +230,21 @@ def _hint(is_even: bool) -> str:
         "go on from a checkpoint; training.replica_check = heal (model.set_replica_check('heal')) takes the weights of "
         "the other replicas. A host that is named more than once has broken memory"
     )
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """64 bits, another number if any bit is another."""
+    words = torch.int64 if tensor.nbytes % 8 == tensor.storage_offset() * tensor.itemsize % 8 == 0 else torch.uint8
+    return tensor.detach().reshape(-1).view(words).sum(dtype=torch.int64)
+
+
+def _pieces(item: Item, tensor: torch.Tensor) -> Iterator[tuple[Item, torch.Tensor]]:
+    """What is compared of a tensor: itself, or what it wraps."""
+    if not torch_private.has_own_dispatch(type(tensor)):
+        yield item, tensor
+        return
+    for name, inner in inner_tensors(tensor).items():
+        yield (f"{item[0]}.{name}", *item[1:]), inner
 
 
 def _hash(tensor: torch.Tensor) -> bytes:

@@ -90,7 +90,8 @@ class ShardedTensor(DTensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's interval, shape (n,); in the whole's shape where every rank has all of it. Differentiable."""
         local = super().to_local(grad_placements=grad_placements)
-        return local.view(self.span.tile_shape) if self.span.mesh.shard_size == 1 else local
+        is_whole = self.span.mesh.shard_size == 1 and not self.span.is_by_rows
+        return local.view(self.span.tile_shape) if is_whole else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole, a new tensor on this rank's device. A collective: every rank calls it, in the same order.
@@ -182,6 +183,8 @@ class ShardedTensor(DTensor):
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        if self.span.is_by_rows:
+            return self.local  # its one box
         for box in self.boxes():
             if torch.Size(box.offsets) == index.offset:
                 start = int(self.local.storage_offset()) + box.start
@@ -347,7 +350,9 @@ class _Locals:
             raise _mixed(self._func, self._target, tensor)
         if tensor.dim() == 0:
             return tensor
-        return tensor.reshape(1) if tensor.numel() == 1 else self._span.cut(tensor)
+        if tensor.numel() == 1:
+            return tensor.reshape([1] * len(self._span.local_shape))
+        return self._span.cut(tensor)
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
         """What the caller is given in place of a result."""
@@ -385,7 +390,7 @@ def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
         parts = views if isinstance(views, (list, tuple)) else [views]
         is_whole = all(part.shape == tensor.shape for part in parts)
-        is_row_by_row = is_whole or not tensor.span.is_tiled
+        is_row_by_row = is_whole or not (tensor.span.is_tiled or tensor.span.is_by_rows)
         if is_row_by_row and all(part.is_contiguous() and part.dtype == tensor.dtype for part in parts):
             made = [_part_of(tensor, part) for part in parts]
             return made if isinstance(views, (list, tuple)) else made[0]
@@ -395,6 +400,8 @@ def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
+    if tensor.span.is_by_rows:
+        return ShardedTensor(tensor.local, tensor.span)
     start, span = int(view.storage_offset()), tensor.span
     part = span.part(view.shape, start)
     own = part.interval.shift(start - span.interval.start)

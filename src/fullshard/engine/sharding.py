@@ -78,7 +78,7 @@ class Sharding:
             buckets=len(buckets),
             total_numel=sum(p.numel() for bucket in buckets for p in bucket.sharded_parameters),
             rank_numel=sum(p.interval.numel for bucket in buckets for p in bucket.sharded_parameters),
-            rank_nbytes=sum(bucket.main.nbytes for bucket in buckets),
+            rank_nbytes=sum(tensor.nbytes for bucket in buckets for tensor in bucket.stored),
             largest_unit=largest.name,
             largest_unit_nbytes=largest.full_nbytes,
             padding=1 - numel / full_numel if full_numel else 0.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,11 @@ from torch.distributed.tensor import Placement, Replicate
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.boxes import IntervalBox, boxes
+from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import in_whole
 from fullshard.engine.tile import Tile
+from fullshard.wrap.extended import Composition, inner_tensors
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,19 @@ class RaggedShard(Placement):
     Attributes:
         shard_numel: elements of the bucket that each rank owns.
         offset: where in the bucket the tensor begins.
+        row_numel: elements of a row, where what a rank has is shaped as rows; 0: it is flat.
     """
 
     shard_numel: int
     offset: int
+    row_numel: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         """Make the half of it that is in C++: without, `is_shard()` and the like would end the process."""
         super().__init__()
 
-    def __reduce__(self) -> tuple[type[RaggedShard], tuple[int, int]]:
-        return RaggedShard, (self.shard_numel, self.offset)
+    def __reduce__(self) -> tuple[type[RaggedShard], tuple[int, int, int]]:
+        return RaggedShard, (self.shard_numel, self.offset, self.row_numel)
 
     def interval(self, rank: int, numel: int) -> Interval:
         """The elements of a flattened tensor of `numel` elements that `rank` has; empty if none."""
@@ -69,6 +73,7 @@ class Span:
         name: of the parameter.
         tile: what this rank has to shard of it, if tensor parallelism has split it.
         in_blocks: every rank's part is whole blocks of `core.virtual_ranks`.
+        composition: of a composed parameter (`wrap.extended`), of which each rank has rows.
 
     Attributes:
         device_mesh: torch's name for the ranks that it is spread over.
@@ -78,6 +83,7 @@ class Span:
 
     __slots__ = (
         "_layouts",
+        "composition",
         "device_mesh",
         "in_blocks",
         "interval",
@@ -98,8 +104,9 @@ class Span:
         tile: Tile | None = None,
         *,
         in_blocks: bool = False,
+        composition: Composition | None = None,
     ) -> None:
-        self.in_blocks = in_blocks
+        self.in_blocks, self.composition = in_blocks, composition
         self.mesh, self.shape, self.placement, self.name, self.tile = mesh, torch.Size(shape), placement, name, tile
         self.device_mesh = mesh.device_mesh if tile is None else mesh.joined(tile.mesh)
         self.numel = math.prod(self.tile_shape)
@@ -137,6 +144,18 @@ class Span:
         return self.shape if self.tile is None else self.tile.shape
 
     @property
+    def is_by_rows(self) -> bool:
+        """Whether what this rank has is shaped as rows of the whole, and not flat."""
+        return self.placement.row_numel > 0
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Shape of what this rank has."""
+        if not self.is_by_rows:
+            return torch.Size((self.interval.numel,))
+        return torch.Size((self.interval.numel // self.placement.row_numel, *self.shape[1:]))
+
+    @property
     def is_tiled(self) -> bool:
         """Whether ranks have other elements because of tensor parallelism, too."""
         return self.tile is not None and self.tile.tiling is not None
@@ -172,8 +191,11 @@ class Span:
             yield from in_whole(box, tile.tiling, tuple(self.shape), tile.rank)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a whole tensor, or of one that becomes that by broadcasting, shape (n,)."""
-        spread = whole.expand(self.shape)
+        """This rank's part, of `local_shape`, of a whole tensor, or of one that becomes that by broadcasting."""
+        spread = whole if whole.shape == self.shape else whole.expand(self.shape)
+        if self.is_by_rows:  # with the operations that torch's `fully_shard` asks of a wrapper class
+            rows = spread.split(self.placement.shard_numel // self.placement.row_numel)
+            return rows[self.mesh.shard_rank] if self.mesh.shard_rank < len(rows) else spread[:0]
         flat = (spread if self.tile is None else self.tile.cut(spread)).reshape(-1)
         return flat[self.interval.start : self.interval.stop]
 
@@ -182,8 +204,10 @@ class Span:
 
         Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
         """
+        if torch_private.has_own_dispatch(type(local)):
+            return self._compose(local)
         full = torch.empty(self.numel, dtype=local.dtype, device=self.mesh.device)
-        full[self.interval.start : self.interval.stop] = local
+        full[self.interval.start : self.interval.stop] = local.reshape(-1)
         group = self.mesh.shard_group
         for owner in range(self.mesh.shard_size if group is not None else 0):
             interval = self.placement.interval(owner, self.numel)
@@ -191,3 +215,47 @@ class Span:
                 dist.broadcast(full[interval.start : interval.stop], group=group, group_src=owner)
         tile = full.view(self.tile_shape)
         return tile if self.tile is None else self.tile.gather(tile)
+
+    def _compose(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole of a composed parameter, or of what was computed of one and is of its class."""
+        wholes = {
+            name: inner if span is None else span.gather(inner.reshape(-1))
+            for name, (inner, span) in self.parts(local).items()
+        }
+        assert self.composition is not None  # noqa: S101 -- `parts` has seen to it
+        return self.composition.make(wholes, self.shape)
+
+    def parts(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, Span | None]]:
+        """The tensors that make up this rank's rows of a composed parameter, by name, and how each is laid out.
+
+        None for one that every rank has whole.
+
+        Raises:
+            LifecycleError: one that is neither cut as rows are, nor whole; or `local` is no such parameter's.
+        """
+        composition = self.composition
+        if composition is None or not isinstance(local, composition.kind):
+            raise LifecycleError(
+                f"{self.name}: a {type(local).__name__} was computed of it, whose tensors nobody knows how to gather",
+                hint="compute in forward, or inside `with fullshard.unsharded(model)`",
+            )
+        return {
+            name: (inner, self._of_part(f"{self.name}.{name}", inner, composition.shapes[name]))
+            for name, inner in inner_tensors(local).items()
+        }
+
+    def _of_part(self, name: str, inner: torch.Tensor, shape: torch.Size) -> Span | None:
+        rows, numel = self.shape[0], math.prod(shape)
+        count = self.placement.shard_numel // self.placement.row_numel
+        if rows and (numel * count) % rows == 0:
+            span = Span(self.mesh, shape, RaggedShard(numel * count // rows, 0), Name())
+            if span.interval.numel == inner.numel():
+                span.name.names = (name,)
+                return span
+        if inner.shape == shape:
+            return None
+        raise LifecycleError(
+            f"{name} has the shape {tuple(inner.shape)} on rank {self.mesh.rank}, {tuple(shape)} in the whole: neither "
+            f"cut as its parameter's {rows} rows are, nor the same on every rank",
+            hint="quantise in blocks that do not go across rows of different ranks",
+        )

@@ -21,6 +21,7 @@ from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.core.place import PLACE
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import Reducing, by_bucket
+from fullshard.engine.composed import ComposedBucket
 from fullshard.engine.deferred import HINT, StandIns
 from fullshard.engine.extended import ExtendedBucket
 from fullshard.engine.materialize import Values
@@ -28,7 +29,7 @@ from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.wrap.extended import is_extended
+from fullshard.wrap.extended import is_composed, is_extended
 from fullshard.wrap.partition import Slot, UnitPlan
 
 
@@ -219,7 +220,8 @@ class UnitParameters:
         if self.is_filled:
             return
         self.is_filled = True
-        empty = [p.name for _, p in self.entries if p.local.numel() and bool(p.local.isnan().all())]
+        plain = [p for _, p in self.entries if p.span.composition is None]
+        empty = [p.name for p in plain if p.local.numel() and bool(p.local.isnan().all())]
         if empty:
             warnings.warn(
                 f"rank {self.mesh.rank}, unit {self.name!r}: to_empty() and then nobody has filled {', '.join(empty)}",
@@ -370,4 +372,6 @@ class Waiting:
 
 
 def _bucket_type(slots: Sequence[Slot]) -> type[Bucket]:
+    if is_composed(slots[0].parameter):
+        return ComposedBucket
     return ExtendedBucket if is_extended(slots[0].parameter) else Bucket

@@ -2,14 +2,17 @@
 
 torch's protocol, which torchao's float8 weights follow: `fsdp_pre_all_gather(mesh, ...)` gives what a rank sends of its
 rows, `fsdp_post_all_gather(outputs, metadata, dtype, out=)` makes of what all have sent the tensor that forward sees.
-Such a parameter wraps a plain tensor of its own shape and dtype. That is what is sharded, optimized and saved; only
-what is sent differs.
+Most wrap one plain tensor of their own shape and dtype. That is what is sharded, optimized and saved then; only what is
+sent differs. Others are *composed*: of several tensors, or of one of another shape or dtype. Of such a one each rank
+has an instance of its class, with fewer rows.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -31,6 +34,43 @@ def wrapped_by(parameter: torch.Tensor) -> torch.Tensor:
     return parameter if inner is None else inner
 
 
+def is_composed(parameter: torch.Tensor) -> bool:
+    """Whether it says itself how it is gathered, and is more than a name for one plain tensor."""
+    return is_extended(parameter) and _inner(parameter) is None
+
+
+def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
+    """The tensors that an instance of a wrapper class wraps, by the names that it has for them."""
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """What a composed parameter is put together of.
+
+    Attributes:
+        kind: its class.
+        context: what the class wants beside tensors to make one.
+        shapes: of the tensors of the whole, by name.
+    """
+
+    kind: type[Any]
+    context: Any
+    shapes: dict[str, torch.Size]
+
+    @classmethod
+    def of(cls, parameter: Any) -> Self:
+        """That of a whole parameter, which may be on the meta device."""
+        shapes = {name: inner.shape for name, inner in inner_tensors(parameter).items()}
+        return cls(type(parameter.detach()), parameter.__tensor_flatten__()[1], shapes)
+
+    def make(self, inner: Mapping[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+        """A whole one of shape `shape` around these tensors."""
+        strides = torch.empty(shape, device="meta").stride()
+        made: torch.Tensor = self.kind.__tensor_unflatten__(dict(inner), self.context, shape, strides)
+        return made
+
+
 def takes_options(parameter: torch.Tensor) -> bool:
     """Whether `fsdp_pre_all_gather` takes more than the mesh."""
     return _count(parameter) == _OPTIONS_COUNT
@@ -44,9 +84,14 @@ def cannot_be_sharded(parameter: torch.Tensor) -> str | None:
     count = _count(parameter)
     if count not in (1, _OPTIONS_COUNT):
         return f"has a `{PRE}` of {count} arguments: expected mesh[, outer_size, outer_stride, module, mp_policy]"
-    if _inner(parameter) is None:
-        return "does not wrap one plain tensor of its own shape and dtype, which could be sharded and optimized"
-    return None if parameter.dim() else "is a scalar, which has no rows"
+    if not parameter.dim():
+        return "is a scalar, which has no rows"
+    if not hasattr(parameter, "__tensor_flatten__"):
+        return "does not say by `__tensor_flatten__` which tensors it wraps"
+    wrapped = [(name, inner) for name, inner in inner_tensors(parameter).items() if _is_wrapper(inner)]
+    if wrapped:
+        return f"has in `{wrapped[0][0]}` a {type(wrapped[0][1]).__name__}, which wraps other tensors in turn"
+    return None
 
 
 def _count(parameter: torch.Tensor) -> int:
@@ -60,6 +105,10 @@ def _inner(parameter: torch.Tensor) -> torch.Tensor | None:
     if len(names) != 1:
         return None
     inner = getattr(parameter, names[0])
-    is_plain = not torch_private.has_own_dispatch(type(inner)) and inner.is_contiguous()
+    is_plain = not _is_wrapper(inner) and inner.is_contiguous()
     is_alike = (inner.shape, inner.dtype) == (parameter.shape, parameter.dtype) and inner.dtype.is_floating_point
     return inner if is_plain and is_alike else None
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return torch_private.has_own_dispatch(type(tensor))

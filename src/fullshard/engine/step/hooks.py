@@ -31,6 +31,9 @@ NEEDS_WHOLE_TENSORS = frozenset(
 )
 """Optimizers whose update of an element depends on the rest of its tensor; wrong on slices."""
 
+_PAST_CLASSES = ("bitsandbytes.", "fullshard.")
+"""Whose optimizers take memory for what it is."""
+
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot work on sharded parameters.
@@ -48,6 +51,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(parameter.span.in_blocks for parameter in sharded_parameters(optimizer)):
         _check_elements(optimizer)
+    composed = next((p for p in sharded_parameters(optimizer) if p.span.composition is not None), None)
+    if composed is not None and any(cls.__module__.startswith(_PAST_CLASSES) for cls in type(optimizer).__mro__):
+        raise OptimizerError(
+            f"{type(optimizer).__module__}.{name} computes with memory, of which {composed.name}, a "
+            f"{type(composed.local).__name__}, has several pieces",
+            hint="use an optimizer of torch's or torchao's, which compute by the operations of the class",
+        )
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             sharded = sharded_parameter_of(parameter)

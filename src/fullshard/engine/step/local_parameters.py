@@ -27,13 +27,14 @@ def takes_local(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
-    """This rank's interval of a sharded parameter as a plain one, shape (n,): always the same."""
+    """This rank's part of a sharded parameter as a plain one, always the same: shape (n,), or rows of a composed one."""
     plain: nn.Parameter | None = getattr(parameter, _PLAIN, None)
     if plain is None:
         plain = nn.Parameter(parameter.local, requires_grad=parameter.requires_grad)
         setattr(parameter, _PLAIN, plain)
     # An empty one has nothing to update, and CUDA refuses to launch a kernel for it.
-    plain.grad = parameter.local_grad if plain.numel() else None
+    gradient = parameter.local_grad if plain.numel() else None
+    plain.grad = None if gradient is None else gradient.view(parameter.span.local_shape)
     return plain
 
 

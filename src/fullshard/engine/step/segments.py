@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import optim
@@ -159,7 +159,7 @@ class _Group:
             if isinstance(item, _Segment) and not item.prepare(state):
                 item.dissolve(state)
                 alone = item.parameters
-            elif isinstance(item, ShardedParameter) and item.local_grad is not None:
+            elif _is_flat(item) and item.local_grad is not None:
                 alone = [item]
             else:
                 items.append(item)
@@ -253,6 +253,11 @@ class _Segment:
             entry.update({key: value.clone() for key, value in entry.items() if _is_scalar(value)})
 
 
+def _is_flat(item: Any) -> TypeGuard[ShardedParameter]:
+    """Whether it is a slice of a bucket that an optimizer may update past its class."""
+    return isinstance(item, ShardedParameter) and not item.span.is_by_rows
+
+
 def _part(value: Any, part: slice, parameter: ShardedParameter) -> Any:
     is_per_element = isinstance(value, torch.Tensor) and value.dim()
     return ShardedTensor(value[part], parameter.span) if is_per_element else value
@@ -271,7 +276,7 @@ def _cut(parameters: Sequence[torch.Tensor], state: State, *, joins: bool) -> li
     items: list[_Segment | torch.Tensor] = []
     by_bucket: dict[Bucket, list[ShardedParameter]] = {}
     for parameter in parameters:
-        if isinstance(parameter, ShardedParameter) and parameter.local_grad is not None:
+        if _is_flat(parameter) and parameter.local_grad is not None:
             by_bucket.setdefault(bucket_of(parameter), []).append(parameter)
         else:
             items.append(parameter)

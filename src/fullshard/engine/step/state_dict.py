@@ -70,7 +70,7 @@ def _wrapped(state: dict[str, Any], parameter: ShardedParameter) -> dict[str, An
 
 
 def _is_interval(value: Any, parameter: ShardedParameter) -> bool:
-    return type(value) is torch.Tensor and value.dim() == 1 and value.shape == parameter.local.shape
+    return type(value) is torch.Tensor and value.dim() > 0 and value.shape == parameter.span.local_shape
 
 
 @functools.wraps(torch_private.load_state_dict.torchs)
