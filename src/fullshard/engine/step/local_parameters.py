@@ -27,7 +27,7 @@ def takes_local(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
-    """This rank's part of a sharded parameter as a plain one, always the same: shape (n,), or rows of a composed one."""
+    """This rank's part of a sharded parameter as a plain one, always the same: flat, or rows of a composed one."""
     plain: nn.Parameter | None = getattr(parameter, _PLAIN, None)
     if plain is None:
         plain = nn.Parameter(parameter.local, requires_grad=parameter.requires_grad)
