@@ -22,6 +22,7 @@ from fullshard.cli.plan import _question
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.core.errors import ConfigError
+from fullshard.core.route import Route
 from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, split_devices, write_calibration
@@ -342,6 +343,21 @@ def test_bytes_on_each_link() -> None:
     assert hybrid.links.host == hybrid.traffic.gather_nbytes + hybrid.traffic.reduce_nbytes
 
 
+def test_ranks_that_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for CPUs takes what a run in this environment takes; accelerators have their own links."""
+    shape, _ = load_model("GPT-2")
+    shared = evaluate(shape, Job.of({}), parse_cluster("2xCPU"))
+    monkeypatch.setenv("FULLSHARD_COMM", "gloo")
+    sent = evaluate(shape, Job.of({}), parse_cluster("2xCPU"))
+    assert (shared.setting.route, sent.setting.route) == (Route.SHARED_MEMORY, Route.POINT_TO_POINT)
+    assert (
+        shared.memory.phases["forward"].get("gathered units", 0) == 0 < sent.memory.phases["forward"]["gathered units"]
+    )
+    assert any("FULLSHARD_COMM=gloo" in note for note in notes_of(sent))
+    for more in (parse_cluster("1xCPU"), parse_cluster("8xA100")):
+        assert not any("FULLSHARD_COMM" in note for note in notes_of(evaluate(shape, Job.of({}), more)))
+
+
 EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "strategy": ({}, "SHARD_GRAD_OP"),
     "shard_size": ({"strategy": "HYBRID_SHARD", "shard_size": 2}, 4),
@@ -373,8 +389,10 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "step_in_backward": ({}, True),
     "attention": ({}, "eager"),
     "loss": ({}, "fused"),
+    "loss_chunk": ({"loss": "fused"}, 512),
     "keeps_outputs": ({}, True),
     "tp": ({}, 2),
+    "sequence_parallel": ({"tp": 2}, True),
     "float8": ({}, True),
     "forward_prefetch": ({}, False),
     "backward_prefetch": ({}, "NO_PREFETCH"),
@@ -386,7 +404,7 @@ def test_every_setting_is_used(name: str) -> None:
     """It changes a prediction, or, where it says so, only the configuration that is written."""
     base, value = EVERY_SETTING[name]
     shape, _ = load_model(
-        "Llama-3.1-8B" if name in ("wrap_embeddings", "tp", "float8") else "GPT-2"
+        "Llama-3.1-8B" if name in ("wrap_embeddings", "tp", "sequence_parallel", "float8") else "GPT-2"
     )  # whose head is its embedding
     cluster = parse_cluster("8xA100")
     one, other = (evaluate(shape, Job.of({**base, **more}), cluster) for more in ({}, {name: value}))

@@ -165,6 +165,8 @@ def _mpt(name: str, positions: int) -> ModelShape:
 def foundry() -> list[Speed]:
     """mosaicml/llm-foundry, scripts/train/benchmarking/README.md: FSDP, bf16, 512 to 65,536 tokens.
 
+    Their loss is assumed: one kernel, llm-foundry's default where flash-attn is installed. The tables do not say.
+
     Its attention was then the first version's (Triton's and `flash-attn` 1): version 2 came to it later, in 2023-11.
     """
     rows = []

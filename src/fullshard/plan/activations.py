@@ -22,6 +22,10 @@ queries and the keys (heads times head size). What autograd saves in a layer as 
 | dropout of those | A (b + 1), on a CPU 2 b A | a copy and its mask for each adapter |
 | between an adapter's factors | b times its rank | the second one's input |
 
+Of a tensor-parallel group each rank has its part of the widths within attention and the feed-forward part. Norms,
+residual dropout and the layer's input are whole on each, or, split along the sequence, of its part of the tokens; what
+projections read is whole either way, gathered before them and kept. Measured on ranks of `tests/test_plan_tiles.py`.
+
 Compiled, norms and activations fuse, and the partitioner recomputes what is cheap (PyTorch's min-cut partitioner): the
 norms' float32 copies and the activation's output go. Checked against what a real forward saves, for every family and
 activation (`tests/test_plan_activations.py`).
@@ -88,16 +92,17 @@ class LayerActivations:
 def layer_activations(block: Block, job: Job, *, on_cpu: bool = False) -> LayerActivations:
     """What one layer needs; `on_cpu`: by torch's CPU kernels, which draw dropout's masks in the compute dtype."""
     width = itemsize(job.compute_dtype)
-    whole = _saved_per_token(block, job, width, on_cpu=on_cpu)
     tokens, widest = job.tokens, width * block.active_intermediate
+    between = _saved_between(block, job, width, on_cpu=on_cpu) * job.tokens_between
+    whole = _saved_within(block, job, width, on_cpu=on_cpu) * tokens + between
     working = ((3 if block.gated else 2) * widest + 2 * width * block.hidden) * tokens
-    inputs, temporaries = width * block.hidden * tokens, (working, working - widest * tokens)
+    inputs, temporaries = width * block.hidden * job.tokens_between, (working, working - widest * tokens)
     if job.checkpointing == "none":
-        return LayerActivations(whole * tokens, inputs, 0, *temporaries)
+        return LayerActivations(whole, inputs, 0, *temporaries)
     if job.checkpointing == "full":
-        return LayerActivations(inputs, inputs, whole * tokens, *temporaries)
-    kept = min(_selected_per_token(block, width), whole)
-    return LayerActivations(kept * tokens, inputs, (whole - kept) * tokens, *temporaries)
+        return LayerActivations(inputs, inputs, whole, *temporaries)
+    kept = min(inputs + _selected_per_token(block, width) * tokens, whole)
+    return LayerActivations(kept, inputs, whole - kept, *temporaries)
 
 
 def page_nbytes(block: Block, job: Job) -> int:
@@ -109,17 +114,28 @@ def page_nbytes(block: Block, job: Job) -> int:
     return layer.inputs if job.checkpointing == "selective" else layer.kept
 
 
-def _saved_per_token(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
+def _saved_between(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
+    """Per token, of norms and what is added up between the parts of a layer."""
+    saved = _norm(block, job, width) * (1 if block.parallel else block.norms) * block.hidden
+    if block.dropout:
+        saved += (width if on_cpu else 1) * _sublayers(block) * block.hidden
+    return saved
+
+
+def _sublayers(block: Block) -> int:
+    return 3 if block.cross_attention else 2
+
+
+def _saved_within(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
+    """Per token, of attention and the feed-forward part, what they read included."""
     mask = width if on_cpu else 1
-    sublayers = 3 if block.cross_attention else 2
-    normed = (1 if block.parallel else block.norms) * block.hidden
-    normed += block.latents
+    normed = block.latents
     if block.head_norms:
         normed += (block.heads + block.kv_heads) * block.head_dim
     attention = _attention(block, job, width, on_cpu=on_cpu, has_trained_bias=block.trained_bias)
     if block.cross_attention:
         attention += _attention(block, job, width, on_cpu=on_cpu, has_trained_bias=False)
-    saved = _norm(block, job, width) * normed + width * sublayers * block.hidden + attention
+    saved = _norm(block, job, width) * normed + width * _sublayers(block) * block.hidden + attention
     saved += width * _feed_forward_tensors(block, job) * block.active_intermediate
     if block.experts:
         saved += 2 * width * block.experts_per_token * block.hidden
@@ -127,8 +143,6 @@ def _saved_per_token(block: Block, job: Job, width: int, *, on_cpu: bool) -> int
         saved += width * (block.latents + block.kv_heads * block.head_dim)
     if block.shared_intermediate:
         saved += width * block.hidden  # its output, which is multiplied by a gate
-    if block.dropout:
-        saved += mask * sublayers * block.hidden
     if block.adapters is not None:
         saved += _adapters(block, block.adapters, job, width, on_cpu=on_cpu)
     if block.inner_dropout:
@@ -203,9 +217,9 @@ def _feed_forward_tensors(block: Block, job: Job) -> int:
 
 
 def _selected_per_token(block: Block, width: int) -> int:
-    """The input, every second matrix product and attention's output, which is torchtitan's selective checkpointing.
+    """Besides the input every second matrix product and attention's output: torchtitan's selective checkpointing.
 
     Of q, k, v, o, gate, up, down those are q, v, gate and down (torchtitan's `parallelize_llama.py` of 2024-12).
     """
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
-    return width * (2 * block.hidden + 2 * queries + keys + block.active_intermediate)
+    return width * (block.hidden + 2 * queries + keys + block.active_intermediate)

@@ -164,7 +164,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
-    trained = tiled(trained, job.tp)
+    trained = tiled(trained, job.tp, sequence_parallel=job.sequence_parallel)
     world_size, neighbours = groups_of(cluster, job.tp)
     is_cpu = cluster.device.is_cpu
     on_host = Offload() if is_cpu else job.on_host  # there, host and device are one
@@ -179,7 +179,8 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     if on_host.activations:
         layout = layout.with_pages(lambda block: page_nbytes(block, job))
     per_host = min(layout.shard_size, neighbours)
-    route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=None if layout.shard_size % per_host else per_host)
+    is_apart = layout.shard_size % per_host != 0 or not cluster.shares_memory
+    route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=None if is_apart else per_host)
     if route.shares_memory:  # parameters are whole all the time, and each micro-batch only says when it reads them
         layout = dataclasses.replace(layout, keeps_parameters=False)
     kept = 0
@@ -242,10 +243,7 @@ def notes_of(plan: Plan) -> list[str]:
     if said := loss_note(plan.model, plan.job):
         notes.append(said)
     if plan.job.tp > 1:
-        notes.append(
-            f"layers are cut over {plan.job.tp} ranks as Transformers cuts Llama's; the script or distributed_config "
-            "does that (docs/tensor_parallelism.md)"
-        )
+        notes.append(_tiles_note(plan))
     if plan.job.float8:
         gain, name = plan.cluster.device.float8, plan.cluster.device.name
         speed = f"float8 products of a {name} are taken as {gain:g} times as fast, casts included"
@@ -253,6 +251,8 @@ def notes_of(plan: Plan) -> list[str]:
             f"{speed if gain > 1 else f'a {name} computes nothing in float8'}; the script calls torchao's "
             "convert_to_float8_training, with enable_fsdp_float8_all_gather"
         )
+    if device.is_cpu and plan.setting.layout.shard_size > 1 and not plan.cluster.shares_memory:
+        notes.append("ranks send through Gloo and share no memory, because FULLSHARD_COMM=gloo is set")
     if plan.job.on_host and plan.cluster.device.is_cpu:
         notes.append("offload saves nothing here: a CPU computes in host memory")
     if plan.job.reshard_after_forward == "auto":
@@ -267,6 +267,24 @@ def notes_of(plan: Plan) -> list[str]:
     if plan.job.method == "qlora" and "CPU" not in plan.cluster.device.name and plan.job.precision == "fp32":
         notes.append("4-bit layers compute in float32 here; bf16 is usual")
     return notes
+
+
+def _tiles_note(plan: Plan) -> str:
+    """How layers are taken to be cut, and what the other way needs."""
+    job = plan.job
+    where = "the script or distributed_config does that (docs/tensor_parallelism.md)"
+    if job.sequence_parallel:
+        where = "the script does that (docs/tensor_parallelism.md): no plan of Transformers does"
+        return (
+            f"layers are cut over {job.tp} ranks as torchtitan cuts Llama's: between their parts a rank has "
+            f"{job.seq_len // job.tp} of {job.seq_len} tokens; {where}"
+        )
+    note = f"layers are cut over {job.tp} ranks as Transformers cuts Llama's, each with all tokens between their parts"
+    if job.seq_len % job.tp or not plan.model.blocks:
+        return f"{note}; {where}"
+    split = evaluate(plan.model, Job.of({**job.model_dump(), "sequence_parallel": True}), plan.cluster)
+    less = format_nbytes(max(0, plan.memory.needed - split.memory.needed))
+    return f"{note}; {where}. A script that splits them along the sequence needs {less} less (--sequence-parallel)"
 
 
 # -- what to change -----------------------------------------------------------------------------------------------
@@ -387,4 +405,4 @@ def _multiples(cluster: Cluster) -> Iterator[Cluster]:
         count = cluster.count * times
         hosts = max(cluster.hosts, -(-count // cluster.device.per_host))
         if count % hosts == 0:
-            yield Cluster(cluster.device, count, hosts)
+            yield dataclasses.replace(cluster, count=count, hosts=hosts)

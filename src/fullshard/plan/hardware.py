@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard.config.switches import COMM
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 
@@ -258,11 +259,13 @@ class Cluster:
         device: the kind.
         count: devices, which is the number of ranks.
         hosts: how many hosts they are in.
+        shares_memory: whether ranks of one host do, if they compute on CPUs: not with FULLSHARD_COMM=gloo.
     """
 
     device: Device
     count: int
     hosts: int
+    shares_memory: bool = True
 
     @property
     def per_host(self) -> int:
@@ -292,7 +295,7 @@ def split_devices(text: str) -> tuple[int | None, str]:
 
 
 def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
-    """`8xH100`, `1024 x h100`, `8 H100` or `H100` (one).
+    """`8xH100`, `1024 x h100`, `8 H100` or `H100` (one). CPUs send through what a run of this environment would.
 
     Args:
         text: how many of what.
@@ -311,7 +314,7 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
         )
     if hosts > 1 and count <= device.rack:
         device = dataclasses.replace(device, network=device.link)
-    return Cluster(device, count, hosts)
+    return Cluster(device, count, hosts, shares_memory=COMM.read() != "gloo")
 
 
 def write_calibration(device: Device, path: Path) -> None:

@@ -56,6 +56,11 @@ class Job(View):
     tp: int = Field(
         1, ge=1, description="Ranks of a tensor-parallel group, which split each layer; the rest shard what they have"
     )
+    sequence_parallel: bool = Field(
+        False,
+        description="With tp: what is between the parts of a layer is split along the sequence, and the embedding by "
+        "words, as torchtitan does; else every rank of a group has all of it, as with Transformers",
+    )
     optimizer: Optimizer = Field(
         "adamw", description="adamw, adamw-fused, adamw-8bit, muon, soap, shampoo, sgd, sgd-momentum or none"
     )
@@ -98,6 +103,9 @@ class Job(View):
         description="eager is Transformers' own, in float32; kernel is one kernel on whole logits, not in float32; "
         "fused computes the loss in chunks",
     )
+    loss_chunk: int | None = Field(
+        None, ge=1, description="Tokens that the fused loss computes at a time. Default: 1024"
+    )
     keeps_outputs: bool = Field(
         False, description="The loop keeps the model's outputs, logits among them, until backward is over"
     )
@@ -118,6 +126,8 @@ class Job(View):
             raise ConfigError(
                 f"{' and '.join(said)}: full training has no adapters", hint="add method lora or qlora, or leave it out"
             )
+        if self.loss_chunk is not None and self.loss != "fused":
+            raise ConfigError(f"loss_chunk with loss {self.loss}, which is of whole logits", hint="use loss fused")
         if self.planned_optimizer.matrix and self.on_host.optimizer_state and not self.on_host.main_weights:
             raise ConfigError(
                 f"{self.optimizer} with its state alone on the host is not planned",
@@ -129,6 +139,11 @@ class Job(View):
 
     def _check_tiles(self) -> None:
         """Of tensor parallelism and float8: what is not planned with them."""
+        if self.sequence_parallel and (self.tp == 1 or self.seq_len % self.tp):
+            raise ConfigError(
+                f"sequence_parallel splits {self.seq_len} tokens over the {self.tp} ranks of a tensor-parallel group",
+                hint="choose a tp above 1 that divides seq_len, or leave sequence_parallel out",
+            )
         for name, is_on in (("tp", self.tp > 1), ("float8", self.float8)):
             besides = {
                 "method": self.method != "full",
@@ -215,3 +230,13 @@ class Job(View):
     def tokens(self) -> int:
         """Tokens of one micro-batch."""
         return self.micro_batch * self.seq_len
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk of the fused loss."""
+        return min(self.loss_chunk or 1024, self.tokens)
+
+    @property
+    def tokens_between(self) -> int:
+        """Of them, those that a rank has between the parts of a layer: norms, and what is added up."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens

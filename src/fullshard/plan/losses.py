@@ -14,6 +14,18 @@ In backward it is 12 in all of them (`loss/loss_utils.py`, and `models/llama` be
 no graph: they are gone before backward, unless the loop keeps `outputs` until it is over. Trainer does not.
 In float32 nothing is cast, so there is one copy less in forward. A loss without a cast of its own (T5's) is cast by
 autocast.
+
+The fused loss is the engine's own (`wrap/chunked_loss`), some tokens at a time. Nothing of a chunk is kept, so backward
+makes its logits again: a fourth product with the head's weight beside the usual three. Of n chunks of c tokens, with V
+words and width H:
+
+    bytes at once     c V (b + 8) in forward, 12 c V in backward, where the gradient of the chunk before is still there,
+                      beside 4 V H: the weight's gradient, if it is trained
+    bytes moved       per logit: the cast and log-softmax, in backward both again, exp, the product, the cast back; per
+                      chunk the product that is added to the weight's gradient
+
+Liger's fused linear loss takes its gradients in forward instead: three products, and the weight's
+gradient from then on.
 """
 
 from __future__ import annotations
@@ -51,9 +63,11 @@ class LogitsNbytes:
 
 
 def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
-    """What a micro-batch needs. A fused loss (Liger and others) holds one chunk, a few per cent, which is left out."""
-    if not model.vocab or job.loss == "fused":
+    """What a micro-batch needs."""
+    if not model.vocab:
         return LogitsNbytes(0, 0, 0)
+    if job.loss == "fused":
+        return _chunk_nbytes(model, job)
     elements, width = job.tokens * model.vocab, itemsize(job.compute_dtype)
     held = held_width(job)
     capped = width if model.capped_logits else 0  # what tanh has made
@@ -63,6 +77,64 @@ def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
     return LogitsNbytes(
         elements * forward, elements * (held + BACKWARD_LOSS_NBYTES + capped), elements * (held + capped)
     )
+
+
+def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
+    width, words = itemsize(job.compute_dtype), _words(model, job)
+    chunk, weight = job.chunk_tokens * words, words * model.hidden if _is_head_trained(model) else 0
+    cast = width if width < 4 else 0
+    softmax = chunk * (cast + 8)  # the logits, in float32 too, and log-softmax
+    backward = chunk * 12 if job.chunk_tokens < job.tokens else softmax
+    product = chunk * width + weight * cast  # the chunk's part of the weight's gradient, before it is added
+    own = 4 * weight + job.tokens * model.hidden * width
+    return LogitsNbytes(softmax, own + max(backward, product), 0)
+
+
+def _words(model: ModelShape, job: Job) -> int:
+    """Of the vocabulary, those whose logits a rank of a tensor-parallel group computes."""
+    return -(-model.vocab // job.tp)
+
+
+def _is_head_trained(model: ModelShape) -> bool:
+    role = "embedding" if model.tied else "head"
+    return any(p.trainable for p in model.root.parameters if p.role == role) or any(
+        p.trainable for unit in model.units for p in unit.parameters if p.role == role
+    )
+
+
+def recomputed_flops(model: ModelShape, job: Job) -> float:
+    """FLOP of the logits that a fused loss makes again in backward, for one micro-batch."""
+    return 2.0 * _words(model, job) * model.hidden * job.tokens if job.loss == "fused" else 0.0
+
+
+def moved_nbytes(model: ModelShape, job: Job) -> float:
+    """Bytes that one micro-batch's loss reads and writes, the products' own left out."""
+    width = itemsize(job.compute_dtype)
+    if job.loss != "fused":
+        # log-softmax 2, picking the targets' 1, its backward 3. One kernel reads twice, writes once.
+        return 6.0 * (4 if job.loss == "eager" else width // 2) * model.vocab * job.tokens
+    words = _words(model, job)
+    casts = 3 * (width + 4) if width < 4 else 0
+    added = 8 + width if width < 4 else 0  # what is added is made first; in float32 the product adds it
+    chunks = -(-job.tokens // job.chunk_tokens)
+    of_weight = words * model.hidden * (8 + width + chunks * added if added else 4) if _is_head_trained(model) else 0
+    return float((casts + 4 * 8) * words * job.tokens + of_weight)
+
+
+def new_nbytes(model: ModelShape, job: Job) -> list[tuple[int, int]]:
+    """(how many, of how many bytes) buffers that one micro-batch's loss allocates and frees again."""
+    if job.loss != "fused":
+        each = 4 if job.loss == "eager" else itemsize(job.compute_dtype) // 2
+        return [(3, each * model.vocab * job.tokens)]
+    words, chunks = _words(model, job), -(-job.tokens // job.chunk_tokens)
+    cast = itemsize(job.compute_dtype) < 4
+    weight = words * model.hidden if _is_head_trained(model) else 0
+    return [
+        (2 * chunks * (2 if cast else 1), 4 * words * job.chunk_tokens),
+        (2 * chunks, itemsize(job.compute_dtype) * words * job.chunk_tokens),
+        (1, 4 * weight),
+        (chunks + 1 if cast else 0, itemsize(job.compute_dtype) * weight),
+    ]
 
 
 def held_width(job: Job) -> int:
@@ -96,7 +168,11 @@ def loss_note(model: ModelShape, job: Job) -> str:
     most = max(logits_nbytes(model, job).forward, logits_nbytes(model, job).loss)
     each, elements = most / (job.tokens * model.vocab), job.tokens * model.vocab
     if job.loss == "fused":
-        return "the loss is computed in chunks, as use_chunked_loss and Liger's fused linear loss do: no whole logits"
+        return (
+            f"the loss is computed {job.chunk_tokens} tokens at a time, as use_chunked_loss does: "
+            f"{format_nbytes(most)} at the worst, and the head's product once more (Liger's fused linear loss takes "
+            "its gradients in forward)"
+        )
     if job.loss == "kernel":
         return (
             f"the loss is one kernel on whole logits in {job.compute_dtype}, as flash-attn's and Liger's cross entropy "

@@ -1,8 +1,8 @@
 """The fastest way to run a job: every switch of the engine that keeps its numbers, searched with bounds.
 
 What is searched (`_meshes`, `_SWITCHES`): strategies and shard sizes, micro-batch and accumulation, checkpointing, what
-is on the host, embeddings as units, stepping in backward; units kept unsharded, for the best. What is never slower and
-never larger is switched on at once: a fused optimizer on accelerators, a loss in chunks.
+is on the host, embeddings as units, stepping in backward, a loss in chunks; units kept unsharded, for the best. What is
+never slower and never larger is switched on at once: a fused optimizer on accelerators.
 
 A layer more adds the same work again, so what a model of n equal layers needs, and how long it takes, are maxima of
 straight lines over n. Such a maximum lies above the line through two of its points: a model of 3 and one of 6 layers
@@ -48,7 +48,8 @@ _SWITCHES: tuple[Mapping[str, Any], ...] = (
     {"offload": True},
     {"offload": True, "wrap_embeddings": True},
 )
-"""What saves memory besides sharding and checkpointing."""
+"""What saves memory besides sharding and checkpointing, and a loss in chunks, which is tried with all of them."""
+_WHOLE, _IN_CHUNKS = {"loss": "eager"}, {"loss": "fused"}
 
 
 def search(
@@ -96,7 +97,6 @@ def _with_what_costs_nothing(job: Job, cluster: Cluster, fixed: frozenset[str]) 
     better: dict[str, Any] = {}
     if job.optimizer == "adamw" and not cluster.device.is_cpu:
         better["optimizer"] = "adamw-fused"
-    better["loss"] = "fused"
     return job.model_copy(update={name: value for name, value in better.items() if name not in fixed})
 
 
@@ -213,9 +213,19 @@ def _groups(bounds: _Bounds, job: Job, fixed: frozenset[str]) -> Iterator[_Group
             values = {**mesh, "checkpointing": checkpointing, "reentrant": job.reentrant and checkpointing == "full"}
             yield [
                 _Line(bounds, job, {**values, **switches})
-                for switches in _SWITCHES
+                for switches in _switches(fixed)
                 if not fixed & switches.keys() and not (is_cpu and any("offload" in name for name in switches))
             ]
+
+
+def _switches(fixed: frozenset[str]) -> Iterator[Mapping[str, Any]]:
+    """With whole logits nothing, or embeddings as units, which may be faster; in chunks any."""
+    if "loss" in fixed:
+        yield from _SWITCHES
+        return
+    yield _WHOLE
+    yield {**_WHOLE, "wrap_embeddings": True}
+    yield from ({**_IN_CHUNKS, **switches} for switches in _SWITCHES)
 
 
 def _first(group: _Group) -> Iterator[tuple[_Candidate, _Group]]:

@@ -8,6 +8,11 @@ parts and its heads and its part of the feed-forward width within them.
     forward of a layer    2 all-reduces of (tokens, hidden), after attention and after the feed-forward part
     backward              2 of the gradients of their inputs; where a layer is recomputed, those of its forward again
     head                  an all-gather of logits (tokens, vocabulary), and in backward an all-reduce of its input's
+
+With `sequence_parallel`, as torchtitan and PyTorch's tutorial cut Llama, each rank has its part of the sequence between
+the parts of a layer: an all-gather before each and a reduce-scatter after it, which together are as many bytes as an
+all-reduce. The embedding is cut by words, and its output is reduced and scattered. No plan of Transformers does that
+(its `enable_sequence_parallel` is not wired up in 5.23), so it cannot be read from a model's configuration.
 """
 
 from __future__ import annotations
@@ -28,8 +33,8 @@ _OF_EXPERTS = {"gate_up_proj": 1, "down_proj": 2}
 _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
-def tiled(model: ModelShape, parts: int) -> ModelShape:
-    """What a rank of a group of `parts` has of the model.
+def tiled(model: ModelShape, parts: int, *, sequence_parallel: bool = False) -> ModelShape:
+    """What a rank of a group of `parts` has of the model; with `sequence_parallel` of its embedding a part, too.
 
     Raises:
         ConfigError: layers that Transformers does not cut so, or that cannot be cut evenly.
@@ -40,7 +45,7 @@ def tiled(model: ModelShape, parts: int) -> ModelShape:
         why = "its head is its embedding" if model.tied else "its layers are not Llama's"
         raise ConfigError(f"tensor parallelism of {model.name} is not planned: {why}", hint="leave tp out")
     blocks = {id(unit): _tile_of_block(model.name, unit.block, parts) for unit in model.units if unit.block is not None}
-    cut = model.map(lambda unit, p: [_tile(p, parts)])
+    cut = model.map(lambda unit, p: [_tile(p, parts, 0 if sequence_parallel and p.role == "embedding" else _dim(p))])
     units = tuple(
         dataclasses.replace(new, block=blocks.get(id(old))) for old, new in zip(model.units, cut.units, strict=True)
     )
@@ -64,8 +69,7 @@ def _dim(parameter: ParameterShape) -> int | None:
     return 1 if module in _BY_COLUMNS and last == "weight" else None
 
 
-def _tile(parameter: ParameterShape, parts: int) -> ParameterShape:
-    dim = _dim(parameter)
+def _tile(parameter: ParameterShape, parts: int, dim: int | None) -> ParameterShape:
     if dim is None:
         return parameter
     shape = tuple(-(-size // parts) if d == dim else size for d, size in enumerate(parameter.shape))
@@ -105,7 +109,7 @@ def layer_message_nbytes(block: Block, job: Job) -> int:
 
 
 def reductions_of_layer(job: Job) -> tuple[float, float]:
-    """All-reduces of a layer in forward and in backward."""
+    """All-reduces of a layer in forward and in backward, or as many pairs of a gather and a reduce-scatter."""
     return 2.0, 2.0 + 2 * _RECOMPUTED[job.checkpointing]
 
 
@@ -115,5 +119,11 @@ def sent_nbytes(model: ModelShape, job: Job) -> int:
         return 0
     layers = sum(2 * sum(reductions_of_layer(job)) * layer_message_nbytes(block, job) for block in model.blocks)
     width = itemsize(job.compute_dtype)
-    head = job.tokens * (model.vocab + 2 * model.hidden) * width
-    return round((layers + head) * (job.tp - 1) / job.tp) * job.accumulation
+    ends = job.tokens * sum(ends_of_step(model, job)) * width
+    return round((layers + ends) * (job.tp - 1) / job.tp) * job.accumulation
+
+
+def ends_of_step(model: ModelShape, job: Job) -> tuple[int, int]:
+    """Elements per token that are gathered or reduced and scattered for head and embedding, in forward and backward."""
+    embedded = 2 * model.hidden if job.sequence_parallel else 0  # its output, and the head's input
+    return model.vocab + embedded, 2 * model.hidden

@@ -13,7 +13,8 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
     what is on the host   bytes / 25 GB/s, either way beside computing; the optimizer reads the host's memory
     latency of a ring     14 microseconds, and (S - 1) steps of 3; of an all-reduce twice, or up and down a tree
     host                  5 microseconds per operation, 0.4 ms per unit; the device waits where that is longer
-    loss                  the float32 logits, read or written six times
+    loss                  the float32 logits, read or written six times; in chunks the head's product once more, and
+                          what is cast, added and made again (`plan/losses`)
     optimizer             bytes read and written / memory bandwidth
 
 On a CPU nothing runs beside anything else: the processor that computes also copies what is sent, so a collective takes
@@ -42,11 +43,12 @@ from fullshard.plan.attention import forward_flops as attention_flops
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
+from fullshard.plan.losses import moved_nbytes, new_nbytes, recomputed_flops
 from fullshard.plan.matrices import MatrixWork
 from fullshard.plan.memory import PlanSetting, of_parameters
 from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
-from fullshard.plan.tiles import layer_message_nbytes, reductions_of_layer
+from fullshard.plan.tiles import ends_of_step, layer_message_nbytes, reductions_of_layer
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 
 BASE_LATENCY = 14e-6
@@ -339,12 +341,9 @@ class _Clock:
         # Elsewhere they are read while the products before them are computed.
         beside = float("inf") if not device.is_cpu else bandwidth
         self.weights = {name: unit.full_nbytes / beside for name, unit in self.layouts.items()}
-        # log-softmax 2, picking the targets' 1, its backward 3; three are new. One kernel reads twice, writes once.
-        of_a_logit = {"eager": 4, "kernel": itemsize(job.compute_dtype) // 2, "fused": 0}[job.loss]
-        logits = of_a_logit * model.vocab * job.tokens
-        self.loss = 6 * logits / bandwidth + (
-            3 * _fresh(logits) / device.fresh_bandwidth if device.fresh_bandwidth else 0
-        )
+        self.loss = recomputed_flops(model, job) / speed + moved_nbytes(model, job) / bandwidth
+        if device.fresh_bandwidth:
+            self.loss += sum(n * _fresh(nbytes) for n, nbytes in new_nbytes(model, job)) / device.fresh_bandwidth
 
     def apply(self, event: Event) -> None:
         unit = self.layouts[event.unit]
@@ -450,7 +449,7 @@ class _Clock:
             count, nbytes = reductions_of_layer(job)[way], layer_message_nbytes(block, job)
             self._wait(self._send(round(count * nbytes), job.tp, stride=1, times=2))
         elif name == model.root.name:
-            gathered = model.vocab if way == 0 else 2 * model.hidden
+            gathered = ends_of_step(model, job)[way]
             self._wait(self._send(width * gathered, job.tp, stride=1, times=1))
 
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:

@@ -108,6 +108,7 @@ def job_values(arguments: TrainArguments, world_size: int) -> dict[str, Any]:
     micro_batch = min(arguments.micro_batch_size or rows, rows)
     return {
         "loss": "eager" if arguments.loss_chunk is None else "fused",
+        "loss_chunk": arguments.loss_chunk,
         "accumulation": math.ceil(rows / micro_batch),
         "micro_batch": micro_batch,
         "seq_len": arguments.seq_len,

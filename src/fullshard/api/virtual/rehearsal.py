@@ -40,6 +40,7 @@ def time_step(
         "compile": job.compile,
         "tp": job.tp > 1,
         "float8": job.float8,
+        "loss": job.loss != "eager",
         "step_in_backward": job.step_in_backward,
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
     }
