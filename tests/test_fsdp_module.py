@@ -190,10 +190,19 @@ def check_hook() -> None:
         parameter.grad.mul_(2)
     assert_same_gradients(model, plain)
     assert len(seen) == 1
+    first = {name: parameter.grad.clone() for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    plain.zero_grad()
+    reference_step(plain, run_squared, 1)  # another micro-batch, whose own sum alone it sees
+    sharded_step(model, run_squared, 1)
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2 if name.startswith("blocks.0.") else 1).add_(first[name])
+    assert_same_gradients(model, plain)
+    assert len(seen) == 2
     block.set_all_reduce_hook(None)
     model.zero_grad()
     run_squared(model, 1, rank_and_size()[0])
-    assert len(seen) == 1
+    assert len(seen) == 2
     stream, streams = torch.cpu.Stream(), []
     block.set_all_reduce_hook(lambda _: streams.append(torch.cpu.current_stream()), stream=stream)
     run_squared(model, 1, rank_and_size()[0])

@@ -42,6 +42,19 @@ def test_reductions_of_one_backward_are_summed(times: int, strategy: str) -> Non
     run_ranks(check_repeated, 2, times, {"strategy": strategy})
 
 
+def run_now_and_then(model: Any, step: int, rank: int) -> torch.Tensor:
+    model.times = 2 - step % 2
+    return run_squared(model, step, rank)
+
+
+def check_now_and_then() -> None:
+    train_beside_reference(lambda: Repeated(1), run_now_and_then, ("blocks.0",))
+
+
+def test_a_sum_of_two_is_not_added_to_the_next() -> None:
+    run_ranks(check_now_and_then, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_unit_kept_after_backward_is_gathered_anew_after_a_step(dtype: torch.dtype) -> None:
     """Its unsharded parameters are those of before the step: a copy, where they are cast or sent."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -296,15 +297,15 @@ def test_checkpointing_and_micro_batches(reentrant: bool) -> None:
 class SharedCheckpointed(nn.Module):
     """One parameter in two checkpointed segments: with reentrant checkpointing its gradient appears twice."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool, order: tuple[str, ...] = ("block", "other", "block")) -> None:
         super().__init__()
-        self.reentrant = reentrant
+        self.reentrant, self.order = reentrant, order
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.block, self.other = Block(), Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
-        for module in (self.block, self.other, self.block):
+        for module in map(self.get_submodule, self.order):
             x = checkpoint(module, x, use_reentrant=self.reentrant)
         return x
 
@@ -317,6 +318,83 @@ def check_shared_checkpoint(reentrant: bool, units: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("units", [("block", "other"), ()], ids=["units", "root"])
 def test_shared_parameter_in_two_checkpoints(reentrant: bool, units: tuple[str, ...]) -> None:
     run_ranks(check_shared_checkpoint, 2, reentrant, units)
+
+
+def check_shared_checkpoint_of_micro_batches(*order: str) -> None:
+    """A bucket that is reduced twice in one backward, and added to what the micro-batches before left."""
+    reference = build(lambda: SharedCheckpointed(True, order))
+    model = build_sharded(lambda: SharedCheckpointed(True, order), ["block", "other"])
+    total: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        reference_step(reference, run_squared, step)
+        for name, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            total[name] = total.get(name, torch.zeros_like(parameter)) + parameter.grad
+            parameter.grad = total[name].clone() if step == 2 else None
+        sharded_step(model, run_squared, step)
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("order", ["block other block", "other block block"])
+def test_shared_parameter_in_two_checkpoints_of_micro_batches(order: str) -> None:
+    run_ranks(check_shared_checkpoint_of_micro_batches, 2, *order.split())
+
+
+def check_used_by_a_later_micro_batch() -> None:
+    reference, model = build(Branching), build_sharded(Branching, ())
+    total: dict[str, torch.Tensor] = {}
+    for step in range(2):
+        expert = partial(run_expert, expert=step)
+        reference_step(reference, expert, step)
+        sharded_step(model, expert, step)
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                total[name] = parameter.grad + total.get(name, 0.0)
+                parameter.grad = None
+    for name, parameter in reference.named_parameters():
+        parameter.grad = total[name]
+    assert_same_gradients(model, reference)
+
+
+def run_expert(model: nn.Module, step: int, rank: int, *, expert: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank), expert=expert).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_a_later_micro_batch_uses_first(world_size: int) -> None:
+    run_ranks(check_used_by_a_later_micro_batch, world_size)
+
+
+def check_changed_between_micro_batches() -> None:
+    """A script scales what it has so far, in place and anew, takes one away, and goes on."""
+    reference = build(Stack)
+    model = build_sharded(Stack, BLOCKS)
+    total = {name: torch.zeros_like(parameter) for name, parameter in reference.named_parameters()}
+    for step in range(4):
+        reference_step(reference, run_squared, step)
+        sharded_step(model, run_squared, step)
+        for (name, parameter), own in zip(reference.named_parameters(), model.parameters(), strict=True):
+            assert parameter.grad is not None and own.grad is not None
+            total[name] += parameter.grad
+            parameter.grad = None
+            if step == 0:
+                own.grad.mul_(2)
+                total[name] *= 2
+            elif step == 1:
+                own.grad = own.grad * 3
+                total[name] *= 3
+            elif step == 2 and name.startswith("blocks.2."):
+                own.grad = None
+                total[name].zero_()
+    for name, parameter in reference.named_parameters():
+        parameter.grad = total[name]
+    assert_same_gradients(model, reference)
+
+
+def test_gradients_that_a_script_changes_between_micro_batches() -> None:
+    run_ranks(check_changed_between_micro_batches, 2)
 
 
 # -- in-place changes -------------------------------------------------------------------------------------------
@@ -506,6 +584,24 @@ def check_accumulated_gradient_survives() -> None:
 
 def test_failed_micro_batch_costs_only_itself() -> None:
     run_ranks(check_accumulated_gradient_survives, 2)
+
+
+def check_taken_away_in_backward() -> None:
+    """After this micro-batch's part was added to it."""
+    model: Any = build_sharded(Stack, BLOCKS)
+    sharded_step(model, run_squared, 0)
+
+    def take_away(*_: object) -> None:
+        for parameter in model.get_submodule("blocks.2").parameters():
+            parameter.grad = None
+
+    model.embed.register_full_backward_hook(take_away)
+    with pytest.raises(LifecycleError, match=r"blocks\.2\..*changed during backward"):
+        sharded_step(model, run_squared, 1)
+
+
+def test_a_gradient_that_is_taken_away_in_backward() -> None:
+    run_ranks(check_taken_away_in_backward, 1)
 
 
 def check_half_added() -> None:

@@ -390,6 +390,24 @@ def run_backward(model: nn.Module, times: int = 1) -> None:
         model(torch.ones(4, 3)).sum().backward()
 
 
+def check_zeroed_in_place() -> None:
+    """What is left of a step, zeros, does not change the order of the next one's sum."""
+    grads = []
+    for set_to_none in (True, False):
+        torch.manual_seed(0)
+        model = sharded()
+        for _ in range(2):
+            model.zero_grad(set_to_none=set_to_none)
+            for number in range(8):
+                model(torch.full((4, 3), 0.1 * number)).square().sum().backward()
+        grads.append([parameter.grad.to_local() for parameter in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+def test_gradients_that_are_zeroed_in_place() -> None:
+    run_ranks(check_zeroed_in_place, 1)
+
+
 def check_refused_by_the_engine() -> None:
     def early() -> None:
         model = sharded()

@@ -144,18 +144,24 @@ class Gradient:
     def accumulate_early(self) -> None:
         """Add what has arrived along both axes to the main gradient, so that its memory goes before backward ends.
 
-        Only where every `.grad` is a part of that already, and nothing else is to be done with this sum: then it does
-        not matter what the other ranks have used.
+        Only where the `.grad`s are still its parts, and nothing else is to be done with this sum. Not on the host,
+        which would wait for a copy, and compute, while it has the rest of backward to issue.
         """
         self.advance()
         has_more_to_do = self._sums is not None or self._spec.reducing.hook is not None or self._spec.main_is_on_host
-        if self._replicating is None or self._main is None or self._earlier is not None or has_more_to_do:
+        if self._replicating is None or self._main is None or has_more_to_do:
             return
-        grads = local_gradients(self._parameters)
-        if all(map(operator.is_not, self._published, itertools.repeat(None))) and self._is_untouched(grads):
-            shard, self._replicating = self._replicating.wait(), None
-            self._main.add_(shard)
+        if self._is_untouched(local_gradients(self._parameters)):
+            self._main.add_(self._arrive(self._replicating))
             self._is_accumulated = True
+
+    def _arrive(self, replicating: Work) -> torch.Tensor:
+        """What one backward has reduced along both axes, in one reduction or two."""
+        shard, self._replicating = replicating.wait(), None
+        if self._earlier is not None:
+            shard.add_(self._earlier)
+            self._earlier = None
+        return shard
 
     def finish(self, used: bytearray) -> bool:
         """Wait for the reduction and publish it; False if there is none. The caller forgets what was used.
@@ -170,10 +176,7 @@ class Gradient:
                 return True
         if self._replicating is None:
             return False
-        shard, self._replicating = self._replicating.wait(), None
-        if self._earlier is not None:
-            shard.add_(self._earlier)
-            self._earlier = None
+        shard = self._arrive(self._replicating)
         self._spec.reducing.call_hook(shard)  # sees this backward's sum alone, not what was accumulated before
         if self._sums is None:
             self._accumulate(shard.to(self.main_dtype), used)
