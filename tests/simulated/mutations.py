@@ -193,7 +193,7 @@ MUTATIONS = (
         "engine/schedule.py",
         "        self._end_backward()\n        self.settle()\n",
         "        self._end_backward()\n",
-        "changed at once",
+        "changed at once, frozen",  # gradients that arrive on the host have waited for everything else
         also=("        self.settle()  # a peer may still be reading main weights where they are\n",),
         is_race=False,
     ),
