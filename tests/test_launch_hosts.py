@@ -6,19 +6,16 @@ Run: pytest tests/test_launch_hosts.py. Needs root and `ip` (package iproute2) f
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launching import LAUNCH, TRAIN, alive, listening, norms, read, started, wait_until
+from tests.namespaces import CABLE, can_have_namespaces, ip, two_namespaces
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and the program `ip`"
-)
+pytestmark = pytest.mark.skipif(not can_have_namespaces(), reason="network namespaces need root and the program `ip`")
 
 GONE_SECONDS = 20
 """Within this time after the end of one host the other has ended too."""
@@ -27,25 +24,8 @@ GONE_SECONDS = 20
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[str, str]]:
     """Two namespaces, joined by one cable: 10.77.0.1 and 10.77.0.2."""
-    names = [f"fs{os.getpid()}{letter}" for letter in "ab"]
-    cable = [f"fv{os.getpid() % 100000}{letter}" for letter in "ab"]
-    for name in names:
-        _ip("netns", "add", name)
-    try:
-        _ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1])
-        for number, (name, end) in enumerate(zip(names, cable, strict=True), 1):
-            _ip("link", "set", end, "netns", name)
-            _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            _ip("netns", "del", name)
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+    with two_namespaces() as names:
+        yield names
 
 
 def _command(namespace: str, directory: Path, steps: int, pause: float, *flags: str) -> list[str]:
@@ -124,14 +104,14 @@ def test_a_host_that_falls_silent_is_gone_on_without(hosts: tuple[str, str], job
     """Of one to two: the cable between them is cut, and the first goes on alone; the script listens to nothing."""
     flags = ["--nnodes", "1:2", "--nproc_per_node", "2", "--main_process_ip", "10.77.0.1", "train.py", str(job)]
     commands = [["ip", "netns", "exec", name, *LAUNCH, *flags, "60", "0.2"] for name in hosts]
-    cable = f"fv{os.getpid() % 100000}b"
+    cable = CABLE[1]
     with started(*commands[0], cwd=job) as a, started(*commands[1], cwd=job) as b:
         wait_until(lambda: all(read(job / f"step{rank}") for rank in range(4)), 90, "the first step")
-        _ip("-n", hosts[1], "link", "set", cable, "down")
+        ip("-n", hosts[1], "link", "set", cable, "down")
         try:
             outputs = [process.communicate(timeout=120)[0] for process in (a, b)]
         finally:
-            _ip("-n", hosts[1], "link", "set", cable, "up")
+            ip("-n", hosts[1], "link", "set", cable, "up")
     assert (a.returncode, b.returncode) == (0, 1), outputs
     assert "going on with the hosts that are left" in outputs[0]
     assert "has said nothing for 10 seconds" in outputs[0]

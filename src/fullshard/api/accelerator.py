@@ -222,7 +222,7 @@ class Accelerator(Loaders, Reporting):
         # A function given to `datasets.map`, or a collate function of a worker, may hold it. Its settings and its place
         # in the job go along; what was prepared stays: a sharded model means nothing in another process.
         fields = vars(self) | self._nothing_prepared()
-        return fields | {"_plan_watch": None, "_saver": None, "scaler": None}
+        return fields | {"_plan_watch": None, "_saver": None, "_copies": None, "scaler": None}
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         vars(self).update(fields)
@@ -484,6 +484,8 @@ class Accelerator(Loaders, Reporting):
         """Finish trackers, wait for all ranks and a checkpoint that is being written, and leave the process group."""
         self._finish_trackers()
         self._saver.wait()
+        if self._copies is not None:
+            self._copies.close()
         let_go()
         self.wait_for_everyone()
         if torch.distributed.is_initialized():

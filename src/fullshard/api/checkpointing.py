@@ -48,6 +48,7 @@ class Checkpointing(Facts):
         vars(self).update(self._nothing_prepared())
         self._custom_objects: list[Any] = []
         self._saver = checkpoint.AsyncSaver()
+        self._copies: checkpoint.MemoryCopies | None = None
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
@@ -186,6 +187,43 @@ class Checkpointing(Facts):
         self.step = saving.load(path, self._training_state())
         if config.automatic_checkpoint_naming:
             config.iteration = saving.number_of(path) + 1
+
+    def keep_copy(self, step: int) -> None:
+        """Renew the copies of the state in host memory that `max_lost_steps` asks for; nothing if it does not.
+
+        Call it on every rank after each optimizer step. What is in them is what `save_state` saves.
+
+        Args:
+            step: of the run, the one that is done.
+
+        Raises:
+            ConfigError: fullshard's launcher has not started this process, or several models are prepared.
+            CheckpointError: there is too little memory.
+        """
+        if (copies := self._memory_copies()) is not None:
+            saving.keep_copy(copies, self._training_state(), step)
+
+    def load_copy(self) -> int | None:
+        """After a restart: go on from copies in host memory; the step behind them, None if there are none.
+
+        Call it on every rank once all is prepared. Loaders go on where they were, in the middle of an epoch too.
+
+        Raises:
+            ConfigError: as for `keep_copy`.
+            CheckpointError: they are of other objects.
+        """
+        copies = self._memory_copies()
+        found = None if copies is None else saving.load_copy(copies, self._training_state())
+        if found is None:
+            return None
+        step, self.step = found
+        return step
+
+    def _memory_copies(self) -> checkpoint.MemoryCopies | None:
+        most = self._config.checkpoint.max_lost_steps
+        if most is not None and self._copies is None:
+            self._copies = checkpoint.MemoryCopies(most)
+        return self._copies
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole, in host memory: on rank 0; empty elsewhere. A collective.

@@ -223,12 +223,8 @@ def save(
         saver.make_room()
     memory = None if saver is None else saver.memory
     parts = state.parts()
-    # Schedules, counters and random states are those of the whole run; the first part has them.
     averages = state.averages(parts)
-    first = SaveArguments(
-        model=parts[0][0], optimizer=parts[0][1], scheduler=state.scheduler, scaler=state.scaler,
-        objects=[*state.all_objects, *averages[0]], extra=state.extra,
-    )  # fmt: skip
+    first = SaveArguments(**_first_part(state), extra=state.extra)  # type: ignore[typeddict-item]
     pending: Pending
     if len(parts) == 1:
         first["total_limit"], first["overwrite"] = total_limit, overwrite
@@ -293,16 +289,56 @@ def load(path: Location, state: TrainingState) -> int:
     averages = state.averages(parts)
     # Backwards, so that the first part's random states are the ones that stay.
     for number, (model, optimizer) in reversed(list(enumerate(parts))):
-        rest: dict[str, Any] = {"objects": averages[number]}
-        if number == 0:
-            objects = [*state.all_objects, *averages[0]]
-            rest = {"scheduler": state.scheduler, "scaler": state.scaler, "objects": objects}
         part = path / f"{PART_PREFIX}{number}" if saved else path
-        extra = checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, **rest)
+        if number == 0:
+            extra = checkpoint.load_checkpoint(part, **_first_part(state))
+        else:
+            checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, objects=averages[number])
+    return _set_extra(extra, state, where=path)
+
+
+def keep_copy(copies: checkpoint.MemoryCopies, state: TrainingState, step: int) -> None:
+    """Renew copies in host memory after a step of the run, if that is due. A collective."""
+    extra = {"accelerator": state.extra}
+    copies.after_step(step, **_only_part(state), extra=extra)
+
+
+def load_copy(copies: checkpoint.MemoryCopies, state: TrainingState) -> tuple[int, int] | None:
+    """Load one; the run's step, and the counter that the script keeps. A collective.
+
+    Raises:
+        CheckpointError: it is of other objects than those in `state`.
+    """
+    found = copies.load(**_only_part(state))
+    if found is None:
+        return None
+    return int(found["step"]), _set_extra(found["accelerator"], state, where=copies.directory)
+
+
+def _only_part(state: TrainingState) -> dict[str, Any]:
+    """What is saved of a single model with its optimizer. Raises `ConfigError` if there are several."""
+    if len(parts := state.parts()) > 1:
+        raise ConfigError(
+            f"copies in host memory are of one model with one optimizer, and {len(parts)} are prepared",
+            hint="leave max_lost_steps out, and save checkpoints",
+        )
+    return _first_part(state)
+
+
+def _first_part(state: TrainingState) -> dict[str, Any]:
+    """What is saved with the first model: schedules, counters and random states are those of the whole run."""
+    (model, optimizer), *_ = parts = state.parts()
+    objects = [*state.all_objects, *state.averages(parts)[0]]
+    rest = {"scheduler": state.scheduler, "scaler": state.scaler, "objects": objects}
+    return {"model": model, "optimizer": optimizer, **rest}
+
+
+def _set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location) -> int:
+    """Set what is no part of a model; the counter that the script keeps."""
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):
         raise CheckpointError(
-            f"{path} holds positions of {len(positions)} data loaders, {len(state.loaders)} are prepared",
+            f"{where} holds positions of {len(positions)} data loaders, {len(state.loaders)} are prepared",
             hint="prepare the same data loaders, in the same order, as when it was saved",
         )
     for loader, position in zip(state.loaders, positions, strict=True):

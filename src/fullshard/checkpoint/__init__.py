@@ -13,6 +13,7 @@ from fullshard.core.requirements import require_torch, why_no_xla
 if TYPE_CHECKING:
     from fullshard.checkpoint.background import AsyncSaver
     from fullshard.checkpoint.catalog import latest_checkpoint, whole_checkpoints
+    from fullshard.checkpoint.copies import MemoryCopies
     from fullshard.checkpoint.export import export_hf, is_exported_as_it_is
     from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict, local_state_dict
     from fullshard.checkpoint.load import load_checkpoint, prove_checkpoint
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncSaver",
+    "MemoryCopies",
     "Verification",
     "export_hf",
     "from_pretrained",
@@ -45,6 +47,7 @@ if why_no_xla() is not None:  # else PyTorch/XLA trains, and the format is all t
 
 _HOMES = {
     "AsyncSaver": "background",
+    "MemoryCopies": "copies",
     "Verification": "verify",
     "export_hf": "export",
     "from_pretrained": "pretrained",

@@ -104,6 +104,7 @@ class RankWriter:
         self.directory, self.save_id, self.rank, self.optimizer = directory, save_id, rank, optimizer
         self._own_names = own_names
         self._late_state: LateCopies | None = None
+        self.device = device_of(model)
         self.mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
         self.parameters = local_parameters(model, rank=rank)
         check_is_plain(self.parameters)
@@ -140,7 +141,7 @@ class RankWriter:
                 for name, tensor in _stored(entry).items()
             },
             AVERAGES: {name: tensor for entry in averages for name, tensor in _stored(entry).items()},
-            "state": (stored if rank == 0 else {}) | rng_tensors(device_of(model)),
+            "state": (stored if rank == 0 else {}) | rng_tensors(self.device),
         }
 
     @property
@@ -189,8 +190,13 @@ class RankWriter:
         except OSError as error:
             raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
 
-    def manifest(self, reports: Sequence[RankReport], *, parts: int = 1) -> Manifest:
+    def manifest(self, reports: Sequence[RankReport], *, parts: int = 1, is_shared: bool = True) -> Manifest:
         """Put the reports of all ranks together; see `Manifest.parts`. Rank 0 only.
+
+        Args:
+            reports: of all ranks.
+            parts: see there.
+            is_shared: whether all ranks have written into one directory, as is then looked at.
 
         Raises:
             CheckpointError: ranks contradict each other, or an element is stored never or twice.
@@ -225,8 +231,8 @@ class RankWriter:
         }
         problems = [f"rank 0 does not know {name!r}, which another rank saved" for name in sorted(unknown)]
         problems += structure_problems(manifest)
-        sizes = sizes_in(self.directory, manifest.files)
-        for name, record in manifest.files.items():
+        sizes = sizes_in(self.directory, manifest.files) if is_shared else {}
+        for name, record in manifest.files.items() if is_shared else ():
             # proof that all ranks wrote into the same directory, not each into one of the same name
             if sizes.get(name) != record.nbytes:
                 problems.append(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
 import torch
 from torch import nn
@@ -125,11 +125,54 @@ def load_checkpoint(
         CheckpointError: on every rank, if any rank found the checkpoint damaged or not to match. What differs is
             listed in full. Nothing has changed then. `DamagedError` if the bytes are not those that were saved.
     """
-    directory, optimizer = location(path).absolute(), unwrapped(optimizer)
-    ranks = Ranks.of(model)
+    directory, ranks = location(path).absolute(), Ranks.of(model)
     opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory), kind=DamagedError)
     data = ranks.broadcast_bytes(opened or b"")
-    wanted = {"scheduler": scheduler, "scaler": scaler, "objects": list(objects) or None}
+
+    def prove(manifest: Manifest, kinds: Sequence[str], files: Set[str]) -> None:
+        prove_files(directory, manifest, ranks, kinds)
+
+    parts = LoadArguments(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, objects=objects)
+    return load_proved(directory, data, ranks, prove, parts, weights=weights, rng=rng)
+
+
+class LoadArguments(TypedDict, total=False):
+    """What a load fills: arguments of `load_checkpoint`."""
+
+    model: Required[nn.Module]
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    scaler: Any
+    objects: Sequence[Any]
+
+
+def load_proved(
+    directory: Location,
+    data: bytes,
+    ranks: Ranks,
+    prove: Callable[[Manifest, Sequence[str], Set[str]], None],
+    parts: LoadArguments,
+    *,
+    weights: Weights = "all",
+    rng: bool = True,
+) -> dict[str, Any]:
+    """Load from files that `prove` proves, or brings. A collective.
+
+    Args:
+        directory: where the files are, or will be.
+        data: the manifest.
+        ranks: all of them.
+        prove: a collective, called with the manifest, the kinds of files that are read, and the names of those that
+            this rank reads. If it fails nothing has changed.
+        parts: what is filled.
+        weights: see `load_checkpoint`.
+        rng: likewise.
+
+    Raises:
+        CheckpointError: see `load_checkpoint`.
+    """
+    model, optimizer, objects = parts["model"], unwrapped(parts.get("optimizer")), parts.get("objects", ())
+    wanted = {name: parts.get(name) for name in ("scheduler", "scaler")} | {"objects": list(objects) or None}
 
     def prepare() -> _Load:
         manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
@@ -137,8 +180,7 @@ def load_checkpoint(
         return _Load(directory, manifest, ranks.rank, model, optimizer, asked, weights, averages_in(objects))
 
     load = ranks.together(f"matching {directory} with the model", prepare)
-    kinds = ["state", *dict.fromkeys(target.kind for target in load.targets)]
-    prove_files(directory, load.manifest, ranks, kinds)
+    prove(load.manifest, ["state", *dict.fromkeys(target.kind for target in load.targets)], load.files())
     stored = ranks.together(f"reading {directory}", load.read)
 
     def restore() -> dict[str, Any]:
@@ -261,6 +303,17 @@ class _Load:
                 if self.rank < self.manifest.world_size:
                     stored |= readers.all_tensors(self.manifest.file_name("state", self.rank))
         return stored
+
+    def files(self) -> set[str]:
+        """Names of the files that `read` reads."""
+        manifest = self.manifest
+        names = {manifest.file_name("state", 0), manifest.file_name("state", self.rank)} & manifest.files.keys()
+        for target in self.targets:
+            pieces = pieces_of(target.record)
+            if target.record.tiling == target.tiling:
+                pieces = [piece for piece in pieces if piece.interval.intersect(target.interval).numel]
+            names |= {manifest.file_name(target.kind, piece.rank) for piece in pieces}
+        return names
 
     def restore_optimizer(self, stored: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer the hyper-parameters and the state that was read. Needs no `step()` to make any."""

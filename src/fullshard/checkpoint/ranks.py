@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.checkpoint.storage import Bytes
 from fullshard.comm import torch_private
 from fullshard.comm.torch_dist import all_gather_single
 from fullshard.core.errors import CheckpointError, FullshardError, StoreError
@@ -23,6 +24,8 @@ from fullshard.core.place import PLACE
 from fullshard.engine import ShardedParameter
 
 T = TypeVar("T")
+_MESSAGE_NBYTES = 256 * 2**20
+"""Of a message between two ranks at most: some of what counts its bytes on the way has 31 bits."""
 
 
 def _spread(parameter: ShardedParameter) -> int:
@@ -97,6 +100,27 @@ class Ranks:
         if parts is None:
             return []
         return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """JSON values of all ranks, on all of them."""
+        found: list[Any] = self.broadcast(self.gather(value))
+        return found
+
+    def exchange(self, sent: Sequence[tuple[int, Bytes]], received: Sequence[tuple[int, Bytes]]) -> None:
+        """Fill bytes with what other ranks send, each with its rank; between two ranks in the same order on both.
+
+        Messages must lie in host memory: for the ranks that `apart` gives.
+        """
+        with _peers("exchanging what they hold"):
+            tensors, works = [], []
+            for ranks, begin in ((received, dist.irecv), (sent, dist.isend)):
+                for rank, data in ranks:
+                    for start in range(0, len(data), _MESSAGE_NBYTES):
+                        tensors.append(torch.from_numpy(data[start : start + _MESSAGE_NBYTES]))
+                        works.append(begin(tensors[-1], rank, group=self._group))
+            for work in works:
+                if work is not None:
+                    work.wait()
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value."""

@@ -76,7 +76,7 @@ def verify_checkpoint(path: str | Location) -> Verification:
         return Verification(directory, (str(error),), 0, 0, None)
     problems = structure_problems(manifest)
     for name in manifest.files:
-        problems += _file_problems(directory / name, manifest)
+        problems += problems_of_file(directory / name, manifest)
     for entry in entries_of(directory):
         if entry.name not in {MANIFEST_NAME, *manifest.files} and not is_for_others(entry.name):
             problems.append(f"{entry} is not part of the checkpoint")
@@ -98,7 +98,7 @@ def verify_parts(path: str | Location) -> list[Verification]:
 def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
     """What is wrong with every `parts`-th data file of some kinds, from number `part` on; every byte is read."""
     names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
-    return [problem for name in names[part::parts] for problem in _file_problems(directory / name, manifest)]
+    return [problem for name in names[part::parts] for problem in problems_of_file(directory / name, manifest)]
 
 
 def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
@@ -181,8 +181,8 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
     return problems
 
 
-def _file_problems(path: Location, manifest: Manifest) -> list[str]:
-    """What is wrong with one data file."""
+def problems_of_file(path: Location, manifest: Manifest) -> list[str]:
+    """What is wrong with one data file; every byte is read."""
     record = manifest.files[path.name]
     if problem := size_problem(path, record, chunk_nbytes=manifest.chunk_nbytes):
         return [problem]

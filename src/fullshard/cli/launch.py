@@ -121,7 +121,7 @@ def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
 
 
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
-    from fullshard.launch.bootstrap import CHECK_PLAN, STEP_IN_BACKWARD, TRAINER_HOOK
+    from fullshard.launch.bootstrap import CHECK_PLAN, MAX_LOST_STEPS, STEP_IN_BACKWARD, TRAINER_HOOK
     from fullshard.launch.local import Hosts, LaunchJob, run_job
     from fullshard.launch.tpu import prepare_host
 
@@ -145,6 +145,8 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
             variables[CHECK_PLAN] = "1"
         if plan.resolved.config.training.step_in_backward:
             variables[STEP_IN_BACKWARD] = "1"
+        if (most := plan.resolved.config.checkpoint.max_lost_steps) is not None:
+            variables[MAX_LOST_STEPS] = str(most)
         job = LaunchJob(
             command=plan.command,
             nproc=plan.per_host,

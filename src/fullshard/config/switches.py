@@ -87,10 +87,14 @@ PREEMPTION_DIR = Switch(
     "FULLSHARD_PREEMPTION_DIR", "where ranks say that they listen to signals, stop because of one, and where they are"
 )
 ELASTIC = Switch("FULLSHARD_ELASTIC", "fewest and most ranks of a job whose hosts may come and go", form="MIN:MAX")
+COPIES_DIR = Switch("FULLSHARD_COPIES_DIR", "where ranks may keep copies of their state in host memory")
+MAX_LOST_STEPS = Switch("FULLSHARD_MAX_LOST_STEPS", "how many steps a kill may undo, for a script's `MemoryCopies`")
 HANDED_OVER = (
     Switch("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan"),
     CONFIG,
+    COPIES_DIR,
     ELASTIC,
+    MAX_LOST_STEPS,
     Switch("FULLSHARD_LAUNCHER_PID", "the launcher's process, with which workers end"),
     PREEMPTION_DIR,
     Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),

@@ -30,6 +30,7 @@ class Happening(StrEnum):
     START = "start"
     SAVE = "save"
     LOAD = "load"
+    COPY = "copy"
     SKIP = "skip"
     ROLLBACK = "rollback"
     PREEMPTION = "preemption"

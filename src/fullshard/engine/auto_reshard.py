@@ -143,7 +143,7 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
         idle = torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(device)
         return max(0, free + idle)
     try:
-        available = min([_available_on_host(), *_available_in_group()])
+        available = available_host_memory()
         status = Path("/proc/self/status").read_text()
     except OSError as error:
         raise ConfigError(
@@ -152,6 +152,11 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
         ) from None
     ups_and_downs = _kib(status, "VmHWM") - _kib(status, "VmRSS")
     return max(0, available // ranks_on_host - ups_and_downs)
+
+
+def available_host_memory() -> int:
+    """Bytes of host memory that this process's host and control groups have left. Raises `OSError` if none says so."""
+    return min([_available_on_host(), *_available_in_group()])
 
 
 def _available_on_host() -> int:

@@ -32,7 +32,8 @@ TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 
 CHECK_PLAN = "FULLSHARD_CHECK_PLAN"
 STEP_IN_BACKWARD = "FULLSHARD_STEP_IN_BACKWARD"
-"""Set by the command line if a step is to be compared with its plan."""
+MAX_LOST_STEPS = "FULLSHARD_MAX_LOST_STEPS"
+"""Set by the command line if these are asked for."""
 
 STACK_SIGNAL = 40
 """A signal of those that nobody else uses (real-time signals of Linux): leave the stack of every thread."""
@@ -255,6 +256,11 @@ def _say_if_nothing_was_sharded() -> None:
             sys.stderr.write(
                 "fullshard: check_plan had no effect: the script shards by itself, and its optimizer is not known\n"
                 "hint: use fullshard's Accelerator, accelerate() or PlanCheck in the script, or Transformers' Trainer\n"
+            )
+        if MAX_LOST_STEPS in os.environ and "fullshard.checkpoint.copies" not in sys.modules:
+            sys.stderr.write(
+                "fullshard: max_lost_steps had no effect: the script keeps no copies of its state\n"
+                "hint: call accelerator.keep_copy(step) after each step, or use fullshard.checkpoint.MemoryCopies\n"
             )
         stepping = sys.modules.get("fullshard.engine.step.in_backward")
         if STEP_IN_BACKWARD in os.environ and not (stepping and stepping.anything_steps_in_backward()):

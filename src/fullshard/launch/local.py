@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +32,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.place import read_place
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
+from fullshard.launch.copies import copies_directory
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause, what_others_said
 from fullshard.launch.journal import told_by_processes
 from fullshard.launch.logs import RankLogs
@@ -170,10 +171,14 @@ def run_job(job: LaunchJob) -> int:
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="fullshard-launch-") as scratch, _signals_heard() as heard:
+    with (
+        tempfile.TemporaryDirectory(prefix="fullshard-launch-") as scratch,
+        copies_directory() as outlasting,
+        _signals_heard() as heard,
+    ):
         logs = RankLogs(job.streams, job.run_id, Path(scratch))
         try:
-            agent = Agent(job, logs, Path(scratch) / "preemption")
+            agent = Agent(replace(job, variables={**job.variables, **outlasting}), logs, Path(scratch) / "preemption")
             heard.append(agent)
             return agent.outcome(agent.run())
         except SignalException as error:

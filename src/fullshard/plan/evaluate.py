@@ -15,6 +15,7 @@ from fullshard.core.route import Route
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.plan.activations import page_nbytes
+from fullshard.plan.copies import Copies, copies_of
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, lay_out
@@ -76,6 +77,11 @@ class Plan:
     def time(self) -> StepTime:
         """How long a step takes."""
         return time_of(self.events, self.setting, self.cluster, repeats=self.repeats)
+
+    @functools.cached_property
+    def copies(self) -> Copies:
+        """What copies of the state in host memory would take."""
+        return copies_of(self.memory.checkpoint, self.time.total, self.cluster)
 
     @property
     def parameters(self) -> int:

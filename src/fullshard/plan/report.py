@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.core.sizes import GIB, format_count, format_nbytes
+from fullshard.plan.copies import COST
 from fullshard.plan.evaluate import Change, Plan, notes_of
 from fullshard.plan.memory import CATEGORIES
 
@@ -103,6 +104,12 @@ def _rest_table(plan: Plan) -> Table:
             f"({plan.job.on_host} on the host)",
         )
     table.add_row("disk, each checkpoint", format_nbytes(memory.checkpoint))
+    copies = plan.copies
+    table.add_row(
+        "copies in host memory",
+        f"{format_nbytes(copies.nbytes)} more on each host, {copies.seconds:.2f} s each: every {copies.every} steps "
+        f"they cost {COST:.0%}, and a kill undoes {copies.max_lost_steps} at most (--max_lost_steps 0)",
+    )
     return table
 
 
@@ -176,6 +183,12 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "host_load_peers": memory.host_load_peers,
             "host_steady": memory.host_steady,
             "checkpoint": memory.checkpoint,
+        },
+        "copies": {
+            "host": plan.copies.nbytes,
+            "seconds": plan.copies.seconds,
+            "every": plan.copies.every,
+            "max_lost_steps": plan.copies.max_lost_steps,
         },
         "traffic": {
             "gather": traffic.gather_nbytes,

@@ -135,6 +135,7 @@ class TrainArguments(View):
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only after the last step")
     keep_checkpoints: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed")
     async_save: bool = of_run("checkpoint.async_save")
+    max_lost_steps: int | None = of_run("checkpoint.max_lost_steps")
     check_plan: bool = of_run("training.check_plan")
     nonfinite_gradients: OnNonFinite = of_run("training.nonfinite_gradients")
     nonfinite_limit: int = of_run("training.nonfinite_limit")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint, whole_checkpoints
+from fullshard.checkpoint import AsyncSaver, MemoryCopies, load_checkpoint, save_checkpoint, whole_checkpoints
+from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.checkpoint.store import store_of
 from fullshard.core.errors import ConfigError, DamagedError
@@ -70,6 +71,19 @@ def load_newest(
     return None, 0
 
 
+def load_copy(
+    copies: MemoryCopies, paths: Sequence[Location], trainer: Trainer, arguments: TrainArguments, *, checksum: int
+) -> int | None:
+    """Load a copy in host memory if there is one that is newer than these checkpoints; its step. Collective.
+
+    Raises:
+        CheckpointError, ConfigError: as for `load_newest`.
+    """
+    newest = run_on_main(trainer.environment, lambda: read_manifest(paths[0]).saved_at if paths else 0.0)
+    extra = copies.load(newer_than=newest, **_state(trainer))
+    return None if extra is None else _went_back(copies.directory, extra, trainer, arguments, checksum=checksum)
+
+
 def save(
     trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int, saver: AsyncSaver | None = None
 ) -> Location:
@@ -77,19 +91,25 @@ def save(
     path = arguments.checkpoints / f"step-{step:06d}"
     (save_checkpoint if saver is None else saver.save)(
         path,
-        **_state(trainer),
-        extra={
-            "step": step,
-            "skipped_batches": trainer.skipped_batches,
-            "data_crc32c": checksum,
-            "arguments": arguments.model_dump(mode="json"),
-            "slices": None if (slices := trainer.accelerator.slices) is None else slices.state_dict(),
-        },
+        **state_after(trainer, arguments, step=step, checksum=checksum),
         total_limit=arguments.keep_checkpoints,
         # Only an incomplete one can be there: `find_checkpoints` has refused to begin before a complete one.
         overwrite=True,
     )
     return path
+
+
+def state_after(trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int) -> dict[str, Any]:
+    """What is saved of a run that has made `step` steps."""
+    slices = trainer.accelerator.slices
+    extra = {
+        "step": step,
+        "skipped_batches": trainer.skipped_batches,
+        "data_crc32c": checksum,
+        "arguments": arguments.model_dump(mode="json"),
+        "slices": None if slices is None else slices.state_dict(),
+    }
+    return {**_state(trainer), "extra": extra}
 
 
 def load(path: Location, trainer: Trainer, arguments: TrainArguments, *, checksum: int) -> int:
@@ -100,6 +120,13 @@ def load(path: Location, trainer: Trainer, arguments: TrainArguments, *, checksu
         ConfigError: it belongs to a run on other data, or with other settings that the order of the data depends on.
     """
     extra = load_checkpoint(path, **_state(trainer))
+    return _went_back(path, extra, trainer, arguments, checksum=checksum)
+
+
+def _went_back(
+    path: Location, extra: dict[str, Any], trainer: Trainer, arguments: TrainArguments, *, checksum: int
+) -> int:
+    """Set what is no part of model or optimizer; the number of steps behind it."""
     step = int(extra["step"])
     _check_same_run(path, extra, arguments, checksum=checksum)
     if trainer.accelerator.slices is not None:

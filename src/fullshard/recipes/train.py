@@ -21,7 +21,7 @@ from torch import nn
 
 from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs
 from fullshard.api.plan_check import PlanWatch
-from fullshard.checkpoint import AsyncSaver, export_hf
+from fullshard.checkpoint import AsyncSaver, MemoryCopies, export_hf
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.objects import Location
 from fullshard.config.switches import elastic_ranks
@@ -51,7 +51,7 @@ from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.optimizers import matrix_optimizer
 from fullshard.recipes.planned import job_values, plan_run
 from fullshard.recipes.profiling import StepMemory, StepProfile
-from fullshard.recipes.resume import find_checkpoints, load_newest, roll_back, save
+from fullshard.recipes.resume import find_checkpoints, load_copy, load_newest, roll_back, save, state_after
 from fullshard.wrap.chunked_loss import use_chunked_loss
 
 _ADAM_BETAS = (0.9, 0.95)
@@ -80,13 +80,15 @@ def train(arguments: TrainArguments) -> None:
         data = prepare_data(arguments, environment)
         console.say(f"data: {data.description}")
         trainer = _make_trainer(arguments, data, accelerator, console)
-        checkpoint, first_step = load_newest(checkpoints, trainer, arguments, checksum=data.checksum, say=console.say)
-        console.say(_resume_line(arguments, checkpoint, first_step))
+        copies = None
+        if arguments.max_lost_steps is not None:
+            copies = held.enter_context(MemoryCopies(arguments.max_lost_steps, say=console.say))
+        first_step = _go_on(checkpoints, copies, trainer, arguments, data, console)
         run_on_main(environment, lambda: console.open(accelerator, arguments))
         held.callback(accelerator.finish_trackers)
         with listening():
             with _checked_plan(trainer, arguments, console), _memory_watched(trainer, arguments, console):
-                stopped_at = _train_steps(trainer, arguments, data, first_step=first_step, console=console)
+                stopped_at = _train_steps(trainer, arguments, data, copies, first_step=first_step, console=console)
             if stopped_at is None:
                 with trainer.averaged():
                     _finish(trainer, arguments, data, console=console)
@@ -185,6 +187,25 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
     return arguments.model_copy(update={"micro_batch_size": min(arguments.micro_batch_size or most, most)})
 
 
+def _go_on(
+    checkpoints: list[Location],
+    copies: MemoryCopies | None,
+    trainer: Trainer,
+    arguments: TrainArguments,
+    data: TrainingData,
+    console: Console,
+) -> int:
+    """Load what is newest, in host memory or on a disk, and say what it is; the number of steps behind it."""
+    if copies is not None:
+        step = load_copy(copies, checkpoints, trainer, arguments, checksum=data.checksum)
+        if step is not None:
+            console.say(f"resume: from copies in host memory, after step {step}")
+            return step
+    checkpoint, step = load_newest(checkpoints, trainer, arguments, checksum=data.checksum, say=console.say)
+    console.say(_resume_line(arguments, checkpoint, step))
+    return step
+
+
 def _resume_line(arguments: TrainArguments, checkpoint: Location | None, first_step: int) -> str:
     if checkpoint is not None:
         return f"resume: from {checkpoint}, after step {first_step}"
@@ -262,7 +283,13 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, o
 
 
 def _train_steps(
-    trainer: Trainer, arguments: TrainArguments, data: TrainingData, *, first_step: int, console: Console
+    trainer: Trainer,
+    arguments: TrainArguments,
+    data: TrainingData,
+    copies: MemoryCopies | None,
+    *,
+    first_step: int,
+    console: Console,
 ) -> int | None:
     """Steps `first_step` + 1 to the last, with a checkpoint wherever one is due.
 
@@ -295,6 +322,8 @@ def _train_steps(
                 if arguments.nonfinite_gradients != "rollback" or rollbacks > arguments.nonfinite_limit:
                     raise
                 step = _roll_back(error, trainer, arguments, data, saver, step=step, console=console)
+                if copies is not None:
+                    copies.go_on_from(step)
                 continue
             profile.end_step()
             skipped += trainer.optimizer.step_was_skipped
@@ -329,6 +358,8 @@ def _train_steps(
                 rate.restart()  # so that a line's rate is of its own steps, and without the time of a save
             if stops:
                 break
+            if copies is not None and step < arguments.steps:
+                copies.after_step(step, **state_after(trainer, arguments, step=step, checksum=data.checksum))
         if (written := saver.wait()) is not None:
             console.say(f"checkpoint: {written}")
     return step if step < arguments.steps else None

@@ -136,6 +136,12 @@ class TrainerAccelerator(Accelerator):
             self._say("training.step_in_backward: no gradient norm is logged, because there is none to be had")
         if self._config.checkpoint.async_save:
             self._say("checkpoint.async_save: no effect, Trainer waits for its checkpoints")
+        if self._config.checkpoint.max_lost_steps is not None:
+            raise ConfigError(
+                f"checkpoint.max_lost_steps = {self._config.checkpoint.max_lost_steps}: Trainer keeps no copies of its "
+                "state in host memory",
+                hint="leave it out; save_steps says how many steps a kill may undo",
+            )
         steps = self._config.training.gradient_accumulation_steps
         if steps not in (1, args.gradient_accumulation_steps):
             self._say(

@@ -1,0 +1,58 @@
+"""What copies of the state in host memory take (`checkpoint/copies`), and how often they are cheap enough."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.time import PCIE
+
+COST = 0.03
+"""Part of the steps' time that they may cost: what `max_lost_steps = 0` keeps to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Of the whole state, once per host where it is made, and once more on the next host.
+
+    Attributes:
+        nbytes: of host memory on each host while one is made beside the one before: at most.
+        seconds: that training misses by one.
+        every: steps from one to the next, so that they cost at most `COST`.
+    """
+
+    nbytes: int
+    seconds: float
+    every: int
+
+    @property
+    def max_lost_steps(self) -> int:
+        """Steps that a kill undoes at most: one copy may be under way, and the one before counts."""
+        return 2 * self.every
+
+
+def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster) -> Copies:
+    """Predict them.
+
+    On a CPU all of it is work for the processors that compute: a rank's share is copied aside (read and written),
+    written to memory that is new, and read for its checksum; what comes from another host is written to new memory,
+    too. On accelerators training misses the copy from the device alone. What goes to another host is counted whole: it
+    shares the network with the training.
+
+    Args:
+        checkpoint: bytes of the state, all ranks together.
+        step_seconds: of a step.
+        cluster: where it runs.
+    """
+    share, device = checkpoint / cluster.count, cluster.device
+    sent = share if cluster.hosts > 1 else 0.0
+    seconds = sent / (device.network * device.link_efficiency)
+    if device.is_cpu:
+        seconds += 5 * share / (device.memory_bandwidth * device.link_efficiency)
+        seconds += (share + sent) / device.fresh_bandwidth if device.fresh_bandwidth else 0.0
+    else:
+        seconds += share / PCIE
+    on_host = (share + sent) * cluster.per_host
+    every = max(1, math.ceil(seconds / (COST * step_seconds)))
+    return Copies(round(2 * on_host + share * cluster.per_host), seconds, every)
