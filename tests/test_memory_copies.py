@@ -26,6 +26,8 @@ from fullshard.config.switches import COPIES_DIR
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.engine import shard_model
 from fullshard.launch import copies as places
+from fullshard.plan.copies import copies_of
+from fullshard.plan.hardware import parse_cluster
 from tests.distributed import run_ranks
 from tests.launching import launch
 
@@ -336,3 +338,69 @@ def test_killed_while_a_copy_is_made(tmp_path: Path, undisturbed: Any, where: st
     """The third one: before its files, before it counts on this host, and before the one before is removed."""
     losses, _ = _run(tmp_path / "out", f"{where}:3")
     assert _lost(losses, undisturbed) <= 4
+
+
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+import torch
+
+import fullshard
+
+directory = Path(sys.argv[1])
+accelerator = fullshard.Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.arange(192.0).reshape(48, 4) / 192)
+loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=12)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+step = begin = accelerator.load_copy() or 0
+for (batch,) in loader:
+    loss = model(batch).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    step += 1
+    with (directory / f"losses{accelerator.process_index}").open("a") as file:
+        file.write(json.dumps([step, float(loss.detach()), begin]) + "\\n")
+    if step == 8 and not begin and accelerator.process_index == 1 and sys.argv[2] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator.keep_copy(step)
+    time.sleep(0.02)
+accelerator.end_training()
+"""
+"""With an `Accelerator`: 12 steps, data in an order of its own, a schedule."""
+
+
+@pytest.mark.full
+def test_a_script_with_an_accelerator(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    found = {}
+    for what in ("train", "kill"):
+        (tmp_path / what).mkdir()
+        flags = ["--num_processes", "2", "--cpu", "--max_restarts", "1", "--max_lost_steps", "4"]
+        done = launch(*flags, "script.py", str(tmp_path / what), what, cwd=tmp_path, timeout=280)
+        assert done.returncode == 0, done.stderr
+        lines = {rank: (tmp_path / what / f"losses{rank}").read_text().splitlines() for rank in (0, 1)}
+        found[what] = {rank: [json.loads(line) for line in lines[rank]] for rank in lines}
+    assert 0 < _lost(found["kill"], found["train"]) <= 4
+    (tmp_path / "other.py").write_text(
+        "import torch, fullshard\nfullshard.Accelerator().prepare(torch.nn.Linear(2, 2))\n"
+    )
+    done = launch(*flags, "other.py", cwd=tmp_path, timeout=280)
+    assert "max_lost_steps had no effect" in done.stderr
+
+
+def test_copies_are_planned() -> None:
+    cluster = parse_cluster("4xCPU", 2)
+    copies = copies_of(1600, 1.0, cluster)
+    assert copies.nbytes == 2 * (400 + 400) * 2 + 400 * 2, "two copies with the neighbour's, and one being collected"
+    assert copies.every == 1 and copies.max_lost_steps == 2
+    seldom = copies_of(10**10, 1.0, cluster)
+    assert 0.02 < seldom.seconds / seldom.every <= 0.03
+    alone = copies_of(10**10, 1.0, parse_cluster("4xCPU", 1))
+    assert alone.nbytes == 3 * 10**10 and alone.seconds < seldom.seconds
