@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.checkpoint import MemoryCopies, full_state_dict
-from fullshard.checkpoint.partners import Hosts, transfers
+from fullshard.checkpoint.partners import HostGrid, transfers
 from fullshard.config.switches import COPIES_DIR
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.engine import shard_model
@@ -37,7 +37,7 @@ STEPS = 12
 @given(st.integers(1, 5), st.integers(1, 3), st.data())
 def test_every_host_gets_what_its_ranks_want(count: int, per_host: int, data: st.DataObject) -> None:
     size = count * per_host
-    hosts = Hosts(0, size, per_host)
+    hosts = HostGrid(0, size, per_host)
     for rank in range(size):
         partner = hosts.partner_of(rank)
         assert partner is None if count == 1 else partner is not None and hosts.host_of(partner) != hosts.host_of(rank)

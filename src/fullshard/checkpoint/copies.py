@@ -32,7 +32,7 @@ from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, decode_manifest
 from fullshard.checkpoint.load import LoadArguments, load_proved
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.optimizer_state import unwrapped
-from fullshard.checkpoint.partners import Hosts, transfers
+from fullshard.checkpoint.partners import HostGrid, transfers
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination, Pending
 from fullshard.checkpoint.storage import Bytes, write_file
@@ -80,7 +80,7 @@ class MemoryCopies:
                 hint="add --max_restarts N, or --nnodes MIN:MAX",
             )
         environment = read_rank_environment()
-        self._hosts = Hosts(environment.rank, environment.world_size, environment.local_world_size)
+        self._hosts = HostGrid(environment.rank, environment.world_size, environment.local_world_size)
         self._say = say or _print
         self._asked, self._interval = max_lost_steps, max(1, max_lost_steps // 2)
         self._saver = AsyncSaver()
@@ -262,7 +262,7 @@ class PendingCopy(Pending):
     """
 
     writer: RankWriter
-    hosts: Hosts
+    hosts: HostGrid
     cost: _Cost
     directory: Path
 
@@ -313,7 +313,7 @@ class _Copy:
         hosts: where they run.
     """
 
-    def __init__(self, directory: Path, data: bytes, ranks: Ranks, hosts: Hosts) -> None:
+    def __init__(self, directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid) -> None:
         self.directory, self._data, self._ranks, self._hosts = directory, data, ranks, hosts
         self._manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
         self._held: dict[str, list[int]] = {}
@@ -388,7 +388,7 @@ def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple
         yield name, ranks.broadcast_bytes(texts[holder].encode() if texts else b"")
 
 
-def _seal(directory: Path, data: bytes, hosts: Hosts) -> None:
+def _seal(directory: Path, data: bytes, hosts: HostGrid) -> None:
     """Make a copy count on this host."""
     if hosts.local_rank == 0:
         write_file(directory / MANIFEST_NAME, data)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class HostGrid:
     """Where ranks run: as many on each host, in order.
 
     Attributes:
@@ -26,7 +26,7 @@ class Hosts:
 
     @property
     def count(self) -> int:
-        """Hosts."""
+        """How many hosts."""
         return self.world_size // self.per_host
 
     @property
@@ -58,7 +58,7 @@ class Transfer:
     receiver: int
 
 
-def transfers(wanted: Sequence[Collection[str]], held: Mapping[str, Sequence[int]], hosts: Hosts) -> list[Transfer]:
+def transfers(wanted: Sequence[Collection[str]], held: Mapping[str, Sequence[int]], hosts: HostGrid) -> list[Transfer]:
     """How each host gets the files that its ranks want and it lacks; the same list on every rank.
 
     Args:
