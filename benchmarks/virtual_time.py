@@ -1,6 +1,6 @@
 """Steps of fullshard and of torch's engines in virtual time: the same models, devices, costs, allocator and launches.
 
-    python -m benchmarks.virtual_time [--cases 8B-8 70B-64 ...] [--engines fullshard fsdp2]
+    python -m benchmarks.virtual_time [--cases 8B-8 70B-64 ...] [--engines fullshard fsdp2 fsdp1]
 
 Each engine's own code runs, unchanged, on `fullshard.api.virtual`: kernels, collectives and launches take what a model
 of the device says, and memory comes from a model of torch's caching allocator. One unit per transformer layer, bfloat16
@@ -18,12 +18,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import Shard
 
 from benchmarks.record import RESULTS
@@ -195,24 +197,56 @@ def with_fsdp2(model: nn.Module, case: Case) -> nn.Module:
     return model
 
 
+def with_fsdp1(model: nn.Module, case: Case) -> nn.Module:
+    """Wrapped layer by layer, with torch's defaults but for the dtypes.
+
+    Raises:
+        ValueError: adapters, whose float32 it does not flatten together with a base in bfloat16.
+    """
+    if case.lora:
+        raise ValueError("FSDP1 refuses adapters in float32 in one unit with a base in bfloat16: leave it out")
+    units, apart = _parts(model, case)
+    wrapped = {*units, *apart}
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: module in wrapped),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+
+
 ENGINES: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
     "fullshard": with_fullshard,
     "fsdp2": with_fsdp2,
+    "fsdp1": with_fsdp1,
     "muon": with_fullshard,
 }
 
 
 @contextlib.contextmanager
 def values_are_there() -> Iterator[None]:
-    """Torch's engine does not refuse parameters for being on the meta device."""
+    """Torch's engines take parameters on the meta device for real ones on a device that has streams."""
+    from torch.distributed.fsdp import _common_utils, _flat_param, _init_utils, _runtime_utils
+    from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp1
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    check = FSDPParamGroup._validate_no_meta_params
-    FSDPParamGroup._validate_no_meta_params = lambda _: None  # type: ignore[method-assign]
-    try:
+    def init_handle(state: Any, *_: Any) -> Any:
+        state._device_handle = _common_utils._FSDPDeviceHandle(torch.device("meta"))
+        return state
+
+    def record(tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+    places: list[tuple[Any, str, Any]] = [
+        (FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
+        (fsdp1, "_init_device_handle", init_handle),
+        (_init_utils, "_need_to_materialize_module", lambda *_: (False, False)),
+        (_flat_param, "_no_dispatch_record_stream", record),
+        (_runtime_utils, "_no_dispatch_record_stream", record),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, stand_in in places:
+            stack.enter_context(patch.object(owner, name, stand_in))
         yield
-    finally:
-        FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
 
 
 def measure(engine: str, case: Case) -> dict[str, float | int]:

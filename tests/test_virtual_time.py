@@ -8,25 +8,29 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.virtual_time import CASES, measure
+from benchmarks import virtual_time
+from benchmarks.virtual_time import CASES, RECORD, measure
 from fullshard.api.virtual.allocator import MIB, Allocator
 from fullshard.api.virtual.clock import DEVICE, Clock
 from fullshard.api.virtual.device import HostCosts
 from fullshard.api.virtual.rehearsal import time_step
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError
+from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
-from fullshard.plan.library import MODELS
+from fullshard.plan.library import MODELS, load_model
 from fullshard.plan.traffic import exchanged
 
 SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2,
          "vocab_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
 FEW = Job.of({"seq_len": 1024})
+RECORDED = {name: case for name, case in json.loads(RECORD.read_text())["cases"].items() if "fullshard" in case}
 
 
 def test_a_stream_is_in_order_and_streams_are_beside_one_another() -> None:
@@ -141,6 +145,36 @@ def test_a_trace_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     step.draw(tmp_path / "step.svg")
     assert "milliseconds" in (tmp_path / "step.svg").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(RECORDED))
+def test_the_plan_says_the_same(name: str) -> None:
+    """A step's time by the planner's formulas and by the engine's own run on clocks, as it is recorded: within 5 %.
+
+    What made them differ by more: casts were planned after all communication and not beside it (Mixtral on 16: 13 %);
+    norms, activations, rotation and adapters as one kernel each (8B without checkpointing 9 %, LoRA 14 %); and the last
+    product of a layer to be computed again, where recomputation ends before it (70B: hidden by what was missing).
+    """
+    case, figures = CASES[name], RECORDED[name]["fullshard"]
+    settings: dict[str, Any] = {"method": "lora", "lora_rank": case.lora} if case.lora else {}
+    settings |= {"seq_len": case.tokens, "checkpointing": "full" if case.checkpointing else "none", "attention": "sdpa"}
+    job = Job.of({**settings, "wrap_embeddings": case.apart, "optimizer": "adamw-fused"})
+    plan = evaluate(load_model(case.model)[0], job, parse_cluster(case.devices))
+    ratio = plan.time.total / figures["seconds"]
+    print(f"{name}: planned {1e3 * plan.time.total:.0f} ms, simulated {1e3 * figures['seconds']:.0f}, {ratio:.3f}")
+    assert ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_torchs_first_engine_runs_on_the_same_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FullyShardedDataParallel's own code: the same units are gathered and reduced, copies come on top."""
+    monkeypatch.setattr(virtual_time, "MODELS", {"small": SMALL})
+    ours, theirs = (
+        measure(engine, virtual_time.Case("small", "8xH100", 1024, True)) for engine in ("fullshard", "fsdp1")
+    )
+    assert theirs["collectives"] == ours["collectives"] - 1  # it does not ask whether gradients are finite
+    assert theirs["seconds"] > ours["seconds"]
+    with pytest.raises(ValueError, match="refuses adapters"):
+        measure("fsdp1", virtual_time.Case("small", "8xH100", 1024, True, lora=8))
 
 
 @pytest.mark.full

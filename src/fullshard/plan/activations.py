@@ -114,6 +114,34 @@ def page_nbytes(block: Block, job: Job) -> int:
     return layer.inputs if job.checkpointing == "selective" else layer.kept
 
 
+def moved_nbytes(block: Block, job: Job) -> tuple[int, int]:
+    """Bytes that what lies between the products reads and writes in a layer's forward and in its backward.
+
+    One kernel for each norm and activation, or fused by a compiler: what is saved is written and read once; backward
+    reads it, and writes and reads its gradient. Not compiled, RMS norms and rotation are several operations each in
+    Transformers' Llama, all of whose operands go through memory; backward has twice as many:
+
+    | operation | bytes per token, b those of an element |
+    |---|---|
+    | RMS norm: cast, square, mean, scale, cast, weight | H (24 + 6 b); in float32 28 H |
+    | rotation: two products, a negation, joining halves, a sum | 10 b (q + kv) |
+    | gated activation, its product | 5 b I |
+    | what is added to the residual stream | 3 b H for each part |
+    | an adapter's outcome, scaled and added | 5 b of the widths written |
+    """
+    layer, width = layer_activations(block, job), itemsize(job.compute_dtype)
+    saved = layer.kept + layer.recomputed
+    if job.compile or block.norm == "layer":
+        return 2 * saved, 3 * saved
+    between = block.hidden * (block.norms * (24 + 6 * width if width < 4 else 28) + 3 * width * _sublayers(block))
+    within = 10 * width * (block.heads + block.kv_heads) * block.head_dim
+    within += (5 if block.gated else 2) * width * block.active_intermediate
+    if block.adapters is not None:
+        within += 5 * width * block.adapters.written
+    eager = between * job.tokens_between + within * job.tokens
+    return max(2 * saved, eager), max(3 * saved, 2 * eager)
+
+
 def _saved_between(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
     """Per token, of norms and what is added up between the parts of a layer."""
     saved = _norm(block, job, width) * (1 if block.parallel else block.norms) * block.hidden

@@ -74,6 +74,7 @@ class Adapters:
         ranks: of all, added up.
         dtype: in which they are stored.
         dropout: whether they drop out what they read.
+        written: widths of all that they add to, added up.
     """
 
     read: int
@@ -81,17 +82,20 @@ class Adapters:
     ranks: int
     dtype: str = "float32"
     dropout: bool = False
+    written: int = 0
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Adapters | None:
         """Those among a layer's parameters, by PEFT's names; None if there are none."""
+        parameters = list(parameters)
         factors = [p for p in parameters if ".lora_A." in p.name]
         if not factors:
             return None
         paths = [p.name.partition(".lora_A.")[0].rpartition(".") for p in factors]
         once = {(parent, p.shape[1]) for (parent, _, leaf), p in zip(paths, factors, strict=True) if leaf not in _LAST}
         read, ranks = (sum(p.shape[dim] for p in factors) for dim in (1, 0))
-        return cls(read, sum(width for _, width in once), ranks, factors[0].dtype, dropout)
+        written = sum(p.shape[0] for p in parameters if ".lora_B." in p.name)
+        return cls(read, sum(width for _, width in once), ranks, factors[0].dtype, dropout, written)
 
 
 _LAST = ("o_proj", "out_proj", "o")

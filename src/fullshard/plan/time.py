@@ -4,9 +4,12 @@ Computing advances the first clock. A collective starts when it is issued or whe
 and its unit's `unshard ready` (or the next reduction) waits for it; only that wait is *exposed*.
 
     forward of a unit     2 FLOP per parameter and token, and attention's own (`plan/attention`)
-    backward              twice the forward; three times with full recomputation, in part with selective
-    everything else       bytes / memory bandwidth: what a layer saves is written and read once in forward; backward
-                          reads it, and writes and reads its gradient
+    backward              twice the forward; with full recomputation again a forward, which ends where nothing more is
+                          needed: without a layer's last product (not reentrant); with selective a part of it
+    everything else       bytes / memory bandwidth: each operation's that is not fused (`plan/activations`), and at
+                          least what a layer saves, written and read once in forward; backward reads it, and writes and
+                          reads its gradient
+    casts                 own intervals before they are gathered, gradients before they are reduced
     all-gather, reduce-scatter of n bytes over S ranks of one host         n (S - 1)/S / link
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
@@ -38,9 +41,10 @@ from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import layer_activations
+from fullshard.plan.activations import moved_nbytes as between_products
 from fullshard.plan.attention import BACKWARD, is_computed_whole, part_of_peak
 from fullshard.plan.attention import forward_flops as attention_flops
-from fullshard.plan.hardware import Cluster
+from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.losses import moved_nbytes, new_nbytes, recomputed_flops
@@ -75,6 +79,9 @@ HOST_UNIT = 4e-4
 
 COMPILED_OPS = 0.15
 """Of `LAYER_OPS`, what a compiled layer launches: its products, attention, and a fused kernel between each two."""
+
+_LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.dense_4h_to_h.weight", "mlp.fc2.weight")
+"""What ends a layer, by the names of families."""
 
 LAYER_OPS = (73, 138)
 """ATen operations of a layer's forward and of its backward, counted in a Llama layer (`tests/test_plan_time.py`)."""
@@ -143,12 +150,12 @@ class StepTime:
 
 def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, repeats: int = 1) -> StepTime:
     """Run the clocks over one step, in which these events come `repeats` times."""
-    compute, exposed, communication = _repeated(events, _Clock(setting, cluster), repeats)
+    compute, exposed, communication, cast = _repeated(events, _Clock(setting, cluster), repeats)
     job = setting.job
     return StepTime(
         compute,
         exposed,
-        _copies(setting, cluster),
+        cast + _copied_once(setting),
         _optimizer(setting, cluster),
         communication,
         job.tokens * job.accumulation * (cluster.count // job.tp),
@@ -186,6 +193,17 @@ def _attention_seconds(block: Block, job: Job, cluster: Cluster) -> tuple[float,
     part = part_of_peak(block, job.attention, job.seq_len, flash=device.flash, has_flash3=device.has_flash3)
     seconds = flops / (device.flops * part)
     return seconds, BACKWARD * seconds
+
+
+def _passes(block: Block, job: Job, device: Device) -> tuple[float, float]:
+    """Seconds of what lies between a layer's products, in forward and in backward."""
+    bandwidth = device.memory_bandwidth * device.link_efficiency
+    if not device.is_cpu:
+        forward, backward = between_products(block, job)
+        return forward / bandwidth, backward / bandwidth
+    layer = layer_activations(block, job, on_cpu=True)
+    saved = layer.kept + layer.recomputed
+    return 2 * saved / bandwidth, 3 * saved / bandwidth
 
 
 def _head_flops(model: ModelShape, job: Job) -> float:
@@ -226,24 +244,50 @@ def _recomputed(job: Job) -> float:
     return {"none": 0.0, "selective": 0.4, "full": 1.0}[job.checkpointing]
 
 
-def _copies(setting: PlanSetting, cluster: Cluster) -> float:
-    """Casting the own interval in, gradients into the reduce input, and what offload moves over PCIe."""
-    device, layout, job = cluster.device, setting.layout, setting.job
-    moved = fresh = 0
-    for bucket in layout.buckets:
-        if setting.route.shares_memory:  # nothing is new, and what is there is not copied
-            copied = setting.copies_nbytes(bucket)
-            moved += bucket.main_nbytes + copied if copied else 0  # backward finds what forward has cast
-        elif not bucket.shares_main:
-            moved += 2 * (bucket.main_nbytes + bucket.layout.shard_numel * itemsize(bucket.compute_dtype))
-            fresh += 2 * _fresh(bucket.full_nbytes)
-        if bucket.trainable:
-            moved += bucket.layout.full_numel * itemsize(bucket.compute_dtype) + setting.collected_nbytes(bucket)
-            fresh += 0 if setting.route.shares_memory else _fresh(bucket.reduce_nbytes)
-    seconds = moved * job.accumulation / (device.memory_bandwidth * device.link_efficiency)
-    if device.fresh_bandwidth:
-        seconds += fresh * job.accumulation / device.fresh_bandwidth
-    for bucket in layout.buckets:  # what is copied once per step; the rest is beside computing, by the clock
+def _casts(setting: PlanSetting, unit: UnitLayout, device: Device) -> tuple[float, float]:
+    """Seconds of casting the own interval in before a gather, and gradients into the reduce input."""
+    seconds = []
+    for moved, fresh in (_cast_in(setting, unit), _cast_out(setting, unit)):
+        seconds.append(moved / (device.memory_bandwidth * device.link_efficiency))
+        if device.fresh_bandwidth:
+            seconds[-1] += fresh / device.fresh_bandwidth
+    return seconds[0], seconds[1]
+
+
+def _cast_in(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
+    """Bytes read and written, and bytes of new memory. In shared memory backward finds what forward has cast."""
+    if setting.route.shares_memory:  # nothing is new, and what is there is not copied
+        return sum((b.main_nbytes + copied) / 2 for b in unit.buckets if (copied := setting.copies_nbytes(b))), 0
+    own = [bucket for bucket in unit.buckets if not bucket.shares_main]
+    moved = sum(b.main_nbytes + b.layout.shard_numel * itemsize(b.compute_dtype) for b in own)
+    return moved, sum(_fresh(bucket.full_nbytes) for bucket in own)
+
+
+def _cast_out(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
+    """The same of gradients."""
+    made = sum(b.layout.full_numel * itemsize(b.compute_dtype) + setting.collected_nbytes(b) for b in unit.trainable)
+    return made, 0 if setting.route.shares_memory else sum(_fresh(b.reduce_nbytes) for b in unit.trainable)
+
+
+def _last_product(unit: UnitShape, job: Job) -> float:
+    """The part of a layer's products that its recomputation leaves out: the last one's, if nothing reads its outcome.
+
+    Dropout, norms after it and the weights of experts do.
+    """
+    block = unit.block
+    matrices = [p for p in unit.parameters if len(p.shape) == 2 and p.role == "matrix" and p.trainable]
+    is_read = any(name in p.name for p in unit.parameters for name in ("post_feedforward", "output.LayerNorm"))
+    if block is None or is_read or job.reentrant or block.experts or block.dropout or block.adapters or not matrices:
+        return 0.0
+    if not matrices[-1].name.endswith(_LAST):
+        return 0.0
+    return matrices[-1].numel * 2 * job.tokens / forward_flops(unit, job)
+
+
+def _copied_once(setting: PlanSetting) -> float:
+    """Seconds of what offload moves over PCIe once per step; the rest is beside computing, by the clock."""
+    seconds = 0.0
+    for bucket in setting.layout.buckets:
         if bucket.main_is_on_host and not bucket.is_gathered_from_host:
             seconds += bucket.compute_shard_nbytes / PCIE
     if setting.on_host.optimizer_state and not setting.on_host.main_weights:
@@ -277,20 +321,23 @@ def _matrices(work: MatrixWork, cluster: Cluster) -> float:
     return work.busiest_flops / (peak * device.efficiency) + kept + sending
 
 
-def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> tuple[float, float, float]:
-    """Seconds of computing, of exposed communication and of all of it, until as many repetitions are over.
+_Passed = tuple[float, float, float, float]
+
+
+def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> _Passed:
+    """Seconds of computing, of exposed communication, of all of it and of casts, until as many repetitions are over.
 
     A repetition may begin with the host ahead of the device, so the first differs; once two are alike all others are.
     """
-    passed = known = (0.0, 0.0, 0.0)
+    passed = known = (0.0, 0.0, 0.0, 0.0)
     for left in reversed(range(repeats)):
         for event in events:
             clock.apply(event)
-        before, passed = passed, (clock.compute, clock.exposed, clock.communication)
-        taken = (passed[0] - before[0], passed[1] - before[1], passed[2] - before[2])
+        before, passed = passed, (clock.compute, clock.exposed, clock.communication, clock.cast)
+        taken: _Passed = tuple(b - a for a, b in zip(before, passed, strict=True))  # type: ignore[assignment]
         if left and all(math.isclose(*pair, rel_tol=1e-10, abs_tol=1e-12) for pair in zip(taken, known, strict=True)):
-            compute, exposed, communication = (a + left * b for a, b in zip(passed, taken, strict=True))
-            return compute, exposed, communication
+            whole: _Passed = tuple(a + left * b for a, b in zip(passed, taken, strict=True))  # type: ignore[assignment]
+            return whole
         known = taken
     return passed
 
@@ -303,6 +350,7 @@ class _Clock:
     compute: float = 0.0
     exposed: float = 0.0
     communication: float = 0.0
+    cast: float = 0.0
     wires: dict[str, float] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
     host: float = 0.0
@@ -314,9 +362,10 @@ class _Clock:
     shapes: dict[str, UnitShape] = field(init=False)
     forwards: dict[str, float] = field(init=False)
     attention: dict[str, tuple[float, float]] = field(init=False)
-    passes: dict[str, float] = field(init=False)
+    passes: dict[str, tuple[float, float]] = field(init=False)
     ops: dict[str, float] = field(init=False)
     weights: dict[str, float] = field(init=False)
+    casts: dict[str, tuple[float, float]] = field(init=False)
     loss: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -334,13 +383,13 @@ class _Clock:
         self.attention = {unit.name: each[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
         device = self.cluster.device
         bandwidth = device.memory_bandwidth * device.link_efficiency
-        known = {block: layer_activations(block, job, on_cpu=device.is_cpu) for block in set(model.blocks)}
-        saved = {block: (layer.kept + layer.recomputed) / bandwidth for block, layer in known.items()}
-        self.passes = {unit.name: saved[unit.block] if unit.block else 0.0 for unit in model.units}
+        moved = {block: _passes(block, job, device) for block in set(model.blocks)}
+        self.passes = {unit.name: moved[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
         self.ops = {unit.name: device.op_seconds if unit.block else 0.0 for unit in model.units}
         # Elsewhere they are read while the products before them are computed.
         beside = float("inf") if not device.is_cpu else bandwidth
         self.weights = {name: unit.full_nbytes / beside for name, unit in self.layouts.items()}
+        self.casts = {name: _casts(self.setting, unit, device) for name, unit in self.layouts.items()}
         self.loss = recomputed_flops(model, job) / speed + moved_nbytes(model, job) / bandwidth
         if device.fresh_bandwidth:
             self.loss += sum(n * _fresh(nbytes) for n, nbytes in new_nbytes(model, job)) / device.fresh_bandwidth
@@ -349,6 +398,7 @@ class _Clock:
         unit = self.layouts[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
+                self._cast(self.casts[unit.name][0])
                 sent = gather_message_nbytes(unit) * self.setting.layout.shard_size
                 nbytes = 0 if self.setting.route.shares_memory else sent
                 copied = sum(b.compute_shard_nbytes for b in unit.buckets if b.is_gathered_from_host)
@@ -374,11 +424,12 @@ class _Clock:
                 self._run(
                     factor * (self.forwards[unit.name] + self.weights[unit.name])
                     + self.attention[unit.name][1]
-                    + 3 * self.passes[unit.name]
+                    + self.passes[unit.name][1]
                     + LAYER_OPS[1] * self.ops[unit.name]
-                    + again * (self._forward(unit.name) - (self.attention[unit.name][0] if again < 1 else 0.0)),
+                    + again * (self._forward(unit.name) - self._left_out(unit.name)),
                     self._issued(unit.name, 1) + again * self._issued(unit.name, 0),
                 )
+                self._cast(self.casts[unit.name][1])
                 self._exchange_tiles(unit.name, 1)
             case EventKind.REDUCE_ISSUED:
                 if self.reduced:  # one reduction is under way at a time; those of a unit come while it computes
@@ -396,9 +447,15 @@ class _Clock:
                     self._wait(self.reduced.pop()[1])
                 self._wait(self.copied.get("to host", 0.0))
 
+    def _left_out(self, name: str) -> float:
+        """Seconds of a layer's forward that are not run again."""
+        if self.setting.job.checkpointing == "selective":
+            return self.attention[name][0]
+        return self.forwards[name] * _last_product(self.shapes[name], self.setting.job)
+
     def _forward(self, name: str) -> float:
         products = self.forwards[name] + self.attention[name][0] + self.weights[name]
-        return products + 2 * self.passes[name] + LAYER_OPS[0] * self.ops[name]
+        return products + self.passes[name][0] + LAYER_OPS[0] * self.ops[name]
 
     def _issued(self, name: str, way: int) -> float:
         """Seconds in which the host issues a unit's forward or backward to an accelerator."""
@@ -409,12 +466,21 @@ class _Clock:
         return layer + HOST_UNIT / 2
 
     def _run(self, seconds: float, issued: float = 0.0) -> None:
-        """Compute; slower by the part of it in which a wire is busy. It ends no sooner than the host has issued it."""
+        """Compute. It ends no sooner than the host has issued it."""
         self.host += issued
-        busy = min(max([*self.wires.values(), self.now]) - self.now, seconds)
-        slowed = max(seconds + busy * CONTENTION, self.host - self.now)
+        slowed = max(self._slowed(seconds), self.host - self.now)
         self.now += slowed
         self.compute += slowed
+
+    def _cast(self, seconds: float) -> None:
+        slowed = self._slowed(seconds)
+        self.now += slowed
+        self.cast += slowed
+
+    def _slowed(self, seconds: float) -> float:
+        """By the part of it in which a wire is busy."""
+        busy = min(max([*self.wires.values(), self.now]) - self.now, seconds)
+        return seconds + busy * CONTENTION
 
     def _wait(self, until: float) -> None:
         waited = max(0.0, until - self.now)
