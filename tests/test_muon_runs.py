@@ -68,9 +68,9 @@ def test_trainer(tmp_path: Path) -> None:
 
 def fullshard(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from fullshard.cli.main import main; main()", *map(str, words)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]  # for scripts elsewhere
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 @pytest.mark.full
