@@ -29,7 +29,7 @@ from fullshard.launch import copies as places
 from fullshard.plan.copies import copies_of
 from fullshard.plan.hardware import parse_cluster
 from tests.distributed import run_ranks
-from tests.launching import launch
+from tests.launching import alive, launch
 
 STEPS = 12
 
@@ -287,10 +287,12 @@ def _run(directory: Path, where: str, *, most: int = 4, ranks: int = 2) -> tuple
     """Losses by rank, each with its step and the one that its attempt began after."""
     directory.mkdir()
     (directory / "own.py").write_text(OWN)
+    before = set(places.MEMORY.glob("fullshard-copies-*"))
     words = ["--num_processes", str(ranks), "--cpu", "--max_restarts", "1", "own.py", str(directory), str(STEPS)]
     done = launch(*words, str(most), where, cwd=directory, timeout=280)
     assert done.returncode == 0, done.stderr
-    assert not list(places.MEMORY.glob("fullshard-copies-*")), "nothing is left"
+    new = set(places.MEMORY.glob("fullshard-copies-*")) - before
+    assert all(alive(int(path.name.split("-")[3])) for path in new), "nothing is left; other jobs have a launcher"
     lines = {rank: (directory / f"losses{rank}").read_text().splitlines() for rank in range(ranks)}
     return {rank: [json.loads(line) for line in found] for rank, found in lines.items()}, done.stderr
 
