@@ -68,13 +68,13 @@ def test_dealt_evenly(layers: int, experts: int, shard_size: int, replicate_size
 
 
 def test_matrices_stay_where_they_are() -> None:
-    """On two ranks hardly any is cut, and those that are not do not travel."""
+    """On two ranks few are cut, and those that are not do not travel, but for some that make it even."""
     dealing = llama(32, shard_size=2)
     sent = sum(sum(dealing.sent_numel(0, rank)) for rank in range(2))
-    assert sent < 0.2 * 2 * (2 - 1) / 2 * sum(matrix.numel for matrix in dealing.matrices)
+    assert sent < 0.25 * 2 * (2 - 1) / 2 * sum(matrix.numel for matrix in dealing.matrices)
 
 
-@pytest.mark.parametrize(("shard_size", "count"), [(1, 32), (2, 32), (8, 8), (64, 1), (1024, 1)])
+@pytest.mark.parametrize(("shard_size", "count"), [(1, 32), (2, 32), (8, 8), (64, 2), (128, 1), (1024, 1)])
 def test_buckets_that_travel_together(shard_size: int, count: int) -> None:
     """A rank sends no more than half a bucket at once; the more ranks, the more buckets that is."""
     dealing = llama(32, shard_size=shard_size)
@@ -85,10 +85,22 @@ def test_buckets_that_travel_together(shard_size: int, count: int) -> None:
         assert len(numbers) == 1 or sent <= dealing.layouts[0].full_numel / 2
 
 
-def test_no_rank_waits_long_for_another_in_an_exchange() -> None:
-    """What arrives at the busiest rank of 64 is within 15 % of the mean: its links are as busy as all others."""
-    dealing = llama(32, shard_size=64)
-    assert dealing.busiest_numel <= 1.15 * dealing.moved_numel / 64
+@pytest.mark.parametrize(("shard_size", "most"), [(16, 1.3), (64, 1.15)])
+def test_no_rank_waits_long_for_another_in_an_exchange(shard_size: int, most: float) -> None:
+    """What arrives at the busiest rank of each is near the mean, and so is what the busiest computes with it."""
+    dealing = llama(32, shard_size=shard_size)
+    assert dealing.busiest_numel <= most * dealing.moved_numel / shard_size
+    work = [dealing.work_in(exchange) for exchange in dealing.exchanges]
+    assert [sum(of_rank) for of_rank in zip(*work, strict=True)] == dealing.work
+    assert sum(map(max, work)) <= 1.2 * sum(map(sum, work)) / shard_size
+
+
+def test_few_matrices_are_held_at_once() -> None:
+    """On eight ranks those of three exchanges in eight, of the fullest rank; on one rank those of three layers."""
+    for shard_size, exchanges in ((8, 8), (1, 32)):
+        dealing = llama(32, shard_size=shard_size)
+        mean = sum(matrix.numel for matrix in dealing.matrices) / shard_size
+        assert 3 / exchanges * mean <= dealing.owned_numel <= 1.2 * 3 / exchanges * mean
 
 
 @pytest.mark.parametrize("seed", range(20))

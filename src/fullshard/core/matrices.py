@@ -14,6 +14,7 @@ arithmetic on numbers that every rank has, so all ranks deal alike.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,11 @@ from fullshard.core.errors import LayoutError
 from fullshard.core.layout import BucketLayout, Interval
 
 _EVEN_ENOUGH = 1.05
-"""How much more than the most even dealing a rank may get, if that keeps matrices where they are."""
+"""How much more than in the most even dealing may fall to a rank, if less travels or more of it beside computing."""
+_AHEAD = 0.25
+"""How much more it may be for a while, of the work of one exchange: the others wait for that."""
+_ENOUGH_EXCHANGES = 4
+"""With so many it is a part of the first and of the last that nobody computes beside."""
 NEWTON_SCHULZ_STEPS = 5
 PRECONDITION_FREQUENCY = 10
 ROOT_FREQUENCY = 50
@@ -186,6 +191,7 @@ class Dealing:
         layouts: of the buckets.
         matrices: in the order of the optimizer's parameters.
         owners: for each, (position along the replicate axis, along the shard axis).
+        exchanges: numbers of the buckets whose pieces travel together.
         replicate_size, shard_size: of the mesh.
         cost: of a matrix, to its owner.
     """
@@ -193,6 +199,7 @@ class Dealing:
     layouts: tuple[BucketLayout, ...]
     matrices: tuple[Matrix, ...]
     owners: tuple[tuple[int, int], ...]
+    exchanges: tuple[tuple[int, ...], ...]
     replicate_size: int
     shard_size: int
     cost: MatrixCost = NewtonSchulz()
@@ -207,26 +214,6 @@ class Dealing:
     def in_bucket(self, bucket: int) -> list[int]:
         """Numbers of the matrices there."""
         return self._by_bucket[bucket]
-
-    @cached_property
-    def exchanges(self) -> list[list[int]]:
-        """Numbers of the buckets whose pieces travel together.
-
-        A bucket has a few matrices, so a few owners would receive while all others wait. Several buckets have one for
-        each, and cost no memory: a rank has little of each bucket. What it sends is at most half of the largest.
-        """
-        numbers = [number for number in range(len(self.layouts)) if self.in_bucket(number)]
-        most = max((self.layouts[number].full_numel for number in numbers), default=0) // 2
-        found: list[list[int]] = []
-        held = most
-        for number in numbers:
-            shard_numel = self.layouts[number].shard_numel
-            if held + shard_numel > most:
-                found.append([])
-                held = 0
-            found[-1].append(number)
-            held += shard_numel
-        return found
 
     def pieces(self, number: int) -> list[tuple[int, MatrixPiece]]:
         """(rank of the shard group, what it has) for each part of a matrix, in the matrix's order."""
@@ -274,19 +261,32 @@ class Dealing:
         return max(work) / least if least else 1.0
 
     @property
+    def fullest(self) -> tuple[int, int, int]:
+        """Operations of the busiest rank, elements that arrive at the busiest, elements that the fullest keeps."""
+        return max(self.work), self.busiest_numel, max(self.kept_numel)
+
+    @property
     def owned_numel(self) -> int:
-        """Elements of the matrices of the rank that has most of them."""
-        return max(self._of_ranks(lambda rows, columns: rows * columns))
+        """Elements of the matrices that the fullest rank has at once: it computes, the next come, the last go back."""
+        numel = [self._of_ranks(lambda rows, columns: rows * columns, exchange) for exchange in self.exchanges]
+        windows = [numel[max(0, n - 1) : n + 2] for n in range(len(numel))]
+        return max((sum(held) for window in windows for held in zip(*window, strict=True)), default=0)
 
     @property
     def kept_numel(self) -> list[int]:
         """Elements that each rank keeps for its matrices."""
         return self._of_ranks(self.cost.kept)
 
-    def _of_ranks(self, amount: Callable[[int, int], int]) -> list[int]:
+    def work_in(self, exchange: Sequence[int]) -> list[int]:
+        """Operations of each rank for the matrices of these buckets."""
+        return self._of_ranks(self.cost.flops, exchange)
+
+    def _of_ranks(self, amount: Callable[[int, int], int], buckets: Sequence[int] | None = None) -> list[int]:
         amounts = [0] * (self.replicate_size * self.shard_size)
-        for matrix, (row, rank) in zip(self.matrices, self.owners, strict=True):
-            amounts[row * self.shard_size + rank] += amount(matrix.rows, matrix.columns)
+        for bucket in range(len(self.layouts)) if buckets is None else buckets:
+            for number in self.in_bucket(bucket):
+                matrix, (row, rank) = self.matrices[number], self.owners[number]
+                amounts[row * self.shard_size + rank] += amount(matrix.rows, matrix.columns)
         return amounts
 
     @property
@@ -301,15 +301,16 @@ class Dealing:
     @property
     def busiest_numel(self) -> int:
         """Elements that arrive at the busiest rank, which the others wait for, in each exchange; and leave it again."""
-        total = 0
-        for buckets in self.exchanges:
-            arriving: dict[tuple[int, int], int] = {}
-            for number in (number for bucket in buckets for number in self.in_bucket(bucket)):
-                matrix, owner = self.matrices[number], self.owners[number]
-                own = self.layouts[matrix.bucket].rank_interval(owner[1])
-                arriving[owner] = arriving.get(owner, 0) + matrix.numel - matrix.interval.intersect(own).numel
-            total += max(arriving.values())
-        return total
+        return sum(map(self.busiest_in, self.exchanges))
+
+    def busiest_in(self, exchange: Sequence[int]) -> int:
+        """The same for one exchange."""
+        arriving: dict[tuple[int, int], int] = {}
+        for number in (number for bucket in exchange for number in self.in_bucket(bucket)):
+            matrix, owner = self.matrices[number], self.owners[number]
+            own = self.layouts[matrix.bucket].rank_interval(owner[1])
+            arriving[owner] = arriving.get(owner, 0) + matrix.numel - matrix.interval.intersect(own).numel
+        return max(arriving.values(), default=0)
 
     def sent_numel(self, row: int, rank: int) -> tuple[int, int, int]:
         """Elements that a rank sends in a step: to owners, back from owners, and to the other rows."""
@@ -333,8 +334,12 @@ def deal(
 ) -> Dealing:
     """Deal `matrices` to all ranks.
 
-    The largest first, each to the rank with least so far; or, if that comes out as even within 5 %, to the rank that
-    has most of its elements, for as long as it has room.
+    Exchange by exchange, the largest first, each to the rank with least so far; or, if that comes out as even within
+    5 %, to the rank that has most of its elements, for as long as it has room.
+
+    A bucket has a few matrices, so a few owners would receive while all others wait. Several buckets have one for each,
+    and cost no memory: a rank has little of each bucket, and sends about half of the largest at once, or less. Where
+    few exchanges would do there are more, for as long as it is as even: owners compute while the next pieces travel.
 
     Args:
         layouts: of the buckets, all for `shard_size` ranks.
@@ -344,13 +349,35 @@ def deal(
         cost: of a matrix, to its owner; default: Newton-Schulz iteration.
     """
     cost = cost or NewtonSchulz()
-    even = _Hands(layouts, matrices, replicate_size, shard_size, cost)
-    even.deal(limit=0)
-    local = _Hands(layouts, matrices, replicate_size, shard_size, cost)
-    local.deal(limit=even.most)
-    owners = local.owners if local.most <= even.most * _EVEN_ENOUGH else even.owners
-    dealt = tuple(divmod(owner, shard_size) for owner in owners)
-    return Dealing(tuple(layouts), tuple(matrices), dealt, replicate_size, shard_size, cost)
+    numbers = sorted({matrix.bucket for matrix in matrices})
+    whole = max((layouts[number].full_numel for number in numbers), default=1)
+    fewest = math.ceil(2 * sum(layouts[number].shard_numel for number in numbers) / whole)
+    counts = range(min(fewest, len(numbers)), min(max(fewest, _ENOUGH_EXCHANGES), len(numbers)) + 1)
+    dealings = []
+    for count in counts if shard_size > 1 else counts[:1]:
+        exchanges = _together(numbers, [layouts[number].shard_numel for number in numbers], count)
+        even = _Hands(layouts, matrices, replicate_size, shard_size, cost)
+        most = even.deal(exchanges)
+        local = _Hands(layouts, matrices, replicate_size, shard_size, cost)
+        limits = [min(most[-1], load + _AHEAD * most[-1] / len(most)) for load in most]
+        is_even = not most or local.deal(exchanges, limits)[-1] <= most[-1] * _EVEN_ENOUGH
+        owners = tuple(divmod(owner, shard_size) for owner in (local if is_even else even).owners)
+        dealings.append(Dealing(tuple(layouts), tuple(matrices), owners, exchanges, replicate_size, shard_size, cost))
+    least = [min(found) for found in zip(*(dealing.fullest for dealing in dealings), strict=True)]
+    for dealing in reversed(dealings):
+        if all(found <= _EVEN_ENOUGH * best for found, best in zip(dealing.fullest, least, strict=True)):
+            return dealing
+    return dealings[0]
+
+
+def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbours of these sizes in at most `count` parts that are about as large."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    before = 0
+    for number, size in zip(numbers, sizes, strict=True):
+        parts[before * count // sum(sizes)].append(number)
+        before += size
+    return tuple(tuple(part) for part in parts if part)
 
 
 class _Hands:
@@ -358,7 +385,6 @@ class _Hands:
 
     Attributes:
         owners: of each matrix, numbered along both axes.
-        most: the largest of all ranks' loads.
     """
 
     def __init__(
@@ -376,26 +402,37 @@ class _Hands:
         self._least = [(0, rank) for rank in range(len(self._hands))]
         self.owners = [0] * len(matrices)
 
-    @property
-    def most(self) -> int:
-        return max(map(self._load, self._hands))
-
     def _load(self, hand: tuple[int, int]) -> int:
         """Of work or of elements held, whichever is the larger part of all there is; a whole number."""
         return max(hand[0] * self._total[1], hand[1] * self._total[0])
 
-    def deal(self, *, limit: int) -> None:
-        """Deal all. A rank that has most of a matrix gets it for as long as its load stays within `limit`."""
-        order = sorted(range(len(self._matrices)), key=lambda n: -self._amounts[n][0])
-        for number in order:
-            matrix = self._matrices[number]
-            near = self._nearest(matrix) if limit else range(0)
-            rank = min(near, key=lambda r: self._load(self._hands[r]), default=-1)
-            if rank < 0 or self._load(self._with(rank, number)) > limit:
-                rank = self._least_loaded()
-            self._hands[rank] = self._with(rank, number)
-            self.owners[number] = rank
-            heapq.heappush(self._least, (self._load(self._hands[rank]), rank))
+    def deal(self, exchanges: Sequence[Sequence[int]], limits: Sequence[float] = ()) -> list[int]:
+        """Deal all, exchange by exchange.
+
+        A rank that has most of a matrix gets it for as long as its load stays within that exchange's limit.
+
+        Returns:
+            The largest of all ranks' loads after each exchange.
+        """
+        in_bucket: list[list[int]] = [[] for _ in self._layouts]
+        for number, matrix in enumerate(self._matrices):
+            in_bucket[matrix.bucket].append(number)
+        most = []
+        for exchange, limit in itertools.zip_longest(exchanges, limits):
+            together = (number for bucket in exchange for number in in_bucket[bucket])
+            for number in sorted(together, key=lambda n: -self._amounts[n][0]):
+                self._give(number, limit)
+            most.append(max(map(self._load, self._hands)))
+        return most
+
+    def _give(self, number: int, limit: float | None) -> None:
+        near = range(0) if limit is None else self._nearest(self._matrices[number])
+        rank = min(near, key=lambda r: self._load(self._hands[r]), default=-1)
+        if limit is None or self._load(self._with(rank, number)) > limit:
+            rank = self._least_loaded()
+        self._hands[rank] = self._with(rank, number)
+        self.owners[number] = rank
+        heapq.heappush(self._least, (self._load(self._hands[rank]), rank))
 
     def _with(self, rank: int, number: int) -> tuple[int, int]:
         (work, held), (more, also_held) = self._hands[rank], self._amounts[number]

@@ -86,13 +86,15 @@ class MatrixWork:
         """Bytes of updates that a rank sends along the replicate axis, on average."""
         return (self.dealing.replicate_size - 1) * self.numel * itemsize(self.sent_as) / self.ranks
 
-    def links(self, ranks_per_host: int) -> tuple[float, float]:
-        """Bytes on the busiest device's link inside its host, and on that between hosts."""
+    def links(self, ranks_per_host: int) -> list[tuple[float, float]]:
+        """Bytes on the busiest device's link inside its host, and on that between hosts: of each exchange to owners."""
+        busiest = [self.dealing.busiest_in(exchange) * itemsize(self.sent_as) for exchange in self.dealing.exchanges]
+        return [exchanged(n, self.dealing.shard_size, stride=1, ranks_per_host=ranks_per_host) for n in busiest]
+
+    def replica_links(self, ranks_per_host: int) -> tuple[float, float]:
+        """The same of all exchanges along the replicate axis."""
         shard, replicas = self.dealing.shard_size, self.dealing.replicate_size
-        busiest = 2 * self.dealing.busiest_numel * itemsize(self.sent_as)
-        one = exchanged(busiest, shard, stride=1, ranks_per_host=ranks_per_host)
-        other = exchanged(self.replicated_nbytes, replicas, stride=shard, ranks_per_host=ranks_per_host)
-        return one[0] + other[0], one[1] + other[1]
+        return exchanged(self.replicated_nbytes, replicas, stride=shard, ranks_per_host=ranks_per_host)
 
 
 def pieces_nbytes(dealing: Dealing, row: int, rank: int) -> int:

@@ -312,13 +312,25 @@ def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:
 
 
 def _matrices(work: MatrixWork, cluster: Cluster) -> float:
-    """What the busiest rank computes, and the exchanges before and after, beside which nothing runs."""
-    device = cluster.device
-    inside, across = work.links(cluster.per_host)
-    sending = max(inside / device.link, across / device.network if across else 0.0) / device.link_efficiency
-    peak = device.flops_fp32 if itemsize(work.sent_as) == 4 else device.flops
+    """What owners compute, and the exchanges: the next pieces come, and the last go back, while they do."""
+    device, exchanges = cluster.device, work.dealing.exchanges
+
+    def sending(links: tuple[float, float]) -> float:
+        inside, across = links
+        return max(inside / device.link, across / device.network if across else 0.0) / device.link_efficiency
+
+    there = [sending(links) for links in work.links(cluster.per_host)]
+    replicas = sending(work.replica_links(cluster.per_host)) / len(exchanges)
+    speed = (device.flops_fp32 if itemsize(work.sent_as) == 4 else device.flops) * device.efficiency
+    wire, come, busy = there[0], there[0], [0.0] * work.ranks
+    for number, exchange in enumerate(exchanges):
+        busy = [
+            max(until, come) + flops / speed for until, flops in zip(busy, work.dealing.work_in(exchange), strict=True)
+        ]
+        wire = come = wire + sum(there[number + 1 : number + 2])
+        wire = max(wire, *busy) + there[number] + replicas
     kept = 4 * work.kept_nbytes / (device.memory_bandwidth * device.link_efficiency)  # read and written twice
-    return work.busiest_flops / (peak * device.efficiency) + kept + sending
+    return wire + kept
 
 
 _Passed = tuple[float, float, float, float]

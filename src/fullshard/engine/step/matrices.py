@@ -2,15 +2,17 @@
 
     to the owners    of what each rank has, what belongs to matrices of another: an exchange per bucket, or of several
                      together, where a rank has little of each
-    at the owners    every rank computes with its own matrices, all ranks at once
+    at the owners    every rank computes with its own matrices of one exchange, beside which the next is under way
     back             the same exchanges, and one each along the replicate axis, where matrices are dealt, too
 
-So a rank holds its own matrices and what one bucket has, never more. Who owns what is `core.matrices`.
+So a rank holds its matrices of three exchanges at most. Who owns what, and what travels together, is `core.matrices`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -126,13 +128,48 @@ class WholeMatrices:
             check_agreement(self.mesh, self._lines, what="the parameters of an optimizer that needs whole matrices")
             self._is_agreed = True
         travel = _Travel(self, given, dtype)
-        matrices = travel.to_owners(give)
-        for number in list(matrices):
+        turns = range(len(travel))
+        here, gone = deque(travel.to_owners(turn, give) for turn in turns[:1]), deque[_Arriving]()
+        for turn in turns:
+            here.extend(travel.to_owners(after, give) for after in turns[turn + 1 : turn + 2])
+            gone.append(travel.back(turn, self._made(travel.whole(here.popleft()), dtype, compute)))
+            if turn:
+                travel.take(turn - 1, gone.popleft(), take)
+        for last in turns[-1:]:
+            travel.take(last, gone.popleft(), take)
+
+    def _made(self, matrices: dict[int, torch.Tensor], dtype: torch.dtype, compute: Compute) -> dict[int, torch.Tensor]:
+        """What this rank's matrices become, each flat; in their place, so that none is there twice."""
+        for number in matrices:
             parameter = self._owners_of[number]
             made = compute(parameter, number - self._first[id(parameter)], matrices[number])
             matrices[number] = made.reshape(-1).to(dtype)
-        for parameter, update in travel.back(matrices):
-            take(parameter, update)
+        return matrices
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Pieces that are under way to this rank.
+
+    Attributes:
+        pieces: in their order.
+        work: of all of them.
+        leaving: what this rank sends meanwhile, which is to stay where it is.
+        bucket: under whose name they travel.
+        what: for whom.
+    """
+
+    pieces: list[MatrixPiece]
+    work: Work
+    leaving: torch.Tensor
+    bucket: Bucket
+    what: str
+
+    def wait(self) -> list[tuple[MatrixPiece, torch.Tensor]]:
+        """The pieces, once they are here."""
+        with owner_of(self.bucket).waiting(f"pieces of matrices {self.what}"):
+            received = self.work.wait()
+        return list(zip(self.pieces, cut(received, [piece.interval.numel for piece in self.pieces]), strict=True))
 
 
 class _Travel:
@@ -149,38 +186,45 @@ class _Travel:
             (numbers, [p for n in numbers for p in by_bucket[whole._buckets[n]]]) for numbers in present if numbers
         ]
 
-    def to_owners(self, give: Give) -> dict[int, torch.Tensor]:
-        """This rank's matrices, each whole, by number."""
-        matrices = dict[int, torch.Tensor]()
-        for numbers, parameters in self._exchanges:
-            local = {id(p): give(p) for p in parameters}
-            leaving, arriving = self._sent(numbers), self._gathered(numbers)
-            sent = [self._part_of(local, piece) for pieces in leaving for piece in pieces]
-            received = self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners")
-            pieces_of: dict[int, list[torch.Tensor]] = {}
-            for piece, part in received:
-                pieces_of.setdefault(piece.matrix, []).append(part)
-            for matrix, parts in pieces_of.items():
-                shape = self._dealing.matrices[matrix].rows, self._dealing.matrices[matrix].columns
-                matrices[matrix] = torch.cat(parts).view(shape)
-        return matrices
+    def __len__(self) -> int:
+        """How many exchanges there are, either way."""
+        return len(self._exchanges)
 
-    def back(self, results: dict[int, torch.Tensor]) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
-        """This rank's intervals of the parameters' updates."""
-        for numbers, parameters in self._exchanges:
-            leaving, arriving = self._gathered(numbers), self._sent(numbers)
-            made = [self._part_of_matrix(results, piece) for pieces in leaving for piece in pieces]
-            for piece in (piece for pieces in leaving for piece in pieces):
-                results.pop(piece.matrix, None)
-            received = self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners")
-            received += self._across(numbers, received)
-            pieces_of: dict[int, list[tuple[MatrixPiece, torch.Tensor]]] = {}
-            for piece, part in received:
-                pieces_of.setdefault(id(self._whole._owners_of[piece.matrix]), []).append((piece, part))
-            for parameter in parameters:
-                own = sorted(pieces_of.get(id(parameter), ()), key=lambda found: found[0].interval.start)
-                if own:
-                    yield parameter, own[0][1] if len(own) == 1 else torch.cat([part for _, part in own])
+    def to_owners(self, turn: int, give: Give) -> _Arriving:
+        """Begin to bring the pieces of an exchange to the owners."""
+        numbers, parameters = self._exchanges[turn]
+        local = {id(p): give(p) for p in parameters}
+        leaving, arriving = self._sent(numbers), self._gathered(numbers)
+        sent = [self._part_of(local, piece) for pieces in leaving for piece in pieces]
+        return self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners")
+
+    def whole(self, arriving: _Arriving) -> dict[int, torch.Tensor]:
+        """This rank's matrices of an exchange, by number."""
+        pieces_of: dict[int, list[torch.Tensor]] = {}
+        for piece, part in arriving.wait():
+            pieces_of.setdefault(piece.matrix, []).append(part)
+        known = self._dealing.matrices
+        return {n: torch.cat(parts).view(known[n].rows, known[n].columns) for n, parts in pieces_of.items()}
+
+    def back(self, turn: int, results: dict[int, torch.Tensor]) -> _Arriving:
+        """Begin to bring what was made of them to those who have the pieces."""
+        numbers, _ = self._exchanges[turn]
+        leaving, arriving = self._gathered(numbers), self._sent(numbers)
+        made = [self._part_of_matrix(results, piece) for pieces in leaving for piece in pieces]
+        return self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners")
+
+    def take(self, turn: int, arriving: _Arriving, take: Take) -> None:
+        """Have this rank's intervals of an exchange's parameters updated."""
+        numbers, parameters = self._exchanges[turn]
+        received = arriving.wait()
+        received += self._across(numbers, received)
+        pieces_of: dict[int, list[tuple[MatrixPiece, torch.Tensor]]] = {}
+        for piece, part in received:
+            pieces_of.setdefault(id(self._whole._owners_of[piece.matrix]), []).append((piece, part))
+        for parameter in parameters:
+            own = sorted(pieces_of.get(id(parameter), ()), key=lambda found: found[0].interval.start)
+            if own:
+                take(parameter, own[0][1] if len(own) == 1 else torch.cat([part for _, part in own]))
 
     def _across(
         self, numbers: Sequence[int], own: Sequence[tuple[MatrixPiece, torch.Tensor]]
@@ -196,7 +240,7 @@ class _Travel:
             [] if row == mesh.replicate_rank else [p for ps in self._sent(numbers, row) for p in ps] for row in rows
         ]
         sent = [part for pieces in leaving if pieces for _, part in own]
-        return self._exchange(mesh.replicate, numbers[0], sent, leaving, arriving, "to replicas")
+        return self._exchange(mesh.replicate, numbers[0], sent, leaving, arriving, "to replicas").wait()
 
     def _exchange(
         self,
@@ -206,7 +250,7 @@ class _Travel:
         leaving: Sequence[Sequence[MatrixPiece]],
         arriving: Sequence[Sequence[MatrixPiece]],
         what: str,
-    ) -> list[tuple[MatrixPiece, torch.Tensor]]:
+    ) -> _Arriving:
         """Send pieces to ranks, and have those that come. It is called after the `first` of its buckets."""
         bucket = self._whole._buckets[first]
         sizes = [[sum(piece.interval.numel for piece in pieces) for pieces in each] for each in (leaving, arriving)]
@@ -217,11 +261,8 @@ class _Travel:
         received = torch.empty(sum(parts.arriving), dtype=self._dtype, device=device)
         nbytes = (sum(parts.leaving) - parts.leaving[collectives.rank]) * self._dtype.itemsize
         bucket.emit(EventKind.PIECES_SENT, nbytes, what)
-        work: Work = collectives.exchange(buffer, received, parts, tag=bucket.tag)
-        with owner_of(bucket).waiting(f"pieces of matrices {what}"):
-            work.wait()
-        pieces = [piece for each in arriving for piece in each]
-        return list(zip(pieces, cut(received, [piece.interval.numel for piece in pieces]), strict=True))
+        work = collectives.exchange(buffer, received, parts, tag=bucket.tag)
+        return _Arriving([piece for each in arriving for piece in each], work, buffer, bucket, what)
 
     def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:
         """Of the matrices that are dealt to this row, or another: what this rank has of them, by owner."""
