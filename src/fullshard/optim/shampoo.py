@@ -93,7 +93,7 @@ class Shampoo(PreconditionedMatrices):
         owned.take_into_factors(gradient, betas[1])
         if steps % group["precondition_frequency"] == 0:
             owned.find_roots(1 - betas[1] ** steps, group["root_eps"])
-        return owned.direction(gradient, steps, betas, group["eps"])
+        return owned.direction(gradient, steps, group)
 
     def _apply(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
         """Decay, and move by the update."""
@@ -105,6 +105,13 @@ class Shampoo(PreconditionedMatrices):
 class _Rooted(OwnedMatrix):
     """With roots of the factors."""
 
+    def begin(self, gradient: torch.Tensor, largest: int) -> None:
+        """Nothing has been seen. Roots have their memory from the start, so that no later step needs more."""
+        super().begin(gradient, largest)
+        for side in SIDES:
+            if (factor := self[side]) is not None:
+                self[side + _ROOT] = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+
     def find_roots(self, part: float, eps: float) -> None:
         """Of the factors, which have seen `part` of all that an average is of."""
         sides = [side for side in SIDES if self[side] is not None]
@@ -113,15 +120,15 @@ class _Rooted(OwnedMatrix):
             values = values - values[0].clamp(max=0) + eps  # those below 0 are rounded
             self[side + _ROOT] = vectors * values.pow(-1 / (2 * len(sides))) @ vectors.T
 
-    def direction(self, gradient: torch.Tensor, steps: int, betas: tuple[float, float], eps: float) -> torch.Tensor:
-        """The preconditioned mean, of the norm that Adam's direction has."""
-        mean, squares = self[MEAN], self[SQUARES]
+    def direction(self, gradient: torch.Tensor, steps: int, group: dict[str, Any]) -> torch.Tensor:
+        """The preconditioned mean, of the norm that Adam's direction has; that itself, before there are roots."""
+        mean, squares, betas = self[MEAN], self[SQUARES], group["betas"]
         mean.lerp_(gradient, 1 - betas[0])
         squares.lerp_(gradient.square(), 1 - betas[1])
         seen, squares_seen = (1 - beta**steps for beta in betas)
-        adam: torch.Tensor = (mean / seen).div_(squares.sqrt().div_(math.sqrt(squares_seen)).add_(eps))
+        adam: torch.Tensor = (mean / seen).div_(squares.sqrt().div_(math.sqrt(squares_seen)).add_(group["eps"]))
         left, right = (self[side + _ROOT] for side in SIDES)
-        if left is None and right is None:
+        if steps < group["precondition_frequency"] or (left is None and right is None):
             return adam
         turned = mean if left is None else left @ mean
         turned = turned if right is None else turned @ right
