@@ -130,34 +130,34 @@ def test_train_does_not_step_in_backward_with_it() -> None:
         TrainArguments.parse({"optimizer": "muon", "step_in_backward": True, "max_grad_norm": 0.0})
 
 
-def tune(words: list[str]) -> list[str]:
-    from fullshard.optim import Muon
+def tune(name: str, words: list[str]) -> list[str]:
     from fullshard.recipes.sft import make_trainer
     from fullshard.recipes.sft_arguments import read_arguments
 
     trainer = make_trainer(read_arguments(words, print))
     trainer.train()
     optimizer = trainer.optimizer.optimizer
-    assert type(optimizer) is Muon
-    groups = [group for group in optimizer.param_groups if group["algorithm"] == "muon"]
-    assert groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    assert type(optimizer).__name__.lower() == name
+    groups = [group for group in optimizer.param_groups if group["algorithm"] == name]
+    assert groups[0].get("adjust_lr_fn") == ("match_rms_adamw" if name == "muon" else None)
     return [p.name for group in groups for p in group["params"]]
 
 
-def test_sft(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["muon", pytest.param("shampoo", marks=pytest.mark.full)])
+def test_sft(name: str, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--optim muon`, which Transformers does not name: the adapters are its matrices."""
-    for name, value in OFFLINE.items():
-        monkeypatch.setenv(name, value)
+    for variable, value in OFFLINE.items():
+        monkeypatch.setenv(variable, value)
     words = ["--model_name_or_path", str(place / "model"), "--dataset_name", str(place / "data"), "--splits", "train",
              "--output_dir", str(tmp_path), "--report_to", "none", "--chat_template_format", "chatml", "--max_steps",
-             "2", "--use_peft_lora", "True", "--lora_target_modules", "q_proj,v_proj", "--optim", "muon",
+             "2", "--use_peft_lora", "True", "--lora_target_modules", "q_proj,v_proj", "--optim", name,
              "--per_device_train_batch_size", "2", "--save_strategy", "no", "--fsdp",
              "full_shard auto_wrap"]  # fmt: skip
-    names = run_ranks(tune, 2, words)[0]
+    names = run_ranks(tune, 2, name, words)[0]
     assert len(names) == 8
     assert all("lora_" in name for name in names)
-    with pytest.raises(RuntimeError, match="--optim_args with --optim muon"):
-        run_ranks(tune, 1, [*words, "--optim_args", "x=1"])
+    with pytest.raises(RuntimeError, match=f"--optim_args with --optim {name}"):
+        run_ranks(tune, 1, name, [*words, "--optim_args", "x=1"])
 
 
 # -- plans --------------------------------------------------------------------------------------------------------
