@@ -299,6 +299,8 @@ def check_memory_and_traffic() -> tuple[int, int, int]:
     mesh = init_mesh()
     [whole] = optimizer._whole
     sent = sum(event.nbytes for event in events if event.kind is EventKind.PIECES_SENT)
+    turns = [event.what.split()[0] for event in events if event.kind is EventKind.PIECES_SENT]
+    assert turns == ["to", "to", "from", "to", "from", "from"]  # the next leave before the last are computed with
     assert sent == 2 * sum(whole.dealing.sent_numel(mesh.replicate_rank, mesh.shard_rank))
     state = [value.local.numel() for s in optimizer.state.values() for k, value in s.items() if k == "momentum_buffer"]
     total = sum(matrix.numel for matrix in whole.dealing.matrices)
