@@ -129,7 +129,7 @@ class WholeMatrices:
             self._is_agreed = True
         travel = _Travel(self, given, dtype)
         turns = range(len(travel))
-        here, gone = deque(travel.to_owners(turn, give) for turn in turns[:1]), deque[_Arriving]()
+        here, gone = deque(travel.to_owners(turn, give) for turn in turns[:1]), deque[_Coming]()
         for turn in turns:
             here.extend(travel.to_owners(after, give) for after in turns[turn + 1 : turn + 2])
             gone.append(travel.back(turn, self._made(travel.whole(here.popleft()), dtype, compute)))
@@ -148,7 +148,7 @@ class WholeMatrices:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arriving:
+class _Coming:
     """Pieces that are under way to this rank.
 
     Attributes:
@@ -190,7 +190,7 @@ class _Travel:
         """How many exchanges there are, either way."""
         return len(self._exchanges)
 
-    def to_owners(self, turn: int, give: Give) -> _Arriving:
+    def to_owners(self, turn: int, give: Give) -> _Coming:
         """Begin to bring the pieces of an exchange to the owners."""
         numbers, parameters = self._exchanges[turn]
         local = {id(p): give(p) for p in parameters}
@@ -198,7 +198,7 @@ class _Travel:
         sent = [self._part_of(local, piece) for pieces in leaving for piece in pieces]
         return self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners")
 
-    def whole(self, arriving: _Arriving) -> dict[int, torch.Tensor]:
+    def whole(self, arriving: _Coming) -> dict[int, torch.Tensor]:
         """This rank's matrices of an exchange, by number."""
         pieces_of: dict[int, list[torch.Tensor]] = {}
         for piece, part in arriving.wait():
@@ -206,14 +206,14 @@ class _Travel:
         known = self._dealing.matrices
         return {n: torch.cat(parts).view(known[n].rows, known[n].columns) for n, parts in pieces_of.items()}
 
-    def back(self, turn: int, results: dict[int, torch.Tensor]) -> _Arriving:
+    def back(self, turn: int, results: dict[int, torch.Tensor]) -> _Coming:
         """Begin to bring what was made of them to those who have the pieces."""
         numbers, _ = self._exchanges[turn]
         leaving, arriving = self._gathered(numbers), self._sent(numbers)
         made = [self._part_of_matrix(results, piece) for pieces in leaving for piece in pieces]
         return self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners")
 
-    def take(self, turn: int, arriving: _Arriving, take: Take) -> None:
+    def take(self, turn: int, arriving: _Coming, take: Take) -> None:
         """Have this rank's intervals of an exchange's parameters updated."""
         numbers, parameters = self._exchanges[turn]
         received = arriving.wait()
@@ -250,7 +250,7 @@ class _Travel:
         leaving: Sequence[Sequence[MatrixPiece]],
         arriving: Sequence[Sequence[MatrixPiece]],
         what: str,
-    ) -> _Arriving:
+    ) -> _Coming:
         """Send pieces to ranks, and have those that come. It is called after the `first` of its buckets."""
         bucket = self._whole._buckets[first]
         sizes = [[sum(piece.interval.numel for piece in pieces) for pieces in each] for each in (leaving, arriving)]
@@ -262,7 +262,7 @@ class _Travel:
         nbytes = (sum(parts.leaving) - parts.leaving[collectives.rank]) * self._dtype.itemsize
         bucket.emit(EventKind.PIECES_SENT, nbytes, what)
         work = collectives.exchange(buffer, received, parts, tag=bucket.tag)
-        return _Arriving([piece for each in arriving for piece in each], work, buffer, bucket, what)
+        return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what)
 
     def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:
         """Of the matrices that are dealt to this row, or another: what this rank has of them, by owner."""
