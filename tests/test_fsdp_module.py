@@ -43,6 +43,23 @@ from tests.traps import (
 def test_no_name_is_missing() -> None:
     theirs = {name for name in vars(torchs.FSDPModule) if not name.startswith("_")}
     assert theirs <= {name for name in dir(FSDPModule) if not name.startswith("_")}
+
+
+def test_it_is_one_of_torchs_and_nothing_of_that_is_reached() -> None:
+    public = {name for name in vars(torchs.FSDPModule) if not name.startswith("_")}
+    assert public | {"__new__", "_apply", "_get_fsdp_state"} <= vars(FSDPModule).keys(), "a method of torch's would run"
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(module)
+    is_torchs = isinstance(module, torchs.FSDPModule)
+    assert is_torchs
+    assert type(module[:1]) is nn.Sequential
+    module.name_it = lambda: "called"
+    torchs.register_fsdp_forward_method(module, "name_it")
+    with pytest.raises(LifecycleError, match=r"Sequential is sharded by fullshard: the state of torch's own"):
+        module.name_it()
+    for private in (torchs.share_comm_ctx, lambda modules: modules[0]._set_unshard_async_op(True)):
+        with pytest.raises(LifecycleError, match="import from fullshard what you import from torch"):
+            private([module])
     assert {"fully_shard", "register_fsdp_forward_method", "UnshardHandle", "share_comm_ctx"} <= set(fullshard.__all__)
 
 

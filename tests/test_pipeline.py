@@ -22,7 +22,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from fullshard.core.errors import LifecycleError
-from fullshard.engine import fully_shard
+from fullshard.core.events import Event, EventKind
+from fullshard.engine import fully_shard, units_of
+from fullshard.engine.schedule import schedule_of
 from tests.distributed import end_workers, preload, run_ranks
 
 preload("torch.distributed.pipelining")
@@ -88,9 +90,18 @@ def check(name: str, chunks: int) -> None:
     parameters = [p for _, part in pipeline.parts for p in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
     reference_optimizer = torch.optim.AdamW(pipeline.reference.parameters(), lr=0.1)
+    events: list[Event] = []
+    for _, part in pipeline.parts:
+        schedule_of(units_of(part)[0]).event_sink = events.append
+    buckets = [bucket for _, part in pipeline.parts for unit in units_of(part) for bucket in unit.buckets]
     for step in range(3):
+        events.clear()
         inputs, targets = batches(step)
         pipeline.step(inputs, targets)
+        kinds = [event.kind for event in events]
+        if step:  # before the first one torch finds out about shapes by a forward and backward of its own
+            assert kinds.count(EventKind.REDUCE_ISSUED) == len(buckets), "once, not for each micro-batch"
+        assert all(unit.is_sharded for _, part in pipeline.parts for unit in units_of(part))
         optimizer.step()
         optimizer.zero_grad()
         for x, y in zip(inputs, targets, strict=True):

@@ -28,7 +28,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer as torch_optimizer
@@ -114,6 +116,7 @@ def overridden() -> None:
         torchs = getattr(importlib.import_module(module), name)
         sources = [inspect.getsource(inspect.getmodule(cls)) for cls in torchs.__mro__[:-1] if inspect.getmodule(cls)]  # type: ignore[arg-type]
         sources.append(inspect.getsource(importlib.import_module("torch.nn.parallel.replicate")))
+        sources.append(inspect.getsource(torchs))  # which may say that it is of another module
         for method in methods:
             assert callable(getattr(torchs, method)), f"{path}.{method}"
             assert any(f".{method}(" in source for source in sources), f"nothing calls {path}.{method}"
@@ -555,6 +558,18 @@ def composable_functions() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     torch_private.mark_fully_sharded(model[0])
     assert _is_fully_sharded(model[0]) and not _is_fully_sharded(model[1])
+
+
+@check("reduce_for_schedules")
+def pipeline_schedules() -> None:
+    model, called = nn.Linear(2, 2), []
+    torch_private.reduce_for_schedules(model, lambda: called.append(1))
+    state = fully_shard.state(model)  # type: ignore[attr-defined]
+    assert list(state._state_ctx.all_states) == []
+    state._root_post_backward_final_callback()
+    assert called
+    source = inspect.getsource(_PipelineStageBase.perform_reduce_grad)
+    assert "fully_shard.state(" in source and "_root_post_backward_final_callback()" in source
 
 
 @check("classes_to_wrap", "wrap_function")

@@ -9,6 +9,7 @@ They are in this layer because it is the lowest that may import torch, and every
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections import OrderedDict
@@ -35,9 +36,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import distributed_c10d
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, _op_schema
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -58,13 +60,14 @@ another object into a module without the hooks that `setattr` calls."""
 
 OVERRIDDEN: Mapping[str, frozenset[str]] = {
     "torch.nn.Module": frozenset({"_apply", "_replicate_for_data_parallel"}),
+    "torch.distributed.fsdp.FSDPModule": frozenset({"_get_fsdp_state"}),
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": frozenset(
         {"_exit_barrier", "_monitor_workers", "_restart_workers", "_shutdown", "_start_workers", "_stop_workers"}
     ),
 }
 """Methods that torch calls and that a class of fullshard's has in their place: `FSDPModule`, by which moving, casting
-and replicating a sharded model is refused, and the launcher's agent, which ends workers in time. Were they renamed,
-nothing would call them any more. Since 2.0."""
+and replicating a sharded model is refused, and whatever asks for the state of torch's engine; and the launcher's agent,
+which ends workers in time. Were they renamed, nothing would call them any more. Since 2.0."""
 
 # -- autograd ---------------------------------------------------------------------------------------------------
 
@@ -278,6 +281,24 @@ def mark_fully_sharded(module: nn.Module) -> None:
     """Have torch's composable functions, `replicate` among them, leave its parameters alone. Since 2.0."""
     registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
+
+
+class _StateForSchedules:
+    """What torch's pipeline schedules look at when a step's gradients are to be reduced."""
+
+    all_states = ()
+
+    def __init__(self, reduce: Callable[[], None]) -> None:
+        self._state_ctx, self._root_post_backward_final_callback = self, reduce
+
+
+def reduce_for_schedules(module: nn.Module, reduce: Callable[[], None]) -> None:
+    """Have torch's pipeline schedules call `reduce` once a step's backwards are over.
+
+    They take the state that torch's `fully_shard` has left with a unit. Else it would be None there. Since 2.6.
+    """
+    states: dict[Any, Any] = module.__dict__.setdefault(STATE_KEY, {})
+    states[inspect.unwrap(fully_shard)] = _StateForSchedules(reduce)
 
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})

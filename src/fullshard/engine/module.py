@@ -13,6 +13,8 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
@@ -32,7 +34,7 @@ _made: list[str] = []
 """The class of the first module that became a unit in this process."""
 
 
-class UnshardHandle:
+class UnshardHandle(TorchUnshardHandle):
     """An `unshard(async_op=True)` under way."""
 
     def __init__(self, unit: Unit) -> None:
@@ -44,8 +46,11 @@ class UnshardHandle:
             self._unit.unshard()
 
 
-class FSDPModule:
+class FSDPModule(TorchFSDPModule):
     """Mixed into the class of every module that is a unit. The names are torch's.
+
+    An instance of torch's class, too, which scripts, trainers and pipeline schedules ask for. Nothing of that is used:
+    each of its methods is here, and what a later one would ask of torch's engine is an error.
 
     What torch's engine must be told and this one does anyway is taken and changes nothing, which is said there.
     """
@@ -280,11 +285,11 @@ class FSDPModule:
         """Refused: nothing is left to do after a backward."""
         raise _not_here("finalize_backward", "every backward finishes what it has begun")
 
-    def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
         """Units to unshard while this one runs forward, instead of the next in recorded order."""
         _unit(self).forward_prefetch = [_unit(module) for module in modules]
 
-    def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
         """Units to unshard while this one runs backward, instead of the one before it in forward order."""
         _unit(self).backward_prefetch = [_unit(module) for module in modules]
 
@@ -309,9 +314,18 @@ class FSDPModule:
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(False)  # they are what they are to become
         try:
-            return super()._apply(_except({p.span for p in made + on_host}, fn), recurse)  # type: ignore[misc, no-any-return]
+            apply = super(TorchFSDPModule, self)._apply  # type: ignore[misc]
+            return apply(_except({p.span for p in made + on_host}, fn), recurse)  # type: ignore[no-any-return]
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+    def _get_fsdp_state(self) -> NoReturn:
+        raise LifecycleError(
+            f"{user_class(self).__name__} is sharded by fullshard: the state of torch's own `fully_shard`, which "
+            "something asks for, is not there",
+            hint="import from fullshard what you import from torch.distributed.fsdp, register_fsdp_forward_method and "
+            "share_comm_ctx included",
+        )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise _replicated(self, "DataParallel")
@@ -399,6 +413,7 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[_UNIT] = unit
     torch_private.mark_fully_sharded(module)
+    torch_private.reduce_for_schedules(module, lambda: schedule_of(unit).reduce_kept())
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
     for inner in module.modules():
         inner.__dict__[torch_private.MANAGED] = True

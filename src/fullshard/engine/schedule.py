@@ -342,6 +342,23 @@ class Schedule:
         self._queued.add(unit)
         self._reductions.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
+    def reduce_kept(self) -> None:
+        """Reduce what backwards before have kept unsharded, as if another one ended here. A collective.
+
+        Raises:
+            LifecycleError: within a backward, which would take it for its own.
+        """
+        if self._in_backward:
+            raise LifecycleError(
+                f"rank {self.mesh.rank}: gradients are to be reduced within a backward that has not ended",
+                hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
+            )
+        self._stepping = self._steppers_at_work()
+        self._in_backward = True
+        for unit in sorted(self.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
+            self._enqueue(unit)
+        self._finish_backward()
+
     def reach_in_backward(self, unit: Unit, call: Call) -> None:
         """Backward comes to `unit`: what it has left without a sign is reduced before anything more is gathered.
 
