@@ -28,7 +28,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -560,6 +560,14 @@ def composable_functions() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     torch_private.mark_fully_sharded(model[0])
     assert _is_fully_sharded(model[0]) and not _is_fully_sharded(model[1])
+
+
+@check("apply_past_fsdp")
+def past_torchs_class() -> None:
+    made: Any = type("Sharded", (FSDPModule, nn.Linear), {"__new__": lambda cls: nn.Module.__new__(cls)})()
+    nn.Linear.__init__(made, 2, 2)
+    assert torch_private.apply_past_fsdp(made, torch.Tensor.double, True) is made
+    assert made.weight.dtype is torch.float64
 
 
 @check("reduce_for_schedules")

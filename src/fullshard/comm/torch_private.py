@@ -39,7 +39,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, _op_schema
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -281,6 +281,11 @@ def mark_fully_sharded(module: nn.Module) -> None:
     """Have torch's composable functions, `replicate` among them, leave its parameters alone. Since 2.0."""
     registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
+
+
+def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Any:
+    """`Module._apply` of the class behind torch's `FSDPModule`, whose own one asks for torch's engine. Since 2.6."""
+    return super(FSDPModule, module)._apply(fn, recurse)
 
 
 class _StateForSchedules:

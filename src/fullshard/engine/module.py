@@ -314,8 +314,7 @@ class FSDPModule(TorchFSDPModule):
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(False)  # they are what they are to become
         try:
-            apply = super(TorchFSDPModule, self)._apply  # type: ignore[misc]
-            return apply(_except({p.span for p in made + on_host}, fn), recurse)  # type: ignore[no-any-return]
+            return torch_private.apply_past_fsdp(self, _except({p.span for p in made + on_host}, fn), recurse)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
