@@ -314,7 +314,8 @@ class FSDPModule(TorchFSDPModule):
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(False)  # they are what they are to become
         try:
-            return torch_private.apply_past_fsdp(self, _except({p.span for p in made + on_host}, fn), recurse)
+            torch_private.apply_past_fsdp(self, _except({p.span for p in made + on_host}, fn), recurse)
+            return self
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
