@@ -46,6 +46,33 @@ class UnshardHandle(TorchUnshardHandle):
             self._unit.unshard()
 
 
+class _NoState:
+    """What torch's functions get in place of its engine's state: an error, whatever they ask for.
+
+    But for what `torch.distributed.fsdp.register_fsdp_forward_method` puts around a method, as Transformers does with
+    `generate`: methods of units see to their parameters themselves.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name
+
+    def _pre_forward(self, _module: object, args: object, kwargs: object) -> tuple[object, object]:
+        return args, kwargs
+
+    def _post_forward(self, _module: object, _args: object, output: object) -> object:
+        return output
+
+    def __getattr__(self, what: str) -> NoReturn:
+        raise LifecycleError(
+            f"{self.__dict__['name']} is sharded by fullshard: {what} of torch's own `fully_shard`, which something "
+            "asks for, is not there",
+            hint="import from fullshard what you import from torch.distributed.fsdp, share_comm_ctx included",
+        )
+
+    def __setattr__(self, what: str, value: object) -> NoReturn:
+        self.__getattr__(what)
+
+
 class FSDPModule(TorchFSDPModule):
     """Mixed into the class of every module that is a unit. The names are torch's.
 
@@ -319,13 +346,8 @@ class FSDPModule(TorchFSDPModule):
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
-    def _get_fsdp_state(self) -> NoReturn:
-        raise LifecycleError(
-            f"{user_class(self).__name__} is sharded by fullshard: the state of torch's own `fully_shard`, which "
-            "something asks for, is not there",
-            hint="import from fullshard what you import from torch.distributed.fsdp, register_fsdp_forward_method and "
-            "share_comm_ctx included",
-        )
+    def _get_fsdp_state(self) -> Any:
+        return _NoState(user_class(self).__name__)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise _replicated(self, "DataParallel")
