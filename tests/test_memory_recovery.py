@@ -1,4 +1,4 @@
-"""`fullshard train` goes on from copies in host memory when a rank or a whole host is killed.
+"""`fullshard train` goes on when a rank or a whole host is killed: from what it has saved, or from copies in memory.
 
 pytest tests/test_memory_recovery.py
 """
@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from fullshard.core.errors import ConfigError
 from fullshard.core.journal import read_journal
 from fullshard.observe import read_metrics
 from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.resume import find_checkpoints
 from fullshard.recipes.train import train
 from tests.launching import LAUNCH, read, started, wait_until
 from tests.namespaces import can_have_namespaces, two_namespaces
@@ -86,6 +88,43 @@ def _check_run(output: Path, reference: Path) -> list[dict[str, Any]]:
         "step-000040"
     ]
     return events
+
+
+@pytest.mark.parametrize("variable", ["FULLSHARD_RESTARTS", "TORCHELASTIC_RESTART_COUNT"])
+def test_what_a_run_has_saved_is_there_when_it_is_started_again(
+    run: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = _settings(run, run / "out") | {"steps": 4, "save_every": 1, "keep_checkpoints": 3}
+    train(TrainArguments.parse(settings))
+    monkeypatch.setenv(variable, "1")
+    saved = [run / "out" / "checkpoints" / f"step-00000{step}" for step in (4, 3, 2)]
+    for further in ({"overwrite": True, "resume": "auto"}, {"overwrite": True, "resume": "never"}, {"resume": "never"}):
+        assert find_checkpoints(TrainArguments.parse(settings | further)) == saved, further
+    assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(saved[1])})) == [saved[0], saved[1]]
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(ConfigError, match="checkpoints of an earlier run"):
+        find_checkpoints(TrainArguments.parse(settings | {"resume": "never"}))
+    assert find_checkpoints(TrainArguments.parse(settings | {"overwrite": True})) == []
+
+
+@pytest.mark.full
+def test_overwrite_is_of_earlier_runs_alone(run: Path) -> None:
+    """A rank is killed after a checkpoint, in a run that has removed another's."""
+    train(TrainArguments.parse(_settings(run, run / "alone")))
+    output = run / "out"
+    train(TrainArguments.parse(_settings(run, output) | {"steps": 30}))
+    (output / "metrics.jsonl").unlink()
+    words = _train_words(_settings(run, output) | {"overwrite": True, "max_restarts": 1, "nproc": 2, "save_every": 5})
+    with started(sys.executable, *words, cwd=run) as process:
+        wait_until(lambda: _steps_done(output) > 7, 200, "the first steps")
+        starts = [event["pid"] for event in read_journal(output) if event["kind"] == "start"]
+        os.kill(starts[-1], signal.SIGKILL)
+        said = process.communicate(timeout=280)[0]
+        assert process.returncode == 0, said
+    steps = [int(step) for step in re.findall(r"resume: from \S+, after step (\d+)", said)]
+    assert steps and 5 <= steps[0] < 30
+    found, right = (list(read_metrics(path / "metrics.jsonl")) for path in (output, run / "alone"))
+    assert [record.loss for record in found] == pytest.approx([record.loss for record in right], rel=1e-4, abs=0)
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -18,6 +18,10 @@ from fullshard.core.paths import local_path
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+
+_MOST_CHOICES = 60
+"""Characters of choices that fit beside a flag in 80 columns; more of them are named by its help."""
 
 
 def path_word(text: str) -> Path:
@@ -93,7 +97,9 @@ def _option(name: str, field: Any) -> inspect.Parameter:
     if field.annotation is bool:
         flag += "/--no-" + name.replace("_", "-")
     parser = path_word if field.annotation is Path else None
-    option = typer.Option(flag, help=f"{field.description}.", parser=parser)
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    metavar = "<name>" if len("|".join(choices)) > _MOST_CHOICES else None
+    option = typer.Option(flag, help=f"{field.description}.", parser=parser, metavar=metavar)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[field.annotation, option]
     )

@@ -147,11 +147,11 @@ class Gradient:
         Only where the `.grad`s are still its parts, and nothing else is to be done with this sum. Not on the host,
         which would wait for a copy, and compute, while it has the rest of backward to issue.
         """
-        self.advance()
         has_more_to_do = self._sums is not None or self._spec.reducing.hook is not None or self._spec.main_is_on_host
-        if self._replicating is None or self._main is None or has_more_to_do:
+        if self._main is None or has_more_to_do:
             return
-        if self._is_untouched(local_gradients(self._parameters)):
+        self.advance()
+        if self._replicating is not None and self._is_untouched(local_gradients(self._parameters)):
             self._main.add_(self._arrive(self._replicating))
             self._is_accumulated = True
 

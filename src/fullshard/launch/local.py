@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.comm import torch_private
-from fullshard.config.switches import ELASTIC, TOKEN
+from fullshard.config.switches import ELASTIC, RESTARTS, TOKEN
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.place import read_place
@@ -204,6 +204,7 @@ class Agent(LocalElasticAgent):
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
         self._is_regrouping = False
+        self._starts = 0
         self._client: RendezvousClient | None = None
         self._membership: Membership | None = None
         self._handler = self._make_handler()
@@ -315,6 +316,8 @@ class Agent(LocalElasticAgent):
         shutil.rmtree(self._preemption, ignore_errors=True)  # that of an attempt before
         self._preemption.mkdir(parents=True)
         own = {LAUNCHER_PID: str(os.getpid()), PREEMPTION_DIR: str(self._preemption)}
+        own[RESTARTS.name] = str(self._starts)  # torchelastic does not count those of hosts that come and go
+        self._starts += 1
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
             # By the name of the host Gloo often finds an address that nothing can reach.
             own["GLOO_SOCKET_IFNAME"] = interface

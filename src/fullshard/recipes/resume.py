@@ -14,6 +14,7 @@ from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.checkpoint.store import store_of
 from fullshard.core.errors import ConfigError, DamagedError
 from fullshard.launch import run_on_main
+from fullshard.launch.environment import is_started_again
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.loop import Trainer
 
@@ -24,11 +25,15 @@ _STREAM = ("batch_size", "seq_len", "seed", "held_out")
 def find_checkpoints(arguments: TrainArguments) -> list[Location]:
     """The checkpoints to go on from, the first that can be loaded; none to start from the beginning. Called on rank 0.
 
+    When a launcher has started the processes again, those that this run has written come first, and none is removed.
+
     Raises:
         ConfigError: the path that was named is no directory, or the output directory holds an earlier run that would
             be mixed with this one.
     """
     directory = arguments.checkpoints
+    if is_started_again():
+        return _of_this_run(arguments)
     if arguments.overwrite:
         _remove_all(directory)
     if arguments.resume == "auto":
@@ -47,6 +52,15 @@ def find_checkpoints(arguments: TrainArguments) -> list[Location]:
             hint="use another --output-dir, or remove them (--overwrite removes all)",
         )
     return [] if arguments.resume == "never" else [location(arguments.resume)]
+
+
+def _of_this_run(arguments: TrainArguments) -> list[Location]:
+    """What it has written, and what it was told to begin with."""
+    written = list(whole_checkpoints(arguments.checkpoints))
+    if arguments.resume in ("auto", "never"):
+        return written
+    first = location(arguments.resume)
+    return [*(path for path in written if path.name > first.name), first]
 
 
 def load_newest(
