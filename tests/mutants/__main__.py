@@ -2,6 +2,7 @@
 
     python -m tests.mutants --measure            first: which tests reach which line (as long as the default tests)
     python -m tests.mutants [--count 300]        the sample, into the record and the page made from it
+    python -m tests.mutants --deep               all tests for what has survived those of the first minutes
     python -m tests.mutants --only engine/unit   all of one file, printed only
     python -m tests.mutants --page               the page alone
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -22,7 +24,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import accumulate
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from tests.mutants.reached import FOLDER, Reached, environment_of, measure
@@ -34,10 +39,14 @@ SOURCE = Path("src/fullshard")
 RECORD = Path(__file__).with_name("record.json")
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 PAGE = Path("docs/mutants.md")
-STAGES = (10.0, 60.0, 600.0)
+STAGES = (10.0, 60.0)
 """Tests run in stages, the quickest first; each ends where so many seconds of tests are in it."""
+LIMIT = 120.0
+"""Seconds of tests after which a change has survived, unless `--deep` is asked for."""
 
 Row = dict[str, Any]
+Rows = dict[tuple[str, int], Row]
+"""By the change and its line: the same change may be possible twice in a function."""
 
 
 def all_mutants() -> list[Mutant]:
@@ -49,8 +58,9 @@ def all_mutants() -> list[Mutant]:
 class Laboratory:
     """A copy of the repository in which one mutant at a time lives."""
 
-    def __init__(self) -> None:
-        self._tree = (FOLDER / "tree").resolve()
+    def __init__(self, number: int, limit: float) -> None:
+        self._tree = (FOLDER / f"tree{number}").resolve()
+        self._limit = limit
         shutil.rmtree(self._tree, ignore_errors=True)
         for name in subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split("\n"):
             if name and Path(name).is_file():
@@ -65,6 +75,7 @@ class Laboratory:
         tests = self._reached.tests(mutant)
         if not tests:
             return row | {"outcome": "not reached"}
+        tests = self._first(tests)
         source = Path(mutant.file).read_text()
         copy = self._tree / mutant.file
         copy.write_text(mutant.apply(source))
@@ -77,6 +88,11 @@ class Laboratory:
         finally:
             copy.write_text(source)
         return row | {"tests": len(tests), "seconds": round(time.monotonic() - began, 1)}
+
+    def _first(self, tests: list[str]) -> list[str]:
+        """As many as take no longer than the limit, but one at least."""
+        until = accumulate(map(self._reached.seconds, tests))
+        return tests[: max(1, sum(taken <= self._limit for taken in until))]
 
     def _stages(self, tests: list[str]) -> Iterator[list[str]]:
         limits = iter(STAGES)
@@ -150,29 +166,53 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="mutants in the sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="every mutant whose name contains this, printed only")
+    parser.add_argument("--deep", action="store_true", help="run what has survived again, with all tests that reach it")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own")
     parser.add_argument("--page", action="store_true", help="write the page from the record, and end")
     options, more = parser.parse_known_args()
     if options.measure:
         measure(more)
         return
     everything = all_mutants()
-    rows: list[Row] = json.loads(RECORD.read_text()) if RECORD.exists() else []
+    rows: Rows = {}
+    if RECORD.exists() and not options.only:
+        rows = {(row["mutant"], row["line"]): row for row in json.loads(RECORD.read_text())}
     if not options.page:
-        sample = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
-        if options.only:
-            sample = [mutant for mutant in everything if options.only in mutant.name]
-        known = set() if options.only else {row["mutant"] for row in rows}
-        laboratory = Laboratory()
-        for mutant in sample:
-            if mutant.name in known:
-                continue
-            row = laboratory.examine(mutant)
+        for row in _examined(_chosen(options, everything, rows), options.jobs, math.inf if options.deep else LIMIT):
             print(f"{row['outcome']:12}{row.get('seconds', 0):7.1f} s  {row['mutant']}  {row['by']}", flush=True)
+            rows[row["mutant"], row["line"]] = row
             if not options.only:
-                rows.append(row)
-                RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+                RECORD.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
     if not options.only:
-        PAGE.write_text(page(rows, len(everything)))
+        PAGE.write_text(page(list(rows.values()), len(everything)))
+
+
+def _chosen(options: argparse.Namespace, everything: list[Mutant], rows: Rows) -> list[Mutant]:
+    if options.only:
+        return [mutant for mutant in everything if options.only in mutant.name]
+    outcomes = {mutant: rows.get((mutant.name, mutant.line), {}).get("outcome") for mutant in everything}
+    if options.deep:
+        return [mutant for mutant, outcome in outcomes.items() if outcome == "survived"]
+    sample = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
+    return [mutant for mutant in sample if outcomes[mutant] is None]
+
+
+def _examined(chosen: list[Mutant], jobs: int, limit: float) -> Iterator[Row]:
+    """The rows, each as soon as it is known."""
+    free: SimpleQueue[Laboratory] = SimpleQueue()
+    for number in range(jobs):
+        free.put(Laboratory(number, limit))
+
+    def examine(mutant: Mutant) -> Row:
+        laboratory = free.get()
+        try:
+            return laboratory.examine(mutant)
+        finally:
+            free.put(laboratory)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        for done in as_completed([threads.submit(examine, mutant) for mutant in chosen]):
+            yield done.result()
 
 
 if __name__ == "__main__":

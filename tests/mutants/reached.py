@@ -18,6 +18,7 @@ FOLDER = Path("build/mutants")
 _DATA = FOLDER / "reached"
 _SECONDS = FOLDER / "seconds.json"
 _TAKEN: defaultdict[str, float] = defaultdict(float)
+_FAILED: set[str] = set()
 _SETTINGS = """[run]
 source_pkgs = fullshard
 branch = false
@@ -36,13 +37,13 @@ def environment_of(tree: Path) -> dict[str, str]:
 
 
 def measure(arguments: list[str]) -> None:
-    """Run the default tests once and note what each reaches.
+    """Run the default tests once and note what each reaches. One that fails says nothing about mutants: it is left out.
 
     Args:
         arguments: more arguments of pytest, such as files.
 
     Raises:
-        RuntimeError: a test failed; nothing can be said about mutants then.
+        RuntimeError: pytest was ended, or found no tests.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
     for old in FOLDER.glob("reached*"):
@@ -51,13 +52,13 @@ def measure(arguments: list[str]) -> None:
     settings.write_text(_SETTINGS.format(data=_DATA.resolve()))
     environment = environment_of(Path.cwd()) | {"COVERAGE_PROCESS_START": str(settings.resolve())}
     default = "not full and not gpu and not xla"
-    command = [sys.executable, "-m", "pytest", "-p", __name__, "-q", "-m", default, *arguments]
-    done = subprocess.run(command, env=environment, check=False)
+    command = [sys.executable, "-m", "pytest", "-p", __name__, "-q", "-m", default, "-n", "2", "--dist", "worksteal"]
+    done = subprocess.run([*command, *arguments], env=environment, check=False)
     recorder = coverage.Coverage(config_file=str(settings))
     recorder.combine(data_paths=[str(FOLDER)])
     recorder.save()
-    if done.returncode:
-        raise RuntimeError(f"pytest ended with {done.returncode}; hint: mutants tell something where all tests pass")
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with {done.returncode}; hint: the lines above say why")
 
 
 class Reached:
@@ -94,8 +95,12 @@ class Reached:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Called by pytest, with `-p tests.mutants.reached`, after each phase of a test."""
     _TAKEN[report.nodeid] += report.duration
+    if report.failed:
+        _FAILED.add(report.nodeid)
 
 
-def pytest_sessionfinish() -> None:
-    """Called by pytest at the end."""
-    _SECONDS.write_text(json.dumps({test: round(taken, 3) for test, taken in _TAKEN.items()}))
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Called by pytest at the end of each process; the one that deals the tests out has heard of all of them."""
+    if not hasattr(session.config, "workerinput"):
+        passed = {test: round(taken, 3) for test, taken in _TAKEN.items() if test not in _FAILED}
+        _SECONDS.write_text(json.dumps(passed))
