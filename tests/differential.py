@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -164,14 +165,21 @@ def products_are_exact() -> bool:
     """Whether this processor's matrix products are the same bit for bit wherever, and in which layout, operands lie."""
 
     def placed(matrix: torch.Tensor, offset: int) -> torch.Tensor:
-        memory = torch.empty(matrix.numel() + offset)
+        memory = matrix.new_empty(matrix.numel() + offset)
         return memory[offset:].view(matrix.shape).copy_(matrix)
 
     generator = torch.Generator().manual_seed(1)
-    for rows, inputs, outputs in ((21, 12, 11), (8, 5, 8), (6, 12, 50), (16, 24, 16), (13, 33, 7)):
-        left, right = (torch.randn(n, inputs, generator=generator) for n in (rows, outputs))
+    shapes = ((21, 12, 11), (8, 5, 8), (6, 12, 50), (16, 24, 16), (13, 33, 7), (4, 6, 6), (2, 3, 8), (4, 16, 16))
+    for (rows, inputs, outputs), dtype in itertools.product(shapes, (torch.float32, torch.float64)):
+        left, right = (torch.randn(n, inputs, generator=generator, dtype=dtype) for n in (rows, outputs))
         expected = left @ right.t()
-        others = [placed(left, 1) @ right.t(), left @ placed(right, 3).t(), left @ right.t().contiguous()]
+        turned = left.t().contiguous().t()
+        others = [
+            placed(left, 1) @ right.t(),
+            left @ placed(right, 3).t(),
+            left @ right.t().contiguous(),
+            turned @ right.t(),
+        ]
         if not all(torch.equal(other, expected) for other in others):
             return False
     return True
