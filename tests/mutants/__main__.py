@@ -108,7 +108,7 @@ class Laboratory:
 
     def _run(self, tests: list[str]) -> str:
         """The test that failed, or what else ended them; empty if all passed."""
-        limit = 120 + 5 * sum(self._reached.seconds(test) for test in tests)
+        limit = 300 + 10 * sum(self._reached.seconds(test) for test in tests)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120", *tests]
         run = subprocess.Popen(
             command,
