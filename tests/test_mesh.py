@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.checkpoint import full_state_dict
 from fullshard.comm.mesh import init_mesh
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, NonFiniteError
 from fullshard.engine import fully_shard, shard_model
 from tests.distributed import end_workers, run_ranks
 
@@ -95,6 +95,21 @@ def _train_on(ranks: list[Any]) -> None:
 def test_ranks_in_another_order(ranks: list[Any]) -> None:
     end_workers()
     run_ranks(_train_on, torch.tensor(ranks).numel(), ranks)
+
+
+def _blame(ranks: list[list[int]], culprit: int) -> None:
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters())
+    (model(torch.ones(2, 8)).sum() * (float("nan") if dist.get_rank() == culprit else 1.0)).backward()
+    with pytest.raises(NonFiniteError, match=f"they came from rank {culprit};"):
+        optimizer.step()
+
+
+def test_ranks_have_their_own_numbers_wherever_a_mesh_puts_them() -> None:
+    """Not those of their places, of which 1 is rank 2's."""
+    end_workers()
+    run_ranks(_blame, 4, [[0, 2], [1, 3]], 2)
 
 
 def _refuse() -> None:

@@ -65,6 +65,13 @@ class Mesh:
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
     _neighbours: dict[int, Collectives] = field(default_factory=dict)
 
+    def rank_at(self, shard_rank: int) -> int:
+        """Which rank of the mesh has that place in this rank's shard group."""
+        if self.shard_group is None or self.world_group is None:
+            return self.replicate_rank * self.shard_size + shard_rank
+        # A mesh may lay its ranks out in another order than theirs.
+        return dist.get_group_rank(self.world_group, dist.get_global_rank(self.shard_group, shard_rank))
+
     def neighbours(self, size: int) -> Collectives:
         """Gathers among runs of `size` ranks along the shard axis. A collective of this rank's run the first time."""
         if size not in self._neighbours:

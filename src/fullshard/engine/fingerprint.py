@@ -103,7 +103,7 @@ class Fingerprint:
     def words(self, error: OutOfStep) -> str:
         """An error of a rank that has looked where the others are, with names."""
         here, there = self._name(error.here), self._name(error.there)
-        other = self._mesh.replicate_rank * self._mesh.shard_size + error.rank
+        other = self._mesh.rank_at(error.rank)
         return f"ranks are out of step: this rank has come to [{here}], rank {other} to [{there}]"
 
     def _name(self, number: int) -> str:

@@ -106,9 +106,8 @@ class FiniteGuard:
         self._is_bad = True
         others = {rank: term for rank, term in terms.items() if term.data_ptr() != part.data_ptr()}
         ranks = [rank for rank, term in others.items() if not bool(term.isfinite().all())]
-        first = self._mesh.replicate_rank * self._mesh.shard_size
         # The sum is where the term of a rank was; it is that one's fault if it is no other's.
-        self._ranks |= {first + rank for rank in ranks or terms.keys() - others.keys()}
+        self._ranks |= {self._mesh.rank_at(rank) for rank in ranks or terms.keys() - others.keys()}
 
     @property
     def has_seen_any(self) -> bool:
