@@ -251,8 +251,11 @@ def test_what_cannot_be_is_an_error(xla: Any, start: Net, tmp_path: Path) -> Non
 
 def test_the_engine_says_what_to_use_here(xla: Any) -> None:
     from fullshard.core.errors import VersionError
+    from fullshard.core.requirements import OLDEST_TORCH
 
-    with pytest.raises(VersionError, match=r"(?s)fullshard needs torch 2.13 or later.*use fullshard.integrations.xla"):
+    oldest = r"\.".join(map(str, OLDEST_TORCH))
+
+    with pytest.raises(VersionError, match=rf"(?s)fullshard needs torch {oldest} or later.*fullshard.integrations.xla"):
         import fullshard.engine  # noqa: F401
 
 
@@ -312,6 +315,27 @@ def test_the_documents_torchacc_example(xla: Any) -> None:
     assert all(spec(parameter) for parameter in model.parameters())
     with pytest.raises(AttributeError, match=r"has no 'save' where PyTorch/XLA"):
         _ = torchacc.save
+
+
+def test_the_fields_of_torchaccs_guide(xla: Any, start: Net) -> None:
+    from fullshard import torchacc
+
+    seen = []
+    fields = {
+        **{"size": 2, "wrap_layer_cls": {"Block"}, "flatten_parameters": False, "sync_module_states": True},
+        **{"use_spmd": True, "shard_output_callable": lambda output, mesh: seen.append((output, mesh.mesh_shape))},
+    }
+    with pytest.warns(UserWarning) as said:
+        model = torchacc.accelerate(copy.deepcopy(start), config={"dist": {"fsdp": fields}})
+    for field in ("flatten_parameters", "sync_module_states"):
+        assert sum(f"{field} has no effect" in str(warning.message) for warning in said) == 1
+    ids = torch.zeros(4, 6, dtype=torch.long)
+    out = model(*xla.shard_batch((ids, ids), model))
+    assert [shape for _, shape in seen] == [(2, 2)] * 3
+    assert [type(output) for output, _ in seen] == [tuple, tuple, dict]
+    assert seen[-1][0] is out
+    assert spec(out["logits"]) == ""
+    assert spec(model.blocks[0].up.weight) == "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"
 
 
 TRAINER = """

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError
 from tests.simulated.training import Case, Model, made, optimizer_of, small_activations, train
 
@@ -34,6 +36,26 @@ def differences(cases: list[Case]) -> list[str]:
             if not all(map(torch.equal, found, expected)):
                 wrong.append(str(case))
     return wrong
+
+
+def neighbours() -> list[str]:
+    """Four ranks as two replicas, whose shards are on chips that are linked, as the documentation has it."""
+    if dist.get_world_size() != 4:
+        return []
+    ranks = torch.get_device_module("tpu").distributed.topology_aware_mesh((2, 2)).sort(dim=1).values
+    assert ranks.tolist() == [[0, 2], [1, 3]]
+    found = []
+    for device in (torch.device("tpu", 0), torch.device("cpu")):
+        device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", "shard"))
+        model = made(Case(), device, mesh=init_mesh(device=device, device_mesh=device_mesh))
+        optimizer = optimizer_of(Case(), model)
+        for step in range(2):
+            tokens = (torch.arange(12, device=device).view(2, 6) + step + dist.get_rank()) % 11
+            model(tokens).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole(model, optimizer))
+    return [] if all(map(torch.equal, *found)) else ["a mesh in the order of the links"]
 
 
 def whole(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -108,7 +130,7 @@ def refused() -> list[str]:
 
 def main() -> None:
     outcome, cases = Path(sys.argv[1]), [Case(**case) for case in json.loads(sys.argv[2])]
-    wrong = loop() + refused() + differences(cases) + move(outcome.parent)
+    wrong = loop() + refused() + differences(cases) + move(outcome.parent) + neighbours()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, wrong)
     if dist.get_rank() == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import types
@@ -32,6 +33,15 @@ def set_tpu_launch_env(*, nnodes: int | None = None, nproc_per_node: int | None 
     hosts = names or ["localhost"]
     os.environ.setdefault(ADDRESSES, ",".join(f"{host}:{8070 + i}" for host in hosts for i in range(count)))
     os.environ.setdefault("TORCH_TPU_TOPOLOGY", f"{count},1,1")
+
+
+def topology_aware_mesh(mesh_shape: tuple[int, ...]) -> torch.Tensor:
+    """As torch_tpu's of two axes: on these chips other ranks are neighbours, row by row turned about."""
+    assert dist.is_initialized() and dist.get_world_size() == math.prod(mesh_shape)
+    replicas, shards = mesh_shape
+    ranks = torch.arange(replicas * shards).view(shards, replicas).T.clone()
+    ranks[::2] = ranks[::2].flip(1)
+    return ranks
 
 
 class _Done(_c10d.Work):
@@ -156,6 +166,7 @@ dist.Backend.register_backend("tpu_dist", _group, devices=["tpu"])
 module: Any = torch.get_device_module("tpu")
 module.distributed = types.ModuleType("torch.tpu.distributed")
 module.distributed.set_tpu_launch_env = set_tpu_launch_env
+module.distributed.topology_aware_mesh = topology_aware_mesh
 sys.modules["torch.tpu.distributed"] = module.distributed
 module.device_count = staticmethod(lambda: HOST_TPUS)
 module.get_device_name = staticmethod(lambda device=None: "TPU v0")
