@@ -12,6 +12,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.comm.base import Collectives, Parts
 from fullshard.comm.cpu.gloo import GlooCollectives
@@ -19,7 +20,8 @@ from fullshard.comm.cpu.two_level import TwoLevelCollectives
 from fullshard.comm.select import choices_for, collectives_for
 from fullshard.core.errors import LayoutError
 from fullshard.core.layout import BucketLayout, ParameterSpec
-from fullshard.core.matrices import Dealing, Matrix, deal, matrices_in, matrix_shape
+from fullshard.core.matrices import Dealing, Matrix, NewtonSchulz, deal, matrices_in, matrix_shape
+from fullshard.optim.newton_schulz import orthogonalized
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
 
@@ -65,6 +67,13 @@ def test_dealt_evenly(layers: int, experts: int, shard_size: int, replicate_size
     dealing = llama(layers, experts=experts, shard_size=shard_size, replicate_size=replicate_size)
     assert dealing.balance <= 1.15
     assert sum(dealing.work) == sum(dealing.cost.flops(matrix.rows, matrix.columns) for matrix in dealing.matrices)
+
+
+@pytest.mark.parametrize("shape", [(24, 72), (511, 511), (512, 300), (600, 1025), (1025, 600)])
+def test_the_work_is_that_of_the_products_which_are_made(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counted:
+        orthogonalized(torch.empty(shape, device="meta"))
+    assert counted.get_total_flops() == NewtonSchulz().flops(*shape)
 
 
 def test_matrices_stay_where_they_are() -> None:

@@ -6,6 +6,7 @@ pytest tests/test_muon.py
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,17 @@ from fullshard.core.events import Event, EventKind
 from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
 from fullshard.optim import EMA, Adafactor, MatrixRule, Muon
 from tests import optimizers
-from tests.differential import check, compare, ddp, optimizer_state, parameters, plain
+from tests.differential import (
+    Record,
+    check,
+    compare,
+    ddp,
+    difference,
+    optimizer_state,
+    parameters,
+    plain,
+    products_are_exact,
+)
 from tests.distributed import run_ranks
 from tests.offload import POLICIES
 
@@ -211,6 +222,81 @@ def check_same_sums() -> dict[str, float]:
 def test_training_is_bit_by_bit_that_of_replicas_that_add_in_the_same_order() -> None:
     """One micro-batch, no norm: what makes the other test's last bits differ."""
     check(run_ranks(check_same_sums, 2), exact=True)
+
+
+@pytest.mark.parametrize("shape", [(511, 600), (512, 512), (700, 513)])
+def test_large_matrices_have_torchs_bits(shape: tuple[int, int]) -> None:
+    """Of 512 rows or more a quarter of each symmetric product is a copy."""
+    torch.manual_seed(0)
+    mine, theirs = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
+    mine.grad = theirs.grad = torch.randn(shape)
+    Muon([mine]).step()
+    torch.optim.Muon([theirs]).step()
+    assert difference(mine.detach(), theirs.detach()) <= (0.0 if products_are_exact() else 0.01)
+
+
+STRATEGIES = {"FULL_SHARD": None, "SHARD_GRAD_OP": None, "HYBRID_SHARD": {1: 1, 2: 1, 3: 1, 4: 2}}
+
+
+def trained(
+    model: nn.Module, optimizer: Any, parts: Sequence[int], size: int
+) -> tuple[list[float], dict[str, torch.Tensor | None]]:
+    """Losses of these of `size` parts of each batch, and all weights; gradients of several are added as ranks do."""
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.randint(0, 31, (12, 7), generator=torch.Generator().manual_seed(step))
+        gradients: dict[nn.Parameter, list[torch.Tensor]] = {}
+        for part in parts:
+            loss = model(tokens[part::size])
+            loss.backward()
+            losses.append(loss.item())
+            for parameter in model.parameters() if len(parts) > 1 else ():
+                if parameter.grad is not None:
+                    gradients.setdefault(parameter, []).append(parameter.grad)
+                    parameter.grad = None
+        for parameter, terms in gradients.items():
+            parameter.grad = in_tree(terms) / size
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, parameters(model)
+
+
+def in_tree(terms: list[torch.Tensor]) -> torch.Tensor:
+    if len(terms) == 1:
+        return terms[0]
+    half = 1 << (len(terms) - 1).bit_length() - 1
+    return in_tree(terms[:half]) + in_tree(terms[half:])
+
+
+def train_with_every_strategy() -> dict[str, tuple[list[float], dict[str, torch.Tensor | None]]]:
+    mesh = init_mesh()
+    found = {}
+    for strategy, sizes in STRATEGIES.items():
+        model = sharded(strategy, shard_size=None if sizes is None else sizes[mesh.world_size])
+        found[strategy] = trained(model, Muon(model, lr=0.01), [mesh.rank], mesh.world_size)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 3, 4))])
+def test_training_is_that_of_one_process(world_size: int) -> None:
+    """Bit by bit the losses and weights of `torch.optim.Muon` in one process that adds up the ranks' gradients.
+
+    Three replicas add in another order: losses within 1e-6, weights within 5e-3, directions being rounded to bfloat16.
+    """
+    model = model_of()
+    expected = as_record(*trained(model, Pair(model), range(world_size), world_size))
+    everyone = run_ranks(train_with_every_strategy, world_size)
+    for strategy in STRATEGIES:
+        ranks = [found[strategy] for found in everyone]
+        losses = [loss for of_step in zip(*(losses for losses, _ in ranks), strict=True) for loss in of_step]
+        is_exact = (strategy, world_size) != ("HYBRID_SHARD", 3)
+        for kind, value in compare(as_record(losses, ranks[0][1]), expected).items():
+            tolerance = 1e-6 if kind.startswith("losses") else 5e-3
+            check([{f"{strategy}, {kind}": value}], exact=is_exact, tolerance=tolerance)
+
+
+def as_record(losses: list[float], weights: dict[str, torch.Tensor | None]) -> Record:
+    return {"losses": {"in order": torch.tensor(losses)}, "parameters": weights}
 
 
 def check_scaler() -> None:

@@ -182,7 +182,7 @@ def test_a_step_with_muon_costs_little_more() -> None:
     """The engine's own step of Llama-3.1-8B on 64 H100, of the rank that has most to do, as planned."""
     case = CASES["8B-64-8k-checkpointed-apart"]
     adamw, muon = (measure(engine, case)["seconds"] for engine in ("fullshard", "muon"))
-    assert adamw < muon <= 1.023 * adamw  # 1.025 if exchanges were all before or all after computing
+    assert adamw < muon <= 1.0195 * adamw  # 1.0204 with products made whole, more without computing beside exchanges
 
 
 def test_an_exchange_is_not_shared_as_a_gather_is() -> None:

@@ -31,6 +31,8 @@ _AHEAD = 0.25
 _ENOUGH_EXCHANGES = 4
 """With so many it is a part of the first and of the last that nobody computes beside."""
 NEWTON_SCHULZ_STEPS = 5
+HALVED_ROWS = 512
+"""A symmetric product of so many rows or more is made without its upper right quarter, which is a copy."""
 PRECONDITION_FREQUENCY = 10
 ROOT_FREQUENCY = 50
 MAX_PRECOND_DIM = 10_000
@@ -66,9 +68,10 @@ class NewtonSchulz:
     sent_as: str = "bfloat16"
 
     def flops(self, rows: int, columns: int) -> int:
-        """Of all iterations."""
+        """Of all iterations: two symmetric products, of the matrix and of what comes of it, and one that is not."""
         short, long = sorted((rows, columns))
-        return NEWTON_SCHULZ_STEPS * (4 * short * short * long + 2 * short**3)
+        made = short * short - (short // 2 * (short - short // 2) if short >= HALVED_ROWS else 0)
+        return NEWTON_SCHULZ_STEPS * 2 * (made * (long + short) + short * short * long)
 
     def kept(self, rows: int, columns: int) -> int:
         """Nothing."""

@@ -1,14 +1,14 @@
 """Newton-Schulz iteration: the nearest orthogonal matrix, nearly, by matrix products alone.
 
 Published by Keller Jordan, https://kellerjordan.github.io/posts/muon/; the same products in the same order as
-`torch.optim.Muon`, so the same bits.
+`torch.optim.Muon`, so the same bits: where a product is symmetric a quarter of it is copied and not computed again.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fullshard.core.matrices import NEWTON_SCHULZ_STEPS
+from fullshard.core.matrices import HALVED_ROWS, NEWTON_SCHULZ_STEPS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial, chosen for the steepest slope at zero."""
@@ -40,6 +40,28 @@ def orthogonalized(
     x = x.T if is_tall else x
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = _symmetric(x, x.T)
+        x = torch.addmm(x, _symmetric(gram, gram, added=gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
+
+
+def _symmetric(
+    x: torch.Tensor, y: torch.Tensor, *, added: torch.Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+) -> torch.Tensor:
+    """`alpha` times x @ y and `beta` times `added`, which is known to be symmetric."""
+    rows = len(x)
+    result = x.new_empty(rows, rows)
+    added = result if added is None else added
+
+    def make(below: slice, beside: slice) -> None:
+        block = result[below, beside]
+        torch.addmm(added[below, beside], x[below], y[:, beside], beta=beta, alpha=alpha, out=block)
+
+    if rows < HALVED_ROWS:
+        make(slice(rows), slice(rows))
+        return result
+    half = rows // 2
+    make(slice(half), slice(half))
+    make(slice(half, rows), slice(rows))
+    result[:half, half:] = result[half:, :half].T
+    return result
