@@ -291,7 +291,7 @@ def check_no_gradient_memory(strategy: str) -> None:
         model(batch(0, 0))
     for unit in units_of(model):
         for bucket in unit.buckets:
-            assert bucket.gradient is not None and bucket.gradient._main is None
+            assert bucket.gradient is not None and bucket.gradient.main.tensor is None
 
 
 def test_gradient_memory_is_given_back() -> None:

@@ -145,7 +145,7 @@ def check_moments() -> list[tuple[str, str]]:
     before = [p.detach().clone() for p in model.parameters()]
     run_backward(model, 0)
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "it has stepped"
-    held = [bucket.gradient._main for p in model.parameters() for bucket in [p._bucket] if bucket.gradient]  # type: ignore[attr-defined]
+    held = [bucket.gradient.main.tensor for p in model.parameters() for bucket in [p._bucket] if bucket.gradient]  # type: ignore[attr-defined]
     assert held == [None] * len(held), "gradients are freed"
     optimizer.step()
     assert all(p.grad is None for p in model.parameters())

@@ -214,7 +214,7 @@ class Schedule:
             unit.reshard_if_outdated()
             for bucket in unit.buckets:
                 if bucket.gradient is not None:
-                    bucket.gradient.release_if_cleared()
+                    bucket.gradient.main.release_if_cleared()
         self.rounds.begin_forward()
         self._last_called = None
         self._forward = []
@@ -628,7 +628,7 @@ class Schedule:
         self.rounds.check_complete()
         for bucket in self._buckets():
             if bucket.gradient is not None:
-                bucket.gradient.check_whole()
+                bucket.gradient.main.check_whole()
         self._stepped_since_forward = True  # once for several optimizers
         if self.fingerprint is not None:
             self.fingerprint.note_step()

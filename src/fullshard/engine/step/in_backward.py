@@ -236,7 +236,7 @@ class Stepper:
         gradient = bucket.gradient
         assert gradient is not None  # noqa: S101 -- its parameters have gradients
         gradient.unsharded.is_used_up = True
-        gradient.release_if_cleared()
+        gradient.main.release_if_cleared()
         return True
 
     # -- after it -----------------------------------------------------------------------------------------------

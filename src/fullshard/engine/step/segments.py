@@ -182,7 +182,7 @@ class _Segment:
         self.parameters = parameters
         bucket = bucket_of(parameters[0])
         assert bucket.gradient is not None  # noqa: S101 -- its parameters have gradients
-        self._gradient = bucket.gradient
+        self._gradient = bucket.gradient.main
         slices = [bucket.slices[p._index] for p in parameters]
         held = [part for part in slices if part.stop > part.start] or slices[:1]
         self._start, self._stop = held[0].start, held[-1].stop

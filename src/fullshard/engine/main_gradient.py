@@ -1,0 +1,157 @@
+"""The main gradient of a bucket: this rank's interval of what micro-batches have added up, shown as `.grad`.
+
+The `.grad`s of sharded parameters are views of it, so that adding another micro-batch is one addition for all of them. A
+script may do with a `.grad` what it does with any: clear it, scale it, put another in its place. What it has touched
+is what the next micro-batch is added to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.bucket_spec import BucketSpec
+from fullshard.engine.parameter import ShardedParameter, are_same, local_gradients
+from fullshard.engine.precision import torch_dtype
+from fullshard.engine.unsharded_gradient import Cut
+
+
+class MainGradient:
+    """That of one bucket.
+
+    Args:
+        spec: of the bucket.
+        parameters: sharded ones, in the order of `spec.slots`.
+
+    Attributes:
+        tensor: shape (S,), in the wider of the dtype of the sum and the stored dtype; None if there is none.
+        is_ahead: something was added to it in a backward that is not over.
+    """
+
+    def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter]) -> None:
+        self._spec, self._parameters = spec, parameters
+        self._dtype = torch_dtype(spec.plan.main_gradient_dtype)
+        self.tensor: torch.Tensor | None = None
+        self.is_ahead = False
+        self._rounded: torch.Tensor | None = None
+        self._torn: list[int] = []
+        self._published: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self._cut = Cut(spec.layout, own=spec.layout.rank_interval(spec.mesh.shard_rank))
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes; 0 if there is none."""
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether every `.grad` is what was published last, so that nothing but this holds its value."""
+        return self._are_untouched(local_gradients(self._parameters))
+
+    def add_early(self, shard: torch.Tensor) -> None:
+        """Add a sum of the backward under way, while it is untouched; `publish_early` follows at the end."""
+        assert self.tensor is not None  # noqa: S101 -- it is untouched
+        self.tensor.add_(shard)
+        self.is_ahead = True
+
+    def publish_early(self, used: bytearray) -> None:
+        """Publish what `add_early` has added.
+
+        Raises:
+            LifecycleError: a `.grad` was changed in between, so that nobody knows whether with or without that.
+        """
+        self.is_ahead = False
+        grads = local_gradients(self._parameters)
+        if not self._are_untouched(grads):
+            raise LifecycleError(
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: a `.grad` of its unit was changed "
+                "during backward, after this micro-batch's gradients were added to it",
+                hint="change gradients between backward and optimizer.step()",
+            )
+        self._publish(grads, used)
+
+    def add(self, shard: torch.Tensor, used: bytearray) -> None:
+        """Add to it if the published `.grad`s are still ours, else start a new one from theirs; and publish it.
+
+        Args:
+            shard: shape (S,); may become the main gradient itself.
+            used: for each parameter, whether it got a gradient on any rank. The others keep `.grad` as it is.
+        """
+        shard = shard.to(self._dtype)
+        grads = local_gradients(self._parameters)
+        if self.tensor is not None and self._are_untouched(grads):
+            self.tensor.add_(shard)
+        else:
+            for part, grad in zip(self._spec.slices, grads, strict=True):
+                if grad is not None:  # the script has put another there, or changed ours: that is what is added to
+                    shard[part].add_(grad)
+            self.tensor = shard
+            self._published, self._versions = [None] * len(grads), [0] * len(grads)
+        self._publish(grads, used)
+
+    def _publish(self, grads: list[torch.Tensor | None], used: bytearray) -> None:
+        """Have the sharded parameters' `.grad`s, now `grads`, show it."""
+        assert self.tensor is not None  # noqa: S101 -- something was added to it, or became it
+        self._rounded = self.tensor.to(self._spec.dtype)  # itself, unless the dtypes differ
+        watch = self._spec.reducing.watch
+        if watch is not None and self._rounded.dtype is torch.float16 and self._rounded is not self.tensor:
+            watch(self._rounded, {})  # what float32 holds may be more than that does
+        pieces, _ = self._cut.apply(self._rounded)
+        for index, parameter in enumerate(self._parameters):
+            grad = grads[index]
+            if grad is None and not used[index]:
+                continue
+            if grad is None or self._published[index] is None or self._rounded is not self.tensor:
+                grad = pieces[index]
+                parameter.publish(grad)
+            self._published[index], self._versions[index] = grad, grad._version
+
+    def published(self, first: int, last: int) -> torch.Tensor | None:
+        """Shape (S,): what the `.grad`s of parameters `first` to `last` are views of; None if not all of them are."""
+        published = self._published[first : last + 1]
+        grads = local_gradients(self._parameters[first : last + 1])
+        is_whole = all(map(operator.is_not, published, itertools.repeat(None)))
+        return self._rounded if is_whole and are_same(grads, published) else None
+
+    def _are_untouched(self, grads: list[torch.Tensor | None]) -> bool:
+        """Where the dtypes differ a rounded copy is published, so a change of that in place counts as touched, too."""
+        copied = self._dtype != self._spec.dtype
+        for current, grad, version in zip(grads, self._published, self._versions, strict=True):
+            if current is not grad or (copied and grad is not None and grad._version != version):
+                return False
+        return any(published is not None for published in self._published)
+
+    def release_if_cleared(self) -> None:
+        """Give its memory back once the user has set every `.grad` to None."""
+        if self.tensor is not None and all(grad is None for grad in local_gradients(self._parameters)):
+            self.tensor = self._rounded = None
+            self._published, self._versions = [], []
+
+    def reset(self) -> None:
+        """A backward has failed. If something of it was added, nobody may go on with that: see `check_whole`."""
+        if self.is_ahead:
+            self._torn, self.is_ahead = [0 if grad is None else grad._version for grad in self._published], False
+
+    def check_whole(self) -> None:
+        """What is published is the sum of whole backwards.
+
+        Raises:
+            LifecycleError: a backward that has failed has left a part of its gradients there, and nobody has cleared
+                them since.
+        """
+        if not self._torn:
+            return
+        versions, self._torn = self._torn, []
+        grads = local_gradients(self._parameters)
+        if are_same(grads, self._published) and versions == [0 if grad is None else grad._version for grad in grads]:
+            self._torn = versions
+            raise LifecycleError(
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: its `.grad` has a part of a "
+                "backward that failed beside the micro-batches before",
+                hint="call optimizer.zero_grad() and begin the step again",
+            )
