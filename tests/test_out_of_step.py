@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import save_checkpoint
-from fullshard.comm.base import OutOfStep
 from fullshard.comm.cpu.track import SharedTrack
+from fullshard.comm.host_pages import OutOfStep
 from fullshard.core.journal import JOURNAL
 from fullshard.engine import shard_model
 from tests.distributed import run_ranks

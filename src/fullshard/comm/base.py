@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from fullshard.comm.host_pages import HostPages
 from fullshard.comm.packing import Packing
 
 
@@ -132,68 +133,6 @@ class Parts:
     def even(cls, numel: int, size: int) -> Parts:
         """The same number for all of `size` ranks."""
         return cls([numel // size] * size, [numel // size] * size)
-
-
-class OutOfStep(RuntimeError):
-    """A rank has come to something else than this one.
-
-    Args:
-        rank: that one's position in the group.
-        here: the number that this rank has written to its track.
-        there: the number that the other has.
-    """
-
-    def __init__(self, rank: int, here: int, there: int) -> None:
-        super().__init__(f"rank {rank} of the group has gone another way")
-        self.rank, self.here, self.there = rank, here, there
-
-
-class Track(Protocol):
-    """What each rank has come to, where others that wait for it can look; see `comm.cpu.track`."""
-
-    def note(self, number: int) -> None:
-        """This rank has come to it."""
-
-    def end(self) -> None:
-        """From here on this rank's numbers mean nothing."""
-
-    def compare(self) -> None:
-        """Raise `OutOfStep` if another rank has come to something else."""
-
-
-class HostPages:
-    """What is done about pages of host memory, by itself nothing: the allocator of an accelerator needs no help.
-
-    On a CPU a page that is touched for the first time costs as much as copying it three times, and ranks of one host
-    can read one another's. What comes of that is in `comm.cpu`; nothing else knows whether it runs on a CPU.
-
-    Attributes:
-        are_dear: so that a gradient is better made where it is to be than copied there.
-        widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
-    """
-
-    are_dear: bool = False
-    widens: bool = False
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised memory, shape (numel,), from which `reduce_scatter` is fastest."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def wait_for_readers(self) -> None:
-        """Wait until no other rank reads what this rank has freed: main weights may change after that."""
-
-    def open_track(self) -> Track | None:
-        """A new track of a model, heeded by who waits here; None where ranks cannot look. The same on every rank."""
-        return None
-
-    def heed(self, track: Track) -> None:
-        """Who waits here is to look at a track, too."""
-
-    def begin_training(self) -> None:
-        """A model has been sharded."""
-
-    def begin_last_unit(self) -> None:
-        """The last unit of a forward is about to run, after which there often is the most of a step."""
 
 
 class Collectives(Protocol):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Collectives, HostPages, Parts, Reduction, Work, cut, own_interval
+from fullshard.comm.base import Collectives, Parts, Reduction, Work, cut, own_interval
 from fullshard.comm.cpu.pages import pages_of
+from fullshard.comm.host_pages import HostPages
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.torch_dist import completed
 from fullshard.core.sizes import all_reduce_nbytes

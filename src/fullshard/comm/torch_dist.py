@@ -12,7 +12,6 @@ from fullshard.comm.base import (
     BufferSpec,
     Collectives,
     FullBuffer,
-    HostPages,
     Parts,
     Reduction,
     ResizedBuffer,
@@ -20,6 +19,7 @@ from fullshard.comm.base import (
     WorkOf,
     own_interval,
 )
+from fullshard.comm.host_pages import HostPages
 from fullshard.comm.packing import Packing
 
 

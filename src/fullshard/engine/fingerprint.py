@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from fullshard.comm.base import OutOfStep
+from fullshard.comm.host_pages import OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.core.journal import JOURNAL
 from fullshard.engine.agree import check_agreement

@@ -1,8 +1,8 @@
 """The main gradient of a bucket: this rank's interval of what micro-batches have added up, shown as `.grad`.
 
-The `.grad`s of sharded parameters are views of it, so that adding another micro-batch is one addition for all of them. A
-script may do with a `.grad` what it does with any: clear it, scale it, put another in its place. What it has touched
-is what the next micro-batch is added to.
+The `.grad`s of sharded parameters are views of it, so that adding another micro-batch is one addition for all of them.
+A script may do with a `.grad` what it does with any: clear it, scale it, put another in its place. What it has made of
+one is what the next micro-batch is added to.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import OutOfStep
+from fullshard.comm.host_pages import OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError, NonFiniteError
 from fullshard.core.events import EventKind, EventSink

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fullshard.comm.base import Collectives, OutOfStep
+from fullshard.comm.base import Collectives
+from fullshard.comm.host_pages import OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
 from fullshard.core.events import Event, EventKind, EventSink

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fullshard.comm.base import HostPages
 from fullshard.comm.cpu.heap import heap
+from fullshard.comm.host_pages import HostPages
 
 
 class CpuPages(HostPages):

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Track
 from fullshard.comm.cpu.track import MAX_TRACKS, PAGE_NBYTES, SharedTrack
+from fullshard.comm.host_pages import Track
 from fullshard.config.switches import COMM
 from fullshard.core.place import PLACE
 from fullshard.core.route import Route

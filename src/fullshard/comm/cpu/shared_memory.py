@@ -27,12 +27,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, ResizedBuffer, Track, Work, WorkOf
+from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, ResizedBuffer, Work, WorkOf
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.cpu.pages import CpuPages
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.send_queue import SendQueues
+from fullshard.comm.host_pages import Track
 from fullshard.core.route import Route
 
 _PAGE_NBYTES = mmap.PAGESIZE

@@ -11,7 +11,7 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.comm.base import OutOfStep
+from fullshard.comm.host_pages import OutOfStep
 
 MAX_TRACKS = 256
 """Models that have one, of all that ever use these collectives."""
