@@ -28,6 +28,7 @@ from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.additions import Additions
 from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.call import Call
 from fullshard.engine.checkup import Checkup
 from fullshard.engine.end_of_backward import BucketEnd, EndOfBackward
 from fullshard.engine.fingerprint import Fingerprint
@@ -35,7 +36,7 @@ from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.rounds import Rounds
-from fullshard.engine.unit import Call, Unit, owner_of
+from fullshard.engine.unit import Unit, owner_of
 from fullshard.engine.unit_parameters import UnitState
 
 
@@ -359,7 +360,7 @@ class Schedule:
             self._enqueue(unit)
         self._finish_backward()
 
-    def reach_in_backward(self, unit: Unit, call: Call) -> None:
+    def reach_in_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Backward comes to `unit`: what it has left without a sign is reduced before anything more is gathered.
 
         Where no input wants a gradient, only the last gradient tells that a unit's backward is over, and none does on
@@ -373,7 +374,7 @@ class Schedule:
         if call.inputs_left is None:
             self._unannounced.add(unit)
 
-    def prefetch_backward(self, unit: Unit, call: Call) -> None:
+    def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
         if unit.backward_prefetch is not None:
             for other in unit.backward_prefetch:

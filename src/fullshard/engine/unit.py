@@ -5,8 +5,8 @@
     pre-backward      unshard, prefetch the unit before (fires when the gradient of an output is there)
     post-backward     reshard, hand the gradients over for reduction (fires when those of all inputs are there)
 
-One forward of the unit that autograd may come back to is a `Call`. Calls are held weakly: the hooks on the outputs
-own them, so a graph that is thrown away takes its calls with it.
+One forward of the unit that autograd may come back to is a `Call` (`engine.call`). Calls are held weakly: the hooks on
+the outputs own them, so a graph that is thrown away takes its calls with it.
 """
 
 from __future__ import annotations
@@ -23,35 +23,18 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.core.errors import FullshardError, LifecycleError
+from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.call import Call, locate, uncompiled
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
-from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors
+from fullshard.engine.parts import watch_parts
+from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating
 from fullshard.engine.unit_parameters import UnitOwner, UnitParameters
 from fullshard.engine.unsharded_gradient import Product
 from fullshard.engine.weight_gradients import watch_uses
 from fullshard.wrap.partition import UnitPlan
-
-
-class Call:
-    """One forward of a unit whose backward may come.
-
-    Attributes:
-        previous: the unit whose forward began just before; backward will want it next.
-        page: the activations that backward needs when it reaches the outputs, if any are on the host (the schedule's).
-        is_active: backward has reached the outputs and not yet all inputs.
-        inputs_left: inputs whose gradient is not there yet; None if no input wants one.
-    """
-
-    __slots__ = ("__weakref__", "inputs_left", "is_active", "is_done", "page", "previous")
-
-    def __init__(self, previous: Unit | None) -> None:
-        self.previous = previous
-        self.is_active = self.is_done = False
-        self.inputs_left: int | None = None
-        self.page: object = None
 
 
 class UnitSchedule(UnitOwner, Protocol):
@@ -83,10 +66,10 @@ class UnitSchedule(UnitOwner, Protocol):
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached the unit."""
 
-    def reach_in_backward(self, unit: Unit, call: Call) -> None:
+    def reach_in_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """It has reached an output of `call`, and nothing has been gathered for it yet."""
 
-    def prefetch_backward(self, unit: Unit, call: Call) -> None:
+    def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Its parameters are there, and its gradients about to be computed."""
 
     def prefetch_after_backward(self, previous: Unit | None) -> None:
@@ -132,10 +115,9 @@ class Unit(UnitParameters):
         self._gradient_hooks: list[OrderedDict[int, object]] = []
         self._own_hooks: list[int] = []
         self._hook_count = 0
-        self._calls: set[weakref.ref[Call]] = set()
-        self._current: list[Call] = []
+        self._calls: set[weakref.ref[Call[Unit]]] = set()
+        self._current: list[Call[Unit]] = []
         self._ran: set[int] = set()
-        self._part: nn.Module | None = None
         self._running = 0
         self._is_in_method = False
         super().__init__(plan, mesh=mesh, policy=policy, storage=storage, schedule=schedule, weights=weights)
@@ -173,7 +155,7 @@ class Unit(UnitParameters):
         """Whether autograd may still come back to a forward of this unit."""
         return bool(self._calls)
 
-    def _live_calls(self) -> list[Call]:
+    def _live_calls(self) -> list[Call[Unit]]:
         # A copy first: a call may go at any moment, and takes its reference out of the set then.
         return [call for reference in tuple(self._calls) if (call := reference()) is not None]
 
@@ -196,9 +178,9 @@ class Unit(UnitParameters):
 
     def _register_hooks(self) -> None:
         for module in self.modules:
-            module.register_forward_pre_hook(_uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
             # always_call: an exception inside forward must not leave the unit unsharded
-            module.register_forward_hook(_uncompiled(self._post_forward), always_call=True)
+            module.register_forward_hook(uncompiled(self._post_forward), always_call=True)
 
     def watch_gradients(self, bucket: Bucket) -> None:
         """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
@@ -208,12 +190,12 @@ class Unit(UnitParameters):
                 # A hook can only be put on what requires grad at that moment.
                 requires_grad = slot.parameter.requires_grad
                 slot.parameter.requires_grad_(True)
-                hook = _uncompiled(_gradient_hook(self, bucket, index))
+                hook = uncompiled(_gradient_hook(self, bucket, index))
                 own = slot.parameter.register_post_accumulate_grad_hook(hook)
                 slot.parameter.requires_grad_(requires_grad)
                 self._gradient_hooks.append(torch_private.accumulated_hooks(slot.parameter) or OrderedDict())
                 self._own_hooks.append(own.id)
-        watch_uses(bucket, _take_use(self), _uncompiled)
+        watch_uses(bucket, _take_use(self), uncompiled)
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module of the unit as if it were its forward. Within the unit's forward it just runs."""
@@ -248,7 +230,7 @@ class Unit(UnitParameters):
             # In backward with a live call this is checkpointing's recompute: its graph is never run backward.
             call = Call(self.schedule.note_call(self))
             self._current.append(call)
-            args, kwargs = self._watch_inputs(call, args, kwargs)
+            args, kwargs = call.watch_inputs(self, args, kwargs)
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -285,90 +267,19 @@ class Unit(UnitParameters):
         In the outermost unit any: an encoder called on its own uses the embedding that the whole model owns. In others
         embeddings, which models look tokens up in (`get_input_embeddings()`) before they call what holds them.
         """
-        parts = {id(m): m for slot in self.slots for m, _ in slot.owners}
-        handles = []
-        for part in parts.values():
-            is_watched = is_outermost or isinstance(part, nn.Embedding)
-            if is_watched and all(part is not module for module in self.modules):
-                before, after = self._part_hooks()
-                handles.append(part.register_forward_pre_hook(before, prepend=True))
-                handles.append(part.register_forward_hook(after, always_call=True))
-        return handles
+        parts = {id(m): m for slot in self.slots for m, _ in slot.owners if is_outermost or isinstance(m, nn.Embedding)}
+        apart = [part for part in parts.values() if all(part is not module for module in self.modules)]
+        return watch_parts(self, apart)
 
-    def _part_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """A part's; within the unit's forward they do nothing, and a graph of that goes on through them."""
-        pre_part, post_part = _uncompiled(self._pre_part), _uncompiled(self._post_part)
-
-        def before(module: nn.Module, args: Any) -> None:
-            if self.is_at_rest:
-                pre_part(module)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self._part is module:
-                post_part()
-
-        torch_private.keep_compiler_out(before, is_in_graphs=True)
-        torch_private.keep_compiler_out(after, is_in_graphs=True)
-        return before, after
-
-    def _pre_part(self, module: nn.Module) -> None:
-        self.take_requires_grad()
-        self.unshard()
-        if torch.is_grad_enabled():
-            self.is_kept_for_backward = True  # nothing will announce its backward
-        else:
-            self._part = module
-
-    def _post_part(self) -> None:
-        self._part = None
-        self.reshard()
-
-    def _watch_inputs(self, call: Call, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
-
-        The identity makes it this unit's own: a tensor that other modules read too is complete much later. A view
-        does not forbid the unit to change its input in place, as a custom autograd function would. Lists and dicts are
-        left as they are: the unit may be meant to change them, and would change a copy.
-        """
-        done = _uncompiled(_InputHook(self, call))
-
-        def watch(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            view = tensor.view_as(tensor)
-            assert view.grad_fn is not None  # noqa: S101 -- it requires grad
-            view.grad_fn.register_hook(done)
-            call.inputs_left = (call.inputs_left or 0) + 1
-            return view
-
-        watched = {key: map_tensors(watch, value, into_mutable=False) for key, value in kwargs.items()}
-        return map_tensors(watch, args, into_mutable=False), watched
-
-    def _watch_outputs(self, call: Call, output: Any) -> bool:
-        """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
-        hook = _OutputHook(self, call)
-        found = False
-
-        def watch(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal found
-            if not tensor.requires_grad or tensor.grad_fn is None:
-                return tensor
-            found = True
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:
-                # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
-                base.grad_fn.register_prehook(_uncompiled(hook))
-            tensor.register_hook(_uncompiled(hook))
-            return tensor
-
-        map_tensors(watch, output)
-        if found:
+    def _watch_outputs(self, call: Call[Unit], output: Any) -> bool:
+        """Learn when backward reaches an output; False if nothing will tell, although parameters want gradients."""
+        if call.watch_outputs(self, output):
             call.page = self.schedule.page
             self._calls.add(weakref.ref(call, self._calls.discard))
             return True
         return not any(bucket.trainable_count for bucket in self.buckets)
 
-    def pre_backward(self, call: Call) -> None:
+    def pre_backward(self, call: Call[Unit]) -> None:
         """Backward has reached an output of `call`."""
         if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
             self._check_second_derivatives()
@@ -401,7 +312,7 @@ class Unit(UnitParameters):
                 "`with unsharded(model)`",
             )
 
-    def post_backward(self, call: Call) -> None:
+    def post_backward(self, call: Call[Unit]) -> None:
         """Backward has passed all inputs of `call`."""
         call.is_active, call.is_done = False, True
         self.emit(EventKind.BACKWARD_END)
@@ -467,7 +378,7 @@ def _gradient_hook(unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Te
             if gradient.unsharded.collect(index, parameter) and bucket.is_complete:
                 unit.gradients_complete(bucket)
         except BaseException as error:
-            _locate(error, unit, "gradient")
+            locate(error, unit, "gradient")
             raise
 
     return hook
@@ -485,7 +396,7 @@ def _take_use(unit: Unit) -> Callable[[Bucket, int, torch.Tensor | Product], boo
             unit.schedule.begin_backward(unit)
             return bucket.gradient.unsharded.take(index, gradient)
         except BaseException as error:
-            _locate(error, unit, "gradient")
+            locate(error, unit, "gradient")
             raise
 
     return take
@@ -495,54 +406,3 @@ def owner_of(bucket: Bucket) -> Unit:
     """The unit that a bucket belongs to."""
     assert isinstance(bucket.owner, Unit)  # noqa: S101 -- nothing else makes buckets
     return bucket.owner
-
-
-class _OutputHook:
-    """Gradient hook of a unit's outputs; owns the call."""
-
-    def __init__(self, unit: Unit, call: Call) -> None:
-        self.unit, self.call = unit, call
-
-    def __call__(self, gradient: Any) -> None:
-        try:
-            self.unit.pre_backward(self.call)
-        except BaseException as error:
-            _locate(error, self.unit, "pre-backward")
-            raise
-
-
-class _InputHook:
-    """Hook of the identities in front of a unit's inputs."""
-
-    def __init__(self, unit: Unit, call: Call) -> None:
-        self.unit, self.call, self.fired = unit, weakref.ref(call), 0
-
-    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
-        call = self.call()
-        if call is None:
-            return
-        self.fired += 1
-        if self.fired == call.inputs_left:
-            self.fired = 0
-            if call.is_active:
-                try:
-                    self.unit.post_backward(call)
-                except BaseException as error:
-                    _locate(error, self.unit, "post-backward")
-                    raise
-
-
-def _locate(error: BaseException, unit: Unit, phase: str) -> None:
-    """Add rank, unit and phase to an error that does not say them."""
-    if not isinstance(error, FullshardError):
-        error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the compiler out of a hook."""
-
-    def hook(*args: Any) -> Any:
-        return function(*args)
-
-    torch_private.keep_compiler_out(hook)
-    return hook

@@ -1,0 +1,149 @@
+"""One forward of a unit that autograd may come back to, and how autograd tells that backward is there or has passed.
+
+    outputs    a hook on each        the gradient of an output is there: backward is about to enter the unit
+    inputs     an identity each      the gradients of all inputs are there: backward has left it
+
+What goes wrong in a hook comes out of `loss.backward()` far away, so it is told which unit it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from fullshard.comm import torch_private
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import FullshardError
+from fullshard.engine.precision import map_tensors
+
+UnitT = TypeVar("UnitT")
+
+
+class CallOwner(Protocol):
+    """What a call tells its unit."""
+
+    name: str
+    mesh: Mesh
+
+    def pre_backward(self, call: Any) -> None:
+        """Backward has reached an output of `call`."""
+
+    def post_backward(self, call: Any) -> None:
+        """Backward has passed all inputs of `call`."""
+
+
+class Call(Generic[UnitT]):
+    """One forward of a unit whose backward may come.
+
+    Attributes:
+        previous: the unit whose forward began just before; backward will want it next.
+        page: the activations that backward needs when it reaches the outputs, if any are on the host (the schedule's).
+        is_active: backward has reached the outputs and not yet all inputs.
+        inputs_left: inputs whose gradient is not there yet; None if no input wants one.
+    """
+
+    __slots__ = ("__weakref__", "inputs_left", "is_active", "is_done", "page", "previous")
+
+    def __init__(self, previous: UnitT | None) -> None:
+        self.previous = previous
+        self.is_active = self.is_done = False
+        self.inputs_left: int | None = None
+        self.page: object = None
+
+    def watch_inputs(self, unit: CallOwner, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
+
+        The identity makes it this unit's own: a tensor that other modules read too is complete much later. A view
+        does not forbid the unit to change its input in place, as a custom autograd function would. Lists and dicts are
+        left as they are: the unit may be meant to change them, and would change a copy.
+        """
+        done = uncompiled(_InputHook(unit, self))
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            view = tensor.view_as(tensor)
+            assert view.grad_fn is not None  # noqa: S101 -- it requires grad
+            view.grad_fn.register_hook(done)
+            self.inputs_left = (self.inputs_left or 0) + 1
+            return view
+
+        watched = {key: map_tensors(watch, value, into_mutable=False) for key, value in kwargs.items()}
+        return map_tensors(watch, args, into_mutable=False), watched
+
+    def watch_outputs(self, unit: CallOwner, output: Any) -> bool:
+        """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
+        hook = _OutputHook(unit, self)
+        found = False
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal found
+            if not tensor.requires_grad or tensor.grad_fn is None:
+                return tensor
+            found = True
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
+                base.grad_fn.register_prehook(uncompiled(hook))
+            tensor.register_hook(uncompiled(hook))
+            return tensor
+
+        map_tensors(watch, output)
+        return found
+
+
+class _OutputHook:
+    """Gradient hook of a unit's outputs; owns the call."""
+
+    def __init__(self, unit: CallOwner, call: Call[Any]) -> None:
+        self.unit, self.call = unit, call
+
+    def __call__(self, gradient: Any) -> None:
+        try:
+            self.unit.pre_backward(self.call)
+        except BaseException as error:
+            locate(error, self.unit, "pre-backward")
+            raise
+
+
+class _InputHook:
+    """Hook of the identities in front of a unit's inputs.
+
+    It holds the call weakly: inputs may outlive the graph of this unit, whose outputs own the call.
+    """
+
+    def __init__(self, unit: CallOwner, call: Call[Any]) -> None:
+        self.unit, self.call, self.fired = unit, weakref.ref(call), 0
+
+    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
+        call = self.call()
+        if call is None:
+            return
+        self.fired += 1
+        if self.fired == call.inputs_left:
+            self.fired = 0  # the graph may be run again (`retain_graph`)
+            if call.is_active:
+                try:
+                    self.unit.post_backward(call)
+                except BaseException as error:
+                    locate(error, self.unit, "post-backward")
+                    raise
+
+
+def locate(error: BaseException, unit: CallOwner, phase: str) -> None:
+    """Add rank, unit and phase to an error that does not say them."""
+    if not isinstance(error, FullshardError):
+        error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the compiler out of a hook."""
+
+    def hook(*args: Any) -> Any:
+        return function(*args)
+
+    torch_private.keep_compiler_out(hook)
+    return hook

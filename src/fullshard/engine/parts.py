@@ -1,0 +1,88 @@
+"""Modules that hold parameters of a unit and are called past it: an encoder on its own, an embedding.
+
+Within the unit's forward their hooks do nothing. Outside they unshard the whole unit, and with gradients it stays so
+until the backward is over, because nothing announces that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fullshard.comm import torch_private
+from fullshard.engine.call import uncompiled
+
+
+class PartOwner(Protocol):
+    """What a part asks of its unit."""
+
+    is_kept_for_backward: bool
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the modules hold sharded parameters."""
+
+    def take_requires_grad(self) -> None:
+        """Somebody may have frozen some."""
+
+    def unshard(self) -> None:
+        """Make the parameters whole."""
+
+    def reshard(self) -> None:
+        """Free them."""
+
+
+def watch_parts(unit: PartOwner, parts: Iterable[nn.Module]) -> list[RemovableHandle]:
+    """Unshard a unit, too, when one of these modules is called past it."""
+    handles = []
+    for part in parts:
+        before, after = _hooks_of(_Part(unit))
+        handles.append(part.register_forward_pre_hook(before, prepend=True))
+        handles.append(part.register_forward_hook(after, always_call=True))  # an exception must not leave it unsharded
+    return handles
+
+
+class _Part:
+    """One of them.
+
+    Attributes:
+        has_unsharded: it is being called past the unit, and reshards it in the end.
+    """
+
+    def __init__(self, unit: PartOwner) -> None:
+        self.unit, self.has_unsharded = unit, False
+
+    def begin(self) -> None:
+        """It is called past the unit."""
+        self.unit.take_requires_grad()
+        self.unit.unshard()
+        if torch.is_grad_enabled():
+            self.unit.is_kept_for_backward = True  # nothing will announce its backward
+        else:
+            self.has_unsharded = True
+
+    def end(self) -> None:
+        """It has run."""
+        self.has_unsharded = False
+        self.unit.reshard()
+
+
+def _hooks_of(part: _Part) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Within the unit's forward they do nothing, and a graph of that goes on through them."""
+    begin, end = uncompiled(part.begin), uncompiled(part.end)
+
+    def before(module: nn.Module, args: Any) -> None:
+        if part.unit.is_at_rest:
+            begin()
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if part.has_unsharded:
+            end()
+
+    torch_private.keep_compiler_out(before, is_in_graphs=True)
+    torch_private.keep_compiler_out(after, is_in_graphs=True)
+    return before, after
