@@ -7,7 +7,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum, auto
 from types import FrameType
 from typing import Any, NoReturn, Self, cast
 
@@ -21,6 +20,7 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, CopyError, LifecycleError
 from fullshard.core.pace import RankPace
 from fullshard.core.user_class import USER_CLASS, user_class
+from fullshard.engine.conversion import convert
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
@@ -324,24 +324,11 @@ class FSDPModule(TorchFSDPModule):
         return units_of(self) if recurse else [_unit(self)]  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        units = units_of(self)  # type: ignore[arg-type]
-        results = {unit: _applied(unit, fn) for unit in units}
-        on_meta = [unit for unit in units if results[unit] is _Applied.REAL]
-        to_cast = [unit for unit in units if results[unit] is _Applied.CAST]
-        for unit in to_cast:
-            unit.check_cast()  # all of them before any is changed
-        for unit in to_cast:
-            unit.cast(fn)
-        for unit in on_meta:
-            unit.make_real(is_filled=False)
-        made = [p for unit in on_meta for _, p in unit.entries]
-        on_host = [
-            p for u in units if u.stand_ins is None for b in u.buckets if b.main_is_on_host for _, p in u.entries
-        ]
+        converted = convert(units_of(self), fn)  # type: ignore[arg-type]
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(False)  # they are what they are to become
         try:
-            torch_private.apply_past_fsdp(self, _except({p.span for p in made + on_host}, fn), recurse)
+            torch_private.apply_past_fsdp(self, _except(converted, fn), recurse)
             return self
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
@@ -607,42 +594,7 @@ def join(path: str, attribute: str) -> str:
     return f"{path}.{attribute}" if path else attribute
 
 
-# -- guards and state dicts -------------------------------------------------------------------------------------
-
-
-class _Applied(Enum):
-    """What a function that `model.to(...)` and friends apply comes to for a unit."""
-
-    SAME = auto()
-    CAST = auto()
-    """other dtypes"""
-    REAL = auto()
-    """from the meta device to the unit's"""
-
-
-def _applied(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> _Applied:
-    """What `fn` comes to.
-
-    Raises:
-        LifecycleError: parameters on another device, where the unit cannot follow.
-    """
-    # What is on the host computes elsewhere: a model that is moved there stays as it is.
-    before = torch.device("meta") if unit.stand_ins is not None else unit.mesh.device
-    applied = _Applied.SAME
-    for dtype in dict.fromkeys(parameter.dtype for _, parameter in unit.entries):
-        result = fn(torch.empty(0, dtype=dtype, device=before))
-        if result.device == before:
-            applied = _Applied.CAST if result.dtype != dtype else applied
-            continue
-        is_own = result.device == unit.mesh.device or (unit.storage.host is not None and result.device.type == "cpu")
-        if unit.stand_ins is None or not is_own or result.dtype != dtype:
-            raise LifecycleError(
-                f"unit {unit.name!r}: cannot turn sharded parameters from {dtype} on {before} into {result.dtype} on "
-                f"{result.device}",
-                hint="move the model before sharding it, or to_empty() it from the meta device to where it belongs",
-            )
-        return _Applied.REAL
-    return applied
+# -- state dicts ------------------------------------------------------------------------------------------------
 
 
 def _except(spans: set[Span], fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -8,18 +8,14 @@ business of `engine.unit`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
-import torch
-
 from fullshard.comm.base import Collectives
-from fullshard.comm.host_pages import OutOfStep
 from fullshard.comm.mesh import Mesh
-from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
+from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind, EventSink
-from fullshard.core.place import PLACE
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import Reducing, by_bucket
 from fullshard.engine.composed import ComposedBucket
@@ -30,6 +26,7 @@ from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.waiting import Waiting, WaitingModel
 from fullshard.wrap.extended import is_composed, is_extended
 from fullshard.wrap.partition import Slot, UnitPlan
 
@@ -57,18 +54,14 @@ _TRANSITIONS = (  # not a set: an enum's hash is computed in Python
 )
 
 
-class UnitOwner(Protocol):
+class UnitOwner(WaitingModel, Protocol):
     """What a unit's parameters ask of the model that they are part of."""
 
     event_sink: EventSink | None
-    steps: int
 
     @property
     def has_stepped(self) -> bool:
         """Whether an optimizer has."""
-
-    def words(self, error: OutOfStep) -> str:
-        """What an error says, with names."""
 
     def know_buckets(self) -> None:
         """A unit that was on the meta device has its buckets now."""
@@ -185,36 +178,6 @@ class UnitParameters:
         for slot, sharded in self.entries:
             sharded.span.name.names = names[id(slot)]
         self.schedule.know_buckets()
-
-    def check_cast(self) -> None:
-        """See to it that nothing would be left behind by `cast`.
-
-        Raises:
-            LifecycleError: there are gradients, or an optimizer has stepped, which has state.
-        """
-        if self.stand_ins is None and (self.schedule.has_stepped or any(p.grad is not None for _, p in self.entries)):
-            raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: cannot cast sharded parameters with gradients or "
-                "optimizer state",
-                hint="cast the model before the first step; for mixed precision use mp_policy",
-            )
-        if any(is_extended(slot.parameter) for slot in self.slots) or (
-            self.stand_ins is None and any(isinstance(bucket, ExtendedBucket) for bucket in self.buckets)
-        ):
-            raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: cannot cast sharded parameters that say how they are "
-                "gathered",
-                hint="cast the model before fully_shard; for mixed precision use mp_policy",
-            )
-
-    def cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Turn the parameters into what `fn` makes of them: of another dtype, on the same device."""
-        is_real = self.stand_ins is None
-        if is_real:
-            self.reshard()
-        self.stand_ins = StandIns.cast(self.entries, fn)
-        if is_real:
-            self.make_real(is_filled=self.is_filled)
 
     def warn_of_empty(self) -> None:
         """Say which parameters were given memory, and no values before the first forward."""
@@ -342,34 +305,6 @@ class UnitParameters:
     def waiting(self, phase: str) -> Waiting:
         """Within it this rank waits for others in that phase."""
         return Waiting(self, phase)
-
-
-class Waiting:
-    """Makes what torch raises within, because another rank has ended, an error with rank, unit and phase.
-
-    Running out of memory is no such error: who catches that is to catch it here, too.
-    """
-
-    __slots__ = ("_phase", "_unit")
-
-    def __init__(self, unit: UnitParameters, phase: str) -> None:
-        self._unit, self._phase = unit, phase
-
-    def __enter__(self) -> None:
-        PLACE.enter(f"unit {self._unit.name!r}, {self._phase}", self._unit.schedule.steps + 1)
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        PLACE.leave()
-        if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
-            what: object = PLACE.given_up or error
-            if isinstance(error, OutOfStep):
-                what = self._unit.schedule.words(error)
-                self._unit.mesh.end_waits()  # the other rank may wait for this one elsewhere
-            raise CommunicationError(
-                f"rank {self._unit.mesh.rank}, unit {self._unit.name!r}, {self._phase}: {what} "
-                f"(step {self._unit.schedule.steps + 1} of this process)",
-                hint="see whether another rank failed first, or took another path through the model",
-            ) from error
 
 
 def _bucket_type(slots: Sequence[Slot]) -> type[Bucket]:

@@ -1,0 +1,111 @@
+"""What `model.to(...)`, `.half()`, `.to_empty(...)` and friends do to sharded parameters.
+
+torch hands each of them down as a function of a tensor. An empty tensor tells what it comes to: another dtype casts a
+unit, the unit's own device makes one real that is on the meta device, and any other device is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+import torch
+
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.deferred import StandIns
+from fullshard.engine.extended import ExtendedBucket
+from fullshard.engine.span import Span
+from fullshard.engine.unit_parameters import UnitParameters
+from fullshard.wrap.extended import is_extended
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Applied(Enum):
+    """What a function comes to for a unit."""
+
+    SAME = auto()
+    CAST = auto()
+    """other dtypes"""
+    REAL = auto()
+    """from the meta device to the unit's"""
+
+
+def convert(units: Sequence[UnitParameters], fn: Function) -> set[Span]:
+    """Do to the parameters of units what `fn` would.
+
+    Returns:
+        Spans of those that are what they are to become, or stay where they are: `fn` is not for them.
+
+    Raises:
+        LifecycleError: a unit cannot follow; none was changed.
+    """
+    results = {unit: _applied(unit, fn) for unit in units}
+    on_meta = [unit for unit in units if results[unit] is _Applied.REAL]
+    to_cast = [unit for unit in units if results[unit] is _Applied.CAST]
+    for unit in to_cast:
+        _check_cast(unit)  # all of them before any is changed
+    for unit in to_cast:
+        _cast(unit, fn)
+    for unit in on_meta:
+        unit.make_real(is_filled=False)
+    made = [p for unit in on_meta for _, p in unit.entries]
+    on_host = [p for u in units if u.stand_ins is None for b in u.buckets if b.main_is_on_host for _, p in u.entries]
+    return {parameter.span for parameter in made + on_host}
+
+
+def _applied(unit: UnitParameters, fn: Function) -> _Applied:
+    """What `fn` comes to.
+
+    Raises:
+        LifecycleError: parameters on another device, where the unit cannot follow.
+    """
+    # What is on the host computes elsewhere: a model that is moved there stays as it is.
+    before = torch.device("meta") if unit.stand_ins is not None else unit.mesh.device
+    applied = _Applied.SAME
+    for dtype in dict.fromkeys(parameter.dtype for _, parameter in unit.entries):
+        result = fn(torch.empty(0, dtype=dtype, device=before))
+        if result.device == before:
+            applied = _Applied.CAST if result.dtype != dtype else applied
+            continue
+        is_own = result.device == unit.mesh.device or (unit.storage.host is not None and result.device.type == "cpu")
+        if unit.stand_ins is None or not is_own or result.dtype != dtype:
+            raise LifecycleError(
+                f"unit {unit.name!r}: cannot turn sharded parameters from {dtype} on {before} into {result.dtype} on "
+                f"{result.device}",
+                hint="move the model before sharding it, or to_empty() it from the meta device to where it belongs",
+            )
+        return _Applied.REAL
+    return applied
+
+
+def _check_cast(unit: UnitParameters) -> None:
+    """See to it that nothing would be left behind by a cast.
+
+    Raises:
+        LifecycleError: there are gradients, or an optimizer has stepped, which has state.
+    """
+    is_real = unit.stand_ins is None
+    if is_real and (unit.schedule.has_stepped or any(p.grad is not None for _, p in unit.entries)):
+        raise LifecycleError(
+            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters with gradients or optimizer "
+            "state",
+            hint="cast the model before the first step; for mixed precision use mp_policy",
+        )
+    if any(is_extended(slot.parameter) for slot in unit.slots) or (
+        is_real and any(isinstance(bucket, ExtendedBucket) for bucket in unit.buckets)
+    ):
+        raise LifecycleError(
+            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that say how they are gathered",
+            hint="cast the model before fully_shard; for mixed precision use mp_policy",
+        )
+
+
+def _cast(unit: UnitParameters, fn: Function) -> None:
+    """Turn the parameters into what `fn` makes of them: of another dtype, on the same device."""
+    is_real = unit.stand_ins is None
+    if is_real:
+        unit.reshard()  # stand-ins are made of what this rank owns
+    unit.stand_ins = StandIns.cast(unit.entries, fn)
+    if is_real:
+        unit.make_real(is_filled=unit.is_filled)
