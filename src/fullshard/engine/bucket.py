@@ -25,6 +25,7 @@ from fullshard.comm.base import Collectives, FullBuffer, ResizedBuffer, Work, ow
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
+from fullshard.engine.binding import Binding, Originals
 from fullshard.engine.bucket_spec import BucketSpec, Reducing
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
@@ -65,6 +66,8 @@ class Bucket(BucketSpec):
         main: shape (S,), stored dtype.
         full: shape (W * S,), compute dtype.
         sharded_parameters: in the order of `slots`.
+        originals: the original parameters, in the same order.
+        binding: which of the two the modules hold.
         gradient: None if the bucket has always been frozen.
         storage_ids: which storages it is unsharded in, for as long as it lives.
         has_gradient_hooks: whether a sharded parameter has ever been given one.
@@ -74,6 +77,7 @@ class Bucket(BucketSpec):
     main: torch.Tensor
     full: torch.Tensor
     buffer: FullBuffer
+    originals: Originals
     parameter_type: type[ShardedParameter] = ShardedParameter
 
     def __init__(
@@ -93,20 +97,13 @@ class Bucket(BucketSpec):
         self._gathering: Work | None = None
         self._kept: tuple[torch.Tensor, Collectives] | None = None
         self._is_lost = False
-        self._versions: list[int] | None = None
         with torch.no_grad(), torch.inference_mode(False):  # tensors made in inference mode could never be trained
             self._allocate(weights)
         is_trainable = slots[0].parameter.requires_grad
         self.sharded_parameters = [self.parameter_type(self, i, requires_grad=is_trainable) for i in range(len(slots))]
         self._trainable = [is_trainable] * len(slots)
         self.trainable_count = sum(self._trainable)
-        places = [
-            (module._parameters, attribute, slot.parameter, sharded)
-            for slot, sharded in zip(slots, self.sharded_parameters, strict=True)
-            for module, attribute in slot.owners
-        ]
-        self._holders, self._attributes, self._unsharded, self._sharded = zip(*places, strict=True)
-        self._bound = self._unsharded
+        self.binding = Binding(slots, self.sharded_parameters)
         self.gradient = self._make_gradient() if is_trainable else None
 
     def _make_gradient(self) -> Gradient:
@@ -145,8 +142,7 @@ class Bucket(BucketSpec):
             # `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
             for tensor in (slot.parameter, *aliases(slot.parameter)):
                 set_plain(tensor, self._view(self.full, index))
-        self._originals = tuple(slot.parameter for slot in self.slots)
-        self._known_versions = self.versions()
+        self.originals = Originals([slot.parameter for slot in self.slots])
         self.reshard()
 
     def _allocate_compute_shard(self) -> torch.Tensor:
@@ -271,9 +267,7 @@ class Bucket(BucketSpec):
                 self._gathering, self._is_lost = None, True
                 raise
             self._gathering, self._is_lost = None, False
-            if self._versions is not None:  # the same values are back: what autograd has saved of them is valid again
-                torch_private.set_versions(self._originals, tuple(self._versions))
-                self._versions = None
+            self.originals.validate()
 
     def reshard(self, *, kept_by: Collectives | None = None) -> None:
         """Free the memory of `full`, unless its gather has failed: other ranks may write into it still.
@@ -289,10 +283,8 @@ class Bucket(BucketSpec):
         if kept_by is not None and isinstance(self.buffer, ResizedBuffer):
             # In memory of its own, as that of `full` is about to go.
             self._kept = own_interval(self.full, kept_by.rank, kept_by.size).clone(), kept_by
-        if self.buffer.is_zeroed and self._versions is None:
-            # Whoever reads them before they are unsharded again gets an error from autograd, not zeros.
-            self._versions = self.versions()
-            torch.autograd.graph.increment_version(self._originals)
+        if self.buffer.is_zeroed:
+            self.originals.invalidate()
         self.buffer.free()
 
     def write_back(self) -> None:
@@ -307,57 +299,21 @@ class Bucket(BucketSpec):
             changed = own != self.main.to(self.compute_dtype)
             self.main.copy_(torch.where(changed, own.to(self.dtype), self.main))
 
-    def versions(self) -> list[int]:
-        """How often each original parameter has been changed in place."""
-        return [parameter._version for parameter in self._originals]
-
-    def know_changes(self) -> None:
-        """What was changed in place until now is meant so."""
-        self._known_versions = self.versions()
-
     def check_unchanged(self) -> None:
         """Refuse changes in place of unsharded parameters, which would be lost with them, or differ between ranks.
 
         Raises:
             LifecycleError: a forward changed one. On one rank that owns everything it may.
         """
-        versions = self.versions()
-        if versions == self._known_versions:
-            return
-        changed = [i for i, (a, b) in enumerate(zip(versions, self._known_versions, strict=True)) if a != b]
-        self._known_versions = versions
-        if self.shares_main and self.mesh.world_size == 1:
-            return  # nobody has another copy, and `full` is where `main` is
+        changed = self.originals.take_changes()
+        if not changed or (self.shares_main and self.mesh.world_size == 1):
+            return  # the latter: nobody has another copy, and `full` is where `main` is
         names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
         raise LifecycleError(
             f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place while unsharded (clamp_, "
             "Embedding(max_norm=), ...): other ranks have other copies, and the change would be lost",
             hint="change it between steps, under unsharded(model, writeback=True) and on every rank alike",
         )
-
-    def bind(self, *, unsharded: bool) -> None:
-        """Make the modules hold the original or the sharded parameters."""
-        self._bound = self._unsharded if unsharded else self._sharded
-        for parameters, attribute, parameter in zip(self._holders, self._attributes, self._bound, strict=True):
-            parameters[attribute] = parameter
-
-    def check_binding(self) -> None:
-        """Refuse to bind over what is not ours.
-
-        Raises:
-            LifecycleError: somebody has put another parameter in place of the original or sharded one.
-        """
-        if all(map(operator.is_, map(dict.get, self._holders, self._attributes), self._bound)):
-            return
-        places = zip(self._holders, self._attributes, self._unsharded, self._sharded, strict=True)
-        for parameters, attribute, original, sharded in places:
-            current = parameters.get(attribute)
-            if current is not sharded and current is not original:
-                raise LifecycleError(
-                    f"parameter {sharded.name} was replaced after sharding by {type(current).__name__}",
-                    hint="change it in place under unsharded(model, writeback=True), or replace it before; "
-                    "torch.func.functional_call with other tensors needs `with unsharded(model)`",
-                )
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """A sharded parameter was frozen or unfrozen: so is the original one, at once.
@@ -366,7 +322,7 @@ class Bucket(BucketSpec):
         between, and must be as trainable then as the user has left it.
         """
         self._trainable[index] = requires_grad
-        self._originals[index].requires_grad_(requires_grad)
+        self.originals.parameters[index].requires_grad_(requires_grad)
         self.trainable_count = sum(self._trainable)
         if requires_grad and self.gradient is None:  # frozen until now
             self.gradient = self._make_gradient()
@@ -374,7 +330,7 @@ class Bucket(BucketSpec):
 
     def take_requires_grad(self) -> None:
         """The same for what was changed on originals, which modules hold in forward and while they are unsharded."""
-        current = list(map(_requires_grad, self._originals))
+        current = list(map(_requires_grad, self.originals.parameters))
         if current == self._trainable:
             return
         for sharded, before, now in zip(self.sharded_parameters, list(self._trainable), current, strict=True):

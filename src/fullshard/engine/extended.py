@@ -26,6 +26,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.base import FullBuffer, Work, WorkOf
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.engine.binding import Originals
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
@@ -86,8 +87,7 @@ class ExtendedBucket(Bucket):
             module._parameters[attribute] = slot.parameter
         self.storage_ids = self.buffer.storage_ids
         self.plan = dataclasses.replace(self.plan, whole_dtype=self.buffer.whole_dtype)
-        self._originals = (slot.parameter,)
-        self._known_versions = self.versions()
+        self.originals = Originals([slot.parameter])
         self.reshard()
 
     def _make_rows(self, slot: Slot, weights: Values | None) -> torch.Tensor:
@@ -111,7 +111,7 @@ class ExtendedBucket(Bucket):
 
     def write_back(self) -> None:
         """Refuse what was changed, as there is no way back from what the extension has made."""
-        if self.versions() != self._known_versions:
+        if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.owner.name!r}: {name} changed in place under unsharded(), where it "

@@ -441,13 +441,13 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
         unit.unshard(exactly=True)
         unit.is_pinned = True
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    versions = [bucket.versions() for bucket in buckets]
+    versions = [bucket.originals.versions() for bucket in buckets]
     try:
         yield
         for bucket, version in zip(buckets, versions, strict=True):
             if writeback:
                 bucket.write_back()
-            elif bucket.shares_main and bucket.versions() != version:
+            elif bucket.shares_main and bucket.originals.versions() != version:
                 raise LifecycleError(
                     f"unit {bucket.owner.name!r}: parameters were changed under unsharded() without writeback, on a "
                     "rank that owns them whole: the change has taken effect",
@@ -455,7 +455,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
                 )
     finally:
         for bucket in buckets:
-            bucket.know_changes()
+            bucket.originals.know_changes()
         for unit, (was_pinned, state) in before.items():
             unit.take_requires_grad()
             unit.is_pinned = was_pinned

@@ -129,7 +129,7 @@ class UnitParameters:
                 # An optimizer that was made before holds these, and is told which they have become.
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
-            bucket.bind(unsharded=False)
+            bucket.binding.bind(unsharded=False)
 
     def take_keeps_memory(self) -> None:
         """Tell the buckets of `keeps_memory`."""
@@ -270,11 +270,11 @@ class UnitParameters:
 
     def _bind(self, *, unsharded: bool) -> None:
         for bucket in self.buckets:
-            bucket.check_binding()  # all of them before any is changed, or a refusal would leave halves
+            bucket.binding.check()  # all of them before any is changed, or a refusal would leave halves
             if not unsharded:
                 bucket.check_unchanged()
         for bucket in self.buckets:
-            bucket.bind(unsharded=unsharded)
+            bucket.binding.bind(unsharded=unsharded)
         self._move(UnitState.UNSHARDED if unsharded else UnitState.GATHERED)
 
     @property

@@ -1,0 +1,102 @@
+"""What modules hold of a bucket: its original parameters while it is unsharded, sharded ones at rest.
+
+Swapping them is a write into `module._parameters`; nothing tells if somebody else has written there, so it is looked
+before. Nor does anything keep a forward from changing an original parameter in place: its version counter tells.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.wrap.partition import Slot
+
+
+class Binding:
+    """The places of a bucket's parameters.
+
+    Args:
+        slots: with the original parameters, and where they are.
+        sharded: parameters, in the same order.
+    """
+
+    def __init__(self, slots: Sequence[Slot], sharded: Sequence[ShardedParameter]) -> None:
+        places = [
+            (module._parameters, attribute, slot.parameter, parameter)
+            for slot, parameter in zip(slots, sharded, strict=True)
+            for module, attribute in slot.owners
+        ]
+        self._holders, self._attributes, self._unsharded, self._sharded = zip(*places, strict=True)
+        self._bound: Sequence[nn.Parameter] = self._unsharded
+
+    def bind(self, *, unsharded: bool) -> None:
+        """Make the modules hold the original or the sharded parameters."""
+        self._bound = self._unsharded if unsharded else self._sharded
+        for parameters, attribute, parameter in zip(self._holders, self._attributes, self._bound, strict=True):
+            parameters[attribute] = parameter
+
+    def check(self) -> None:
+        """Refuse to bind over what is not ours.
+
+        Raises:
+            LifecycleError: somebody has put another parameter in place of the original or sharded one.
+        """
+        if all(map(operator.is_, map(dict.get, self._holders, self._attributes), self._bound)):
+            return
+        places = zip(self._holders, self._attributes, self._unsharded, self._sharded, strict=True)
+        for parameters, attribute, original, sharded in places:
+            current = parameters.get(attribute)
+            if current is not sharded and current is not original:
+                raise LifecycleError(
+                    f"parameter {sharded.name} was replaced after sharding by {type(current).__name__}",
+                    hint="change it in place under unsharded(model, writeback=True), or replace it before; "
+                    "torch.func.functional_call with other tensors needs `with unsharded(model)`",
+                )
+
+
+class Originals:
+    """The original parameters of a bucket, bound to views of `full`, and how often they were changed in place.
+
+    Args:
+        parameters: with their version counters as they are to be taken for unchanged.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        self._known = self.versions()
+        self._valid: list[int] | None = None
+
+    def versions(self) -> list[int]:
+        """How often each has been changed in place."""
+        return [parameter._version for parameter in self.parameters]
+
+    def know_changes(self) -> None:
+        """What was changed in place until now is meant so."""
+        self._known = self.versions()
+
+    def take_changes(self) -> list[int]:
+        """Indices of those that were changed since, from now on known."""
+        versions = [parameter._version for parameter in self.parameters]
+        if versions == self._known:
+            return []
+        changed = [i for i, (a, b) in enumerate(zip(versions, self._known, strict=True)) if a != b]
+        self._known = versions
+        return changed
+
+    def invalidate(self) -> None:
+        """Whoever reads them before `validate` gets an error from autograd, not the zeros that are there."""
+        if self._valid is None:
+            self._valid = self.versions()
+            torch.autograd.graph.increment_version(self.parameters)
+
+    def validate(self) -> None:
+        """The same values are back: what autograd has saved of them is valid again."""
+        if self._valid is not None:
+            torch_private.set_versions(self.parameters, tuple(self._valid))
+            self._valid = None
