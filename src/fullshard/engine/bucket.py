@@ -26,12 +26,13 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.binding import Binding, Originals
-from fullshard.engine.bucket_spec import BucketSpec, Reducing
+from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.reducing import Reducing
 from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import aliases

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-
-from fullshard.comm.base import Watch
 from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.packing import Packing, packing_for
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
+from fullshard.engine.reducing import Reducing
 from fullshard.engine.rounds import check_rounds
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.tile import plain_of, tile_of
@@ -43,47 +39,6 @@ def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
         exact=is_exact(parameter),
         statistics=None if statistics is None else dtype_name(statistics),
     )
-
-
-@dataclass(slots=True)
-class Reducing:
-    """How the gradients of a unit are reduced.
-
-    Attributes:
-        divisor: what their sum over all ranks is divided by.
-        requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
-        hook: called with each reduced gradient of this rank's interval, before it is published.
-        stream: where it is called; None: where the gradient is waited for.
-        watch: see `comm.base.Reduction`.
-    """
-
-    divisor: float
-    requires_all_reduce: bool = True
-    hook: Callable[[torch.Tensor], object] | None = None
-    stream: Any = None
-    watch: Watch | None = None
-
-    @classmethod
-    def of(cls, policy: MixedPrecisionPolicy, mesh: Mesh) -> Reducing:
-        """An average over the ranks; over virtual ranks a sum, as their share of a loss is the same at any number."""
-        return cls(float(mesh.world_size) if policy.virtual_ranks is None else 1.0)
-
-    def call_hook(self, reduced: torch.Tensor) -> None:
-        """Call the hook, if there is one, in order with what comes before and after it."""
-        if self.hook is None:
-            return
-        has_arrived = reduced.device.type == "cpu" and not isinstance(self.stream, torch.cpu.Stream)
-        if self.stream is None or has_arrived:  # on the host nothing is under way
-            self.hook(reduced)
-        else:
-            device = torch.get_device_module(reduced.device)
-            current = device.current_stream()
-            self.stream.wait_stream(current)
-            with device.stream(self.stream):
-                self.hook(reduced)
-            current.wait_stream(self.stream)
-        if self.watch is not None:
-            self.watch(reduced, {})  # it may have put anything there
 
 
 class BucketSpec:

@@ -17,7 +17,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.bucket_spec import Reducing, by_bucket
+from fullshard.engine.bucket_spec import by_bucket
 from fullshard.engine.composed import ComposedBucket
 from fullshard.engine.deferred import HINT, StandIns
 from fullshard.engine.extended import ExtendedBucket
@@ -25,6 +25,7 @@ from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.reducing import Reducing
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.waiting import Waiting, WaitingModel
 from fullshard.wrap.extended import is_composed, is_extended
