@@ -27,7 +27,9 @@ from benchmarks.catalog import SHAPES, Row
 from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
 from fullshard.core.place import PLACE
-from fullshard.engine import shard_model, unit_parameters
+from fullshard.engine import shard_model, waiting
+from fullshard.engine.end_of_backward import DIGEST_NBYTES
+from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.module import units_of
 from fullshard.engine.schedule import schedule_of
 
@@ -50,6 +52,26 @@ class Nowhere:
 NOWHERE = Nowhere()
 
 
+class Unchecked(Lockstep):
+    """That of a rank which notes nothing of what it does, and tells the others nothing."""
+
+    def note_gather(self, unit: Any) -> None:
+        """Nothing."""
+
+    def note_end_of_forward(self) -> None:
+        """Nothing."""
+
+    def note_end_of_backward(self) -> None:
+        """Nothing."""
+
+    def note_step(self) -> None:
+        """Nothing."""
+
+    def digest(self, units: Any, steps: int) -> bytes:
+        """The same on every rank."""
+        return bytes(DIGEST_NBYTES)
+
+
 def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
     """The turns of one repeat, the same on every rank: seconds of a step with and without guards."""
     row = Row(arguments.shape, "fp32", 1, arguments.tokens)
@@ -59,13 +81,13 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = build_batches(job, rank)
     losses: list[float] = []
-    schedule, fingerprints = schedule_of(units_of(model)[-1]), dict[bool, Any]()
+    schedule, locksteps = schedule_of(units_of(model)[-1]), dict[bool, Lockstep]()
     clock = time.perf_counter
 
     def step(number: int, is_guarded: bool) -> tuple[float, float]:
         model.set_nonfinite_gradients("raise" if is_guarded else "off")
-        schedule.fingerprint = fingerprints.get(is_guarded, schedule.fingerprint)
-        vars(unit_parameters)["PLACE"] = PLACE if is_guarded else NOWHERE
+        schedule.lockstep = locksteps.get(is_guarded, schedule.lockstep)
+        vars(waiting)["PLACE"] = PLACE if is_guarded else NOWHERE
         dist.barrier()
         cpu, wall = time.process_time(), clock()
         tokens = batches[number % len(batches)]
@@ -82,7 +104,8 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
 
     for number in range(WARMUP):
         step(number, True)
-    fingerprints |= {True: schedule.fingerprint, False: None}
+    locksteps |= {True: schedule.lockstep, False: Unchecked(schedule.mesh)}
+    vars(locksteps[False]).update(vars(schedule.lockstep))
     turns = []
     for turn in range(arguments.turns):
         order = (True, False) if turn % 2 else (False, True)

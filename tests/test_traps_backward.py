@@ -515,7 +515,7 @@ def check_failure(place: str, first: bool) -> None:
         assert parameter.grad is None
     assert_trains_alike(model, reference, run_squared, steps=2, first=2, optimizers=optimizers)
     # An order that is not agreed on would be one that ranks may see differently.
-    assert schedule_of(units_of(model)[0])._is_order_verified
+    assert schedule_of(units_of(model)[0]).lockstep.is_order_verified
     assert_at_rest(model)
 
 

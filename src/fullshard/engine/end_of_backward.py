@@ -3,7 +3,7 @@
     bytes                                                                          the largest of all ranks says
     loads of weights, what they lack to 255                                        whether all have loaded the same
     a wish to stop                                                                 whether one has it
-    the fingerprint's digest, what it lacks to 255                                 whether all have done the same
+    a digest of what was done, what it lacks to 255                                whether all have done the same
     per bucket: reduced, not reduced                                               whether all or none have reduced it
                 collected more than it reduced                                     whether one has
                 used, for each parameter                                           which of them one has used
@@ -19,10 +19,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.engine.fingerprint import NBYTES
-
+DIGEST_NBYTES = 8
 _STOP, _DIGEST = 2, 3
-_BUCKETS = _DIGEST + 2 * NBYTES
+_BUCKETS = _DIGEST + 2 * DIGEST_NBYTES
 
 
 class BucketEnd(NamedTuple):
@@ -47,12 +46,11 @@ class EndOfBackward:
     Args:
         loads: how often weights have been loaded.
         wants_to_stop: whether this rank does (`core.stopping`).
-        digest: `NBYTES` of the fingerprint; none of a model without one.
+        digest: of what the rank has done (`engine.lockstep`), `DIGEST_NBYTES`.
         buckets: in the same order on every rank.
     """
 
-    def __init__(self, loads: int, wants_to_stop: bool, digest: bytes | None, buckets: Sequence[BucketEnd]) -> None:
-        digest = digest or bytes(NBYTES)
+    def __init__(self, loads: int, wants_to_stop: bool, digest: bytes, buckets: Sequence[BucketEnd]) -> None:
         loads %= 256
         self._bytes = bytearray((loads, 255 - loads, wants_to_stop, *digest, *(255 - byte for byte in digest)))
         self._sizes = [len(bucket.used) for bucket in buckets]
@@ -77,7 +75,7 @@ class EndOfBackward:
     @property
     def agrees_on_steps(self) -> bool:
         """Whether all have the same digest."""
-        middle = _DIGEST + NBYTES
+        middle = _DIGEST + DIGEST_NBYTES
         pairs = zip(self._bytes[_DIGEST:middle], self._bytes[middle:_BUCKETS], strict=True)
         return all(byte + rest == 255 for byte, rest in pairs)
 

@@ -643,7 +643,7 @@ def _before_load_state_dict(
     """Cut whole tensors down to this rank's slice."""
     unit = _unit(module)
     schedule = schedule_of(unit)
-    schedule.loads += 1
+    schedule.lockstep.loads += 1
     given = {
         key: value for key, _ in _entries(module, prefix) if isinstance(value := state_dict.get(key), torch.Tensor)
     }

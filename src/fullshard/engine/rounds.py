@@ -17,6 +17,7 @@ from torch.nn import functional
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.virtual_ranks import BLOCK_NUMEL, rounds_of
+from fullshard.engine.reducing import Reducing
 
 _BLOCKS = 256
 """Blocks whose squares are added up at a time: 1 MiB of float32, which the cache holds."""
@@ -110,6 +111,32 @@ class Rounds:
             named = (pair for module in self._modules for pair in module.named_buffers())
             found = {id(buffer): (name, buffer, buffer.clone()) for name, buffer in named}
             self._buffers = list(found.values())
+
+    def check_backward(self, reducing: Sequence[Reducing], *, keeps: bool, steps: bool) -> None:
+        """Every backward is a round, and a round ends in each rank's own interval, or bits would differ.
+
+        Args:
+            reducing: of every unit.
+            keeps: whether gradients of any stay whole and unreduced.
+            steps: whether an optimizer steps in backward.
+
+        Raises:
+            LifecycleError: it does not.
+        """
+        problem = (
+            "gradients of a round are kept whole (no_sync, SHARD_OPTIMIZER)"
+            if keeps or not all(each.requires_all_reduce for each in reducing)
+            else "a hook sees gradients of ranks, not of virtual ranks"
+            if any(each.hook is not None for each in reducing)
+            else "an optimizer steps in backward, before the last round"
+            if steps
+            else ""
+        )
+        if problem:
+            raise LifecycleError(
+                f"{problem}, so that bits would differ between numbers of ranks",
+                hint="leave that out, or virtual_ranks",
+            )
 
     def end_one(self) -> None:
         """One has gone by.

@@ -20,34 +20,30 @@ from fullshard.comm import torch_private
 from fullshard.comm.host_pages import OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError, NonFiniteError
-from fullshard.core.events import EventKind, EventSink
+from fullshard.core.events import EventSink
 from fullshard.core.place import PLACE
-from fullshard.core.schedule import BackwardPrefetch, Reductions, gathered_ahead
+from fullshard.core.schedule import BackwardPrefetch, gathered_ahead
 from fullshard.core.stopping import STOPPING
 from fullshard.engine.activations import Activations, Page, check_pages
 from fullshard.engine.additions import Additions
-from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call
 from fullshard.engine.checkup import Checkup
-from fullshard.engine.end_of_backward import BucketEnd, EndOfBackward
-from fullshard.engine.fingerprint import Fingerprint
+from fullshard.engine.end_of_backward import BucketEnd
 from fullshard.engine.finite import FiniteGuard
-from fullshard.engine.gradient import Gradient
+from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.reducer import BucketStepper, Reducer, gradient_of
 from fullshard.engine.rounds import Rounds
 from fullshard.engine.unit import Unit, owner_of
 from fullshard.engine.unit_parameters import UnitState
 
 
-class StepsInBackward(Protocol):
+class StepsInBackward(BucketStepper, Protocol):
     """Steps an optimizer within backward (`engine.step.in_backward`)."""
 
     def begin(self, schedule: Schedule, *, is_last: bool) -> bool:
         """A backward begins; whether to step in it."""
-
-    def step(self, bucket: Bucket) -> bool:
-        """Update what the optimizer holds of a bucket whose gradients are published; whether it did."""
 
     def first_among(self, parameters: set[int]) -> str | None:
         """The name of the first sharded parameter it holds that is among those with these ids."""
@@ -68,9 +64,10 @@ class Schedule:
         keeps_parameters: whether what is unsharded stays so until a step, where freeing it gives anything back.
         keeps_gradients: whether other backwards than the last leave gradients whole and unreduced.
         guard: looks for gradients that are not finite.
+        reducer: launches reductions, and publishes what they give.
         checkup: compares the ranks every so many steps.
         rounds: backwards of a step, where there are virtual ranks.
-        loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
+        lockstep: sees to it that all ranks do the same.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -79,10 +76,12 @@ class Schedule:
         self.event_sink: EventSink | None = None
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
-        self.steps = self.loads = 0
+        self.steps = 0
         self.rounds = Rounds()
         self.after_step: Callable[[int], None] | None = None
+        self.lockstep = Lockstep(mesh)
         self.guard = FiniteGuard(mesh, self._parameters)
+        self.reducer = Reducer(self.guard)
         self.checkup = Checkup(mesh, self._buckets, self._optimizers)
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
@@ -97,18 +96,13 @@ class Schedule:
         self._order: list[Unit] = []
         self._reduce_order: dict[Unit, int] = {}
         self._forward: list[Unit] = []
-        self._is_verified = self._is_order_verified = False
-        self.fingerprint: Fingerprint | None = None
         self._last_called: Unit | None = None
         self._participants: dict[Unit, None] = {}
         self._in_backward = False
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
         self._unannounced: set[Unit] = set()
-        self._reductions: Reductions[Bucket] = Reductions()
         self.post_optim_event: Any = None
-        self._finished: set[Bucket] = set()
-        self._stepping: list[StepsInBackward] = []
 
     def assemble(self, units: Sequence[Unit]) -> None:
         """Take over the units of a model, from other schedules too, each of a part of it."""
@@ -116,7 +110,7 @@ class Schedule:
             for handle in earlier._part_handles:
                 handle.remove()  # its outermost unit was not the outermost after all
             self.steppers |= earlier.steppers
-            self.loads += earlier.loads
+            self.lockstep.loads += earlier.lockstep.loads
         self.units = list(units)
         for number, unit in enumerate(units):
             unit.schedule, unit.number = self, number
@@ -147,11 +141,10 @@ class Schedule:
             self._begin_outermost()
         if self._activations is not None:
             self._activations.turn(unit)  # before the unit saves anything
-        if self.fingerprint is not None:
-            if not self._is_order_verified:  # before this rank may wait for the others in vain
-                self.fingerprint.compare_first(len(self._forward), unit)
-            elif unit.is_to_be_gathered:
-                self.fingerprint.note_gather(unit)
+        if not self.lockstep.is_order_verified:  # before this rank may wait for the others in vain
+            self.lockstep.compare_first(len(self._forward), unit)
+        elif unit.is_to_be_gathered:
+            self.lockstep.note_gather(unit)
         self._forward.append(unit)
         if 1 < len(self._forward) == len(self._order):
             self.mesh.gather.pages.begin_last_unit()
@@ -163,23 +156,18 @@ class Schedule:
             self._activations.end()
         for unit in self.units:
             unit.abandon_forward()
-        self._end_track()
-
-    def _end_track(self) -> None:
-        if self.fingerprint is not None:
-            self.fingerprint.end_track()
+        self.lockstep.end_track()
 
     def note_save(self) -> None:
         """The model is about to be saved, by all ranks."""
-        if self.fingerprint is not None:
-            self.fingerprint.note_save()
-            if self.checkup.every:
-                with self.units[-1].waiting("comparing replicas"):
-                    self.checkup.compare_replicas(self.steps)
+        self.lockstep.note_save()
+        if self.lockstep.has_begun and self.checkup.every:
+            with self.units[-1].waiting("comparing replicas"):
+                self.checkup.compare_replicas(self.steps)
 
     def words(self, error: OutOfStep) -> str:
         """What an error says, with names."""
-        return str(error) if self.fingerprint is None else self.fingerprint.words(error)
+        return self.lockstep.words(error)
 
     def _begin_outermost(self) -> None:
         if self._in_backward:
@@ -198,15 +186,10 @@ class Schedule:
             self.checkup.begin_step()
             if self.after_step is not None:
                 self.after_step(self.steps)
-        if not self._is_verified:
+        if not self.lockstep.has_begun:
             if self._activations is not None:
                 check_pages(len(self.units))
-            loads = f"weights loaded into {self.loads} units"
-            check_agreement(self.mesh, [*_describe_structure(self.units[::-1]), loads], what="the sharded model")
-            self._is_verified = True
-            if self.fingerprint is None:
-                self.fingerprint = Fingerprint(self.mesh)
-            self.fingerprint.begin(self.units)
+            self.lockstep.begin(self.units)
             for unit in self.units:
                 unit.warn_of_empty()
         # What the user may have done between steps: frozen something, loaded weights, cleared gradients.
@@ -233,7 +216,7 @@ class Schedule:
         if unit.forward_prefetch is not None:
             for other in unit.forward_prefetch:
                 other.issue_unshard()
-        elif self.forward_prefetch and self._is_order_verified:  # ranks of another order would wait for other gathers
+        elif self.forward_prefetch and self.lockstep.is_order_verified:  # else each rank would wait for another gather
             ahead = gathered_ahead(self._order, len(self._forward), unit)
             if ahead is not None:
                 ahead.issue_unshard()
@@ -261,12 +244,11 @@ class Schedule:
         if not self.leave_forward():
             return
         if failed:
-            self._end_track()
-        elif self._is_order_verified and self.fingerprint is not None:
-            self.fingerprint.note_end_of_forward()
-        elif self.fingerprint is not None:
-            self.fingerprint.compare_first(len(self._forward), None)
-            self._is_order_verified = True
+            self.lockstep.end_track()
+        elif self.lockstep.is_order_verified:
+            self.lockstep.note_end_of_forward()
+        else:
+            self.lockstep.compare_first(len(self._forward), None)
             ran = dict.fromkeys([*self._forward, *reversed(self.units)])
             self._reduce_order = {unit: -position for position, unit in enumerate(ran)}  # the last forward comes first
         if not failed:
@@ -286,8 +268,9 @@ class Schedule:
         """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
         if not self._in_backward:
             if self.rounds.count is not None:
-                self._check_rounds()
-            self._stepping = self._steppers_at_work()
+                keeps = self.keeps_gradients or not all(each.reduce_gradients for each in self.units)
+                self.rounds.check_backward([u.reducing for u in self.units], keeps=keeps, steps=bool(self.steppers))
+            self.reducer.steppers = self._steppers_at_work()
             self._in_backward = True
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
@@ -300,31 +283,10 @@ class Schedule:
         if unit not in self._queued:
             self._enqueue(unit)
 
-    def _check_rounds(self) -> None:
-        """Every backward is a round, and a round ends in each rank's own interval, or bits would differ.
-
-        Raises:
-            LifecycleError: it does not.
-        """
-        reducing = [unit.reducing for unit in self.units]
-        keeps = self.keeps_gradients or not all(unit.reduce_gradients for unit in self.units)
-        problem = (
-            "gradients of a round are kept whole (no_sync, SHARD_OPTIMIZER)"
-            if keeps or not all(each.requires_all_reduce for each in reducing)
-            else "a hook sees gradients of ranks, not of virtual ranks"
-            if any(each.hook is not None for each in reducing)
-            else "an optimizer steps in backward, before the last round"
-            if self.steppers
-            else ""
-        )
-        if problem:
-            raise LifecycleError(
-                f"rank {self.mesh.rank}: {problem}, so that bits would differ between numbers of ranks",
-                hint="leave that out, or virtual_ranks",
-            )
-
-    def _steppers_at_work(self) -> list[StepsInBackward]:
-        stepping = [stepper for stepper in self.steppers if stepper.begin(self, is_last=self.is_last_backward)]
+    def _steppers_at_work(self) -> list[BucketStepper]:
+        stepping: list[BucketStepper] = [
+            stepper for stepper in self.steppers if stepper.begin(self, is_last=self.is_last_backward)
+        ]
         if stepping and self.guard.policy == "skip":
             raise LifecycleError(
                 "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
@@ -341,7 +303,7 @@ class Schedule:
 
     def _enqueue(self, unit: Unit) -> None:
         self._queued.add(unit)
-        self._reductions.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
+        self.reducer.order.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
     def reduce_kept(self) -> None:
         """Reduce what backwards before have kept unsharded, as if another one ended here. A collective.
@@ -354,7 +316,7 @@ class Schedule:
                 f"rank {self.mesh.rank}: gradients are to be reduced within a backward that has not ended",
                 hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
             )
-        self._stepping = self._steppers_at_work()
+        self.reducer.steppers = self._steppers_at_work()
         self._in_backward = True
         for unit in sorted(self.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
             self._enqueue(unit)
@@ -402,92 +364,41 @@ class Schedule:
 
     def reduce_when_due(self, bucket: Bucket) -> None:
         """`bucket`'s gradients are all there: reduce them, as soon as those before it in the order have been."""
-        for due in self._reductions.complete(bucket):
+        for due in self.reducer.order.complete(bucket):
             self._launch(due)
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
-        gradient, unit = _gradient(bucket), owner_of(bucket)
-        if not unit.reduce_gradients or (self.keeps_gradients and not self.is_last_backward):
-            return
-        unit.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
-        self._advance(bucket)  # an earlier reduction of it in the same backward
-        gradient.launch()
-        oldest = self._reductions.launch(bucket)
-        if oldest is not None:  # as many are under way as may be: the memory of the oldest goes before more is made
-            self._advance(oldest)
-        if self._stepping:
-            self.step_when_final()
-        else:
-            for each in self._reductions.latest():
-                if self._reductions.is_over(each, each.mesh.shard_size, each.mesh.replicate_size):
-                    self._accumulate_early(each)
+        unit = owner_of(bucket)
+        if unit.reduce_gradients and not (self.keeps_gradients and not self.is_last_backward):
+            self.reducer.launch(bucket)
 
     def step_when_final(self) -> None:
-        """Where optimizers step in backward: have them step the buckets whose gradients are final.
-
-        Those that backward has left for good, and of which this rank has used every parameter: what else the other
-        ranks have used is not known before the end.
-        """
-        if not self._stepping:
-            return
-        for bucket in list(self._reductions.waiting):
-            is_over = self._reductions.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)
-            if is_over and bucket.is_complete and owner_of(bucket).is_left:
-                self._finish(bucket, _gradient(bucket).unsharded.used)
-
-    def _finish(self, bucket: Bucket, used: bytearray) -> None:
-        """Publish a bucket's gradient, and step it if this is the time."""
-        unit = owner_of(bucket)
-        del self._reductions.waiting[bucket]
-        with unit.waiting("reduce"):
-            if not _gradient(bucket).finish(used):
-                return
-        self._finished.add(bucket)
-        unit.emit(EventKind.REDUCE_DONE)
-        if not self._stepping or self.guard.has_seen_any:
-            return
-        with unit.waiting("step in backward"):
-            bucket.buffer.wait_for_readers()
-        nbytes = _gradient(bucket).held_nbytes
-        stepped = [stepper.step(bucket) for stepper in self._stepping]
-        if any(stepped):
-            unit.emit(EventKind.BUCKET_STEP, nbytes)
-
-    def _advance(self, bucket: Bucket) -> None:
-        with owner_of(bucket).waiting("reduce"):
-            _gradient(bucket).advance()
-
-    def _accumulate_early(self, bucket: Bucket) -> None:
-        with owner_of(bucket).waiting("reduce"):
-            _gradient(bucket).accumulate_early()
+        """See `Reducer.step_when_final`."""
+        self.reducer.step_when_final()
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
-        if self._stepping:  # others wait for it before they step, and then are here, too
+        if self.reducer.steppers:  # others wait for it before they step, and then are here, too
             for unit in self.units:
                 unit.finish_backward()
                 unit.reshard()
-        for bucket in self._reductions.rest():  # of which some parameter got no gradient here
+        for bucket in self.reducer.order.rest():  # of which some parameter got no gradient here
             self._launch(bucket)
         # After all launches, so that they go on beside it, and before anything is published: it may be an error.
         used = self._agree_on_used()
-        for bucket in self._reductions.launched:
-            self._advance(bucket)
-        for bucket in list(self._reductions.waiting):
-            self._finish(bucket, used[bucket])
+        self.reducer.publish(used)
         self._end_round()
-        for bucket in self._finished:  # not in `finish`: until here the message may have wanted to know
-            _gradient(bucket).unsharded.forget_used()
-        if self.fingerprint is not None:
-            self.fingerprint.note_end_of_backward()
+        for bucket in self.reducer.published:  # not as it is published: until here the message may have wanted to know
+            gradient_of(bucket).unsharded.forget_used()
+        self.lockstep.note_end_of_backward()
         if used:
             self.guard.announce()
         for unit in self.units:
             unit.finish_backward()
-        has_stepped = bool(self._stepping)  # `_end_backward` forgets it
-        hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self._finished]
+        has_stepped = bool(self.reducer.steppers)  # `_end_backward` forgets it
+        hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self.reducer.published]
         self._end_backward()
         self.settle()
         if used and self.checkup.is_due(self.steps):
@@ -518,7 +429,7 @@ class Schedule:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [] if self.fingerprint is None else list(self.fingerprint.optimizers)
+        return list(self.lockstep.optimizers)
 
     def _end_backward(self) -> None:
         for unit in self.units:
@@ -530,9 +441,7 @@ class Schedule:
         self._last_called = None
         self._queued.clear()
         self._unannounced.clear()
-        self._reductions.clear()
-        self._finished.clear()
-        self._stepping = []
+        self.reducer.clear()
 
     def _agree_on_used(self) -> dict[Bucket, bytearray]:
         """For each parameter of the reduced buckets, whether it got a gradient on any rank.
@@ -546,24 +455,13 @@ class Schedule:
             CommunicationError: they did not; nothing has been published yet.
         """
         trainable = [bucket for bucket in self._buckets() if bucket.gradient is not None]
-        launched = set(self._reductions.launched)
+        launched = set(self.reducer.order.launched)
         ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
         steps = self.steps + self._stepped_since_forward
-        digest = None if self.fingerprint is None else self.fingerprint.digest(ran, steps)
         ends = [_end_of(bucket, is_reduced=bucket in launched) for bucket in trainable]
-        message = EndOfBackward(self.loads, STOPPING.is_wanted, digest, ends)
-        if self.mesh.control_group is not None and trainable:
-            last = self._forward[-1] if self._forward else self.units[-1]
-            with last.waiting("end of backward (the last unit that ran forward)"):
-                message.exchange(self.mesh.control_group)
+        message = self.lockstep.exchange(ends, ran, steps, last=self._forward[-1] if self._forward else self.units[-1])
         STOPPING.is_agreed |= self._is_wanted_anywhere(message.wants_to_stop)
-        if not message.agrees_on_loads:
-            raise CommunicationError(
-                f"rank {self.mesh.rank}: load_state_dict has come to {self.loads} units on this rank, which is not so "
-                "on all others: the model is loaded in parts",
-                hint="call load_state_dict on every rank, or fullshard.checkpoint.load_full_state_dict, which sends "
-                "what one rank has",
-            )
+        self.lockstep.check_loads(message)
         used: dict[Bucket, bytearray] = {}
         for bucket, anywhere in zip(trainable, message.buckets(), strict=True):
             if anywhere.is_reduced and anywhere.is_not_reduced:
@@ -576,8 +474,8 @@ class Schedule:
             if anywhere.has_more:
                 self._launch(bucket)
             used[bucket] = anywhere.used
-        if self.fingerprint is not None and not message.agrees_on_steps:
-            self.fingerprint.compare(ran, steps)
+        if not message.agrees_on_steps:
+            self.lockstep.compare(ran, steps)
         return used
 
     def _is_wanted_anywhere(self, is_wanted: bool) -> bool:
@@ -586,7 +484,7 @@ class Schedule:
 
     def set_reductions_in_flight(self, count: int) -> None:
         """How many may be under way beside the one that is being collected."""
-        self._reductions.in_flight = count
+        self.reducer.order.in_flight = count
 
     # -- whole model --------------------------------------------------------------------------------------------
 
@@ -596,7 +494,7 @@ class Schedule:
             unit.reset()  # first: it waits for reductions under way, which write into what is forgotten next
         self._depth = 0
         self.rounds.clear()
-        self._end_track()
+        self.lockstep.end_track()
         self._end_backward()
 
     def recover(self) -> None:
@@ -631,8 +529,7 @@ class Schedule:
             if bucket.gradient is not None:
                 bucket.gradient.main.check_whole()
         self._stepped_since_forward = True  # once for several optimizers
-        if self.fingerprint is not None:
-            self.fingerprint.note_step()
+        self.lockstep.note_step()
         for unit in self.units:
             unit.reshard()
         self.settle()  # a peer may still be reading main weights where they are
@@ -654,25 +551,6 @@ class Schedule:
                 mesh.gather.pages.wait_for_readers()
 
 
-def _describe_structure(units: Sequence[Unit]) -> list[str]:
-    """One line per parameter with all that the layout and the communication depend on."""
-    lines = []
-    for unit in units:
-        for number, bucket in enumerate(unit.buckets):
-            reduce = bucket.gradient.dtype if bucket.gradient is not None else "frozen"
-            where = (
-                f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
-            )
-            if unit.policy.gather_as is not None or unit.policy.reduce_as is not None:
-                where += f", gather as {unit.policy.gather_as}, reduce as {unit.policy.reduce_as}"
-            where += ")"
-            for parameter in bucket.sharded_parameters:
-                shape = tuple(parameter.shape)
-                grad = parameter.requires_grad
-                lines.append(f"{where}: {parameter.name} {shape} requires_grad={grad}")
-    return lines
-
-
 def _call_gradient_hooks(bucket: Bucket, used: bytearray) -> None:
     for parameter, is_used in zip(bucket.sharded_parameters, used, strict=True):
         if is_used and parameter.local_grad is not None:
@@ -686,13 +564,7 @@ def schedule_of(unit: Unit) -> Schedule:
     return unit.schedule
 
 
-def _gradient(bucket: Bucket) -> Gradient:
-    """The gradient side of a bucket that is known to be trainable."""
-    assert bucket.gradient is not None  # noqa: S101 -- frozen buckets are never queued
-    return bucket.gradient
-
-
 def _end_of(bucket: Bucket, *, is_reduced: bool) -> BucketEnd:
     """What this rank says of a bucket when backward ends."""
-    unsharded = _gradient(bucket).unsharded
+    unsharded = gradient_of(bucket).unsharded
     return BucketEnd(is_reduced, not is_reduced, unsharded.exists, unsharded.used)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -26,14 +25,13 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.call import Call, locate, uncompiled
+from fullshard.engine.call import Call, uncompiled
+from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parts import watch_parts
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating
 from fullshard.engine.unit_parameters import UnitOwner, UnitParameters
-from fullshard.engine.unsharded_gradient import Product
-from fullshard.engine.weight_gradients import watch_uses
 from fullshard.wrap.partition import UnitPlan
 
 
@@ -112,9 +110,7 @@ class Unit(UnitParameters):
         self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self._gradient_hooks: list[OrderedDict[int, object]] = []
-        self._own_hooks: list[int] = []
-        self._hook_count = 0
+        self._gradient_hooks = GradientHooks()
         self._calls: set[weakref.ref[Call[Unit]]] = set()
         self._current: list[Call[Unit]] = []
         self._ran: set[int] = set()
@@ -125,10 +121,14 @@ class Unit(UnitParameters):
 
     def _allocate(self, values: Values | None) -> None:
         super()._allocate(values)
-        self._gradient_hooks, self._own_hooks = [], []
+        self._gradient_hooks = GradientHooks()
         for bucket in self.buckets:
             if bucket.gradient is not None:
                 self.watch_gradients(bucket)
+
+    def watch_gradients(self, bucket: Bucket) -> None:
+        """From now on `bucket` collects gradients."""
+        self._gradient_hooks.watch(self, bucket)
 
     def abandon_forward(self) -> None:
         """Back to rest after a forward that ended without its hooks. Gradients collected before it stay."""
@@ -181,21 +181,6 @@ class Unit(UnitParameters):
             module.register_forward_pre_hook(uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
             # always_call: an exception inside forward must not leave the unit unsharded
             module.register_forward_hook(uncompiled(self._post_forward), always_call=True)
-
-    def watch_gradients(self, bucket: Bucket) -> None:
-        """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
-        for index, slot in enumerate(bucket.slots):
-            dtype = slot.parameter.dtype
-            if slot.parameter.is_leaf and (dtype.is_floating_point or dtype.is_complex):
-                # A hook can only be put on what requires grad at that moment.
-                requires_grad = slot.parameter.requires_grad
-                slot.parameter.requires_grad_(True)
-                hook = uncompiled(_gradient_hook(self, bucket, index))
-                own = slot.parameter.register_post_accumulate_grad_hook(hook)
-                slot.parameter.requires_grad_(requires_grad)
-                self._gradient_hooks.append(torch_private.accumulated_hooks(slot.parameter) or OrderedDict())
-                self._own_hooks.append(own.id)
-        watch_uses(bucket, _take_use(self), uncompiled)
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module of the unit as if it were its forward. Within the unit's forward it just runs."""
@@ -279,27 +264,24 @@ class Unit(UnitParameters):
             return True
         return not any(bucket.trainable_count for bucket in self.buckets)
 
+    def begin_backward(self) -> None:
+        """Backward has reached the unit: an output, or a gradient where no output told."""
+        self.schedule.begin_backward(self)
+
     def pre_backward(self, call: Call[Unit]) -> None:
         """Backward has reached an output of `call`."""
         if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
             self._check_second_derivatives()
-        self.schedule.begin_backward(self)
+        self.begin_backward()
         if call.is_active:  # another output was first
             return
         call.is_active, call.is_done = True, False
         self.schedule.reach_in_backward(self, call)
-        if sum(map(len, self._gradient_hooks)) != self._hook_count:
-            self._go_last()
+        self._gradient_hooks.stay_last()
         if self.unshard_in_backward:
             self.unshard()
         self.schedule.prefetch_backward(self, call)
         self.emit(EventKind.BACKWARD_BEGIN)
-
-    def _go_last(self) -> None:
-        """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
-        for hooks, own in zip(self._gradient_hooks, self._own_hooks, strict=True):
-            hooks[own] = hooks.pop(own)  # `move_to_end` is nothing to who reads it in C
-        self._hook_count = sum(map(len, self._gradient_hooks))
 
     def _check_second_derivatives(self) -> None:
         is_functional = torch_private.are_transforms_active()
@@ -358,48 +340,6 @@ class Unit(UnitParameters):
         if self.reshard_after_backward:
             self.reshard()
         self.rest()
-
-
-def _gradient_hook(unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-    """Post-accumulate hook of one original parameter.
-
-    It holds nothing strongly: autograd keeps it where Python's garbage collector does not look, so that a model would
-    never be freed.
-    """
-    owner, held = weakref.ref(unit), weakref.ref(bucket)
-
-    def hook(parameter: torch.Tensor) -> None:
-        unit, bucket = owner(), held()
-        if unit is None or bucket is None or (gradient := bucket.gradient) is None:
-            return
-        try:
-            if not gradient.unsharded.fired:
-                unit.schedule.begin_backward(unit)
-            if gradient.unsharded.collect(index, parameter) and bucket.is_complete:
-                unit.gradients_complete(bucket)
-        except BaseException as error:
-            locate(error, unit, "gradient")
-            raise
-
-    return hook
-
-
-def _take_use(unit: Unit) -> Callable[[Bucket, int, torch.Tensor | Product], bool]:
-    """Takes what one use of a tied parameter gives; others follow. It holds nothing strongly, either."""
-    owner = weakref.ref(unit)
-
-    def take(bucket: Bucket, index: int, gradient: torch.Tensor | Product) -> bool:
-        unit = owner()
-        if unit is None or bucket.gradient is None:
-            return False
-        try:
-            unit.schedule.begin_backward(unit)
-            return bucket.gradient.unsharded.take(index, gradient)
-        except BaseException as error:
-            locate(error, unit, "gradient")
-            raise
-
-    return take
 
 
 def owner_of(bucket: Bucket) -> Unit:

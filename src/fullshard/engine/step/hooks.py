@@ -182,8 +182,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         bucket.touch()
     schedules = dict.fromkeys(schedule_of(owner_of(bucket)) for bucket in buckets)
     for schedule in schedules:
-        if schedule.fingerprint is not None:
-            schedule.fingerprint.optimizers.add(optimizer)
+        schedule.lockstep.optimizers.add(optimizer)
         schedule.before_optimizer_step()
         pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
         if pinned is not None:

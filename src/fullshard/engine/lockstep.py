@@ -1,9 +1,10 @@
 """Sees to it that all ranks do the same in each step, or says which one does not.
 
-In the first forward the ranks compare which unit they are at before it is unsharded. Later, what a forward gathers is
-noted where the ranks of the host see it: one that waits for another looks whether that has gone another way
-(`comm.cpu.track`). At the end of a backward eight bytes of what this rank has done since the step before ride on the
-message that is sent anyway: units in their order, backwards, optimizer steps, the run's step, learning rates.
+Before the first forward the ranks compare the model and what was loaded, and within it which unit they are at before
+that is unsharded. Later, what a forward gathers is noted where the ranks of the host see it: one that waits for another
+looks whether that has gone another way (`comm.cpu.track`). At the end of a backward eight bytes of what this rank has
+done since the step before ride on the message that is sent anyway (`engine.end_of_backward`): units in their order,
+backwards, optimizer steps, the run's step, learning rates.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from fullshard.comm.host_pages import OutOfStep
+from fullshard.comm.host_pages import OutOfStep, Track
 from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
+from fullshard.core.stopping import STOPPING
 from fullshard.engine.agree import check_agreement
+from fullshard.engine.end_of_backward import BucketEnd, EndOfBackward
 from fullshard.engine.unit import Unit
 
-NBYTES = 8
 _END_OF_FORWARD, _END_OF_BACKWARD, _STEP, _SAVE = -1, -2, -3, -4
 _WORDS = {
     _END_OF_FORWARD: "the end of a forward",
@@ -33,38 +36,52 @@ _WORDS = {
 _HINT = "give every rank as many batches, and have all of them run the same units, steps and learning rates"
 
 
-class Fingerprint:
+class Lockstep:
     """Of one model.
 
     Args:
         mesh: the ranks that share it.
 
     Attributes:
-        optimizers: that have stepped it.
+        has_begun: the model was seen to be the same on all ranks.
+        is_order_verified: so was the order of its units in a whole forward, and may be relied on.
+        loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
+        optimizers: that have stepped the model.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._units: Sequence[Unit] = ()
-        self._track = None if mesh.gather.size == 1 else mesh.gather.pages.open_track()
-        if self._track is not None:
-            mesh.reduce.pages.heed(self._track)
+        self._track: Track | None = None
         self._backwards, self._has_gathered = 0, False
+        self.has_begun = self.is_order_verified = False
+        self.loads = 0
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """The model has these units, on every rank."""
-        self._units = units
+        """Before the first forward: see to it that the model is the same on every rank. A collective.
+
+        Raises:
+            CommunicationError: it is not.
+        """
+        loads = f"weights loaded into {self.loads} units"
+        check_agreement(self._mesh, [*_describe_structure(units[::-1]), loads], what="the sharded model")
+        self._units, self.has_begun = units, True
+        if self._mesh.gather.size > 1:
+            self._track = self._mesh.gather.pages.open_track()
+        if self._track is not None:
+            self._mesh.reduce.pages.heed(self._track)  # who waits for a reduction looks there, too
 
     def compare_first(self, position: int, unit: Unit | None) -> None:
         """In the first forward, before a unit is unsharded: it is the same on every rank. A collective.
 
         Args:
             position: how many came before.
-            unit: None at the end.
+            unit: None at the end, from which on the order may be relied on.
         """
         line = f"forward {position}: " + ("its end" if unit is None else f"unit {unit.name!r}")
         check_agreement(self._mesh, [line], what="the order in which units run")
+        self.is_order_verified = unit is None
 
     def note_gather(self, unit: Unit) -> None:
         """A forward is about to wait for a unit's parameters."""
@@ -102,6 +119,8 @@ class Fingerprint:
 
     def words(self, error: OutOfStep) -> str:
         """An error of a rank that has looked where the others are, with names."""
+        if not self.has_begun:
+            return str(error)  # of another model's ranks
         here, there = self._name(error.here), self._name(error.there)
         other = self._mesh.rank_at(error.rank)
         return f"ranks are out of step: this rank has come to [{here}], rank {other} to [{there}]"
@@ -112,7 +131,7 @@ class Fingerprint:
     # -- end of backward ----------------------------------------------------------------------------------------
 
     def digest(self, units: Collection[Unit], steps: int) -> bytes:
-        """`NBYTES` bytes of what this rank has done since the step before.
+        """Eight bytes of what this rank has done since the step before.
 
         Args:
             units: of the last forward whose gradients are reduced, in their order.
@@ -121,6 +140,35 @@ class Fingerprint:
         entered = zlib.crc32(struct.pack(f"={len(units)}I", *[unit.number for unit in units]))
         rates = sum(zlib.crc32(struct.pack(f"={len(r)}d", *r)) for r in self._rates()) & 0xFFFFFFFF
         return struct.pack("=II", entered, zlib.crc32(struct.pack("=QQqI", steps, self._backwards, _run_step(), rates)))
+
+    def exchange(self, ends: Sequence[BucketEnd], ran: Collection[Unit], steps: int, *, last: Unit) -> EndOfBackward:
+        """Say how a backward has ended on this rank, and learn how it has on all. A collective.
+
+        Args:
+            ends: of the buckets that have gradients.
+            ran: units of the last forward whose gradients are reduced, in their order.
+            steps: of this process.
+            last: the unit that ran last, for what is said if others do not come.
+        """
+        message = EndOfBackward(self.loads, STOPPING.is_wanted, self.digest(ran, steps), ends)
+        if self._mesh.control_group is not None and ends:
+            with last.waiting("end of backward (the last unit that ran forward)"):
+                message.exchange(self._mesh.control_group)
+        return message
+
+    def check_loads(self, message: EndOfBackward) -> None:
+        """Refuse to go on with a model that was loaded in parts.
+
+        Raises:
+            CommunicationError: `load_state_dict` has not come to all ranks alike.
+        """
+        if not message.agrees_on_loads:
+            raise CommunicationError(
+                f"rank {self._mesh.rank}: load_state_dict has come to {self.loads} units on this rank, which is not so "
+                "on all others: the model is loaded in parts",
+                hint="call load_state_dict on every rank, or fullshard.checkpoint.load_full_state_dict, which sends "
+                "what one rank has",
+            )
 
     def compare(self, units: Collection[Unit], steps: int) -> None:
         """Find out what differs. A collective, once some rank's digest is another.
@@ -146,3 +194,22 @@ class Fingerprint:
 
 def _run_step() -> int:
     return -1 if JOURNAL.step is None or not JOURNAL.is_told else JOURNAL.step
+
+
+def _describe_structure(units: Sequence[Unit]) -> list[str]:
+    """One line per parameter with all that the layout and the communication depend on."""
+    lines = []
+    for unit in units:
+        for number, bucket in enumerate(unit.buckets):
+            reduce = bucket.gradient.dtype if bucket.gradient is not None else "frozen"
+            where = (
+                f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
+            )
+            if unit.policy.gather_as is not None or unit.policy.reduce_as is not None:
+                where += f", gather as {unit.policy.gather_as}, reduce as {unit.policy.reduce_as}"
+            where += ")"
+            for parameter in bucket.sharded_parameters:
+                shape = tuple(parameter.shape)
+                grad = parameter.requires_grad
+                lines.append(f"{where}: {parameter.name} {shape} requires_grad={grad}")
+    return lines

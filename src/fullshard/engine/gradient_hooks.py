@@ -1,0 +1,101 @@
+"""How a unit learns that autograd has made the gradients of its parameters.
+
+    accumulated    a hook on each original parameter, after all of its uses are added up: it is collected
+    use            where nothing else adds to it, what one use of a tied parameter gives is taken at once
+
+Hooks hold nothing strongly: autograd keeps them where Python's garbage collector does not look, so that a model would
+never be freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from fullshard.comm import torch_private
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.call import CallOwner, locate, uncompiled
+from fullshard.engine.unsharded_gradient import Product
+from fullshard.engine.weight_gradients import watch_uses
+
+
+class HookedUnit(CallOwner, Protocol):
+    """What the hooks tell their unit."""
+
+    def begin_backward(self) -> None:
+        """Backward has reached it."""
+
+    def gradients_complete(self, bucket: Bucket) -> None:
+        """Autograd has accumulated the gradients of all parameters of `bucket`."""
+
+
+class GradientHooks:
+    """Of one unit."""
+
+    def __init__(self) -> None:
+        self._hooks: list[OrderedDict[int, object]] = []
+        self._own: list[int] = []
+        self._count = 0
+
+    def watch(self, unit: HookedUnit, bucket: Bucket) -> None:
+        """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
+        for index, slot in enumerate(bucket.slots):
+            dtype = slot.parameter.dtype
+            if slot.parameter.is_leaf and (dtype.is_floating_point or dtype.is_complex):
+                # A hook can only be put on what requires grad at that moment.
+                requires_grad = slot.parameter.requires_grad
+                slot.parameter.requires_grad_(True)
+                own = slot.parameter.register_post_accumulate_grad_hook(uncompiled(_accumulated(unit, bucket, index)))
+                slot.parameter.requires_grad_(requires_grad)
+                self._hooks.append(torch_private.accumulated_hooks(slot.parameter) or OrderedDict())
+                self._own.append(own.id)
+        watch_uses(bucket, _used(unit), uncompiled)
+
+    def stay_last(self) -> None:
+        """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
+        if sum(map(len, self._hooks)) != self._count:
+            for hooks, own in zip(self._hooks, self._own, strict=True):
+                hooks[own] = hooks.pop(own)  # `move_to_end` is nothing to who reads it in C
+            self._count = sum(map(len, self._hooks))
+
+
+def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+    """Post-accumulate hook of one original parameter."""
+    owner, held = weakref.ref(unit), weakref.ref(bucket)
+
+    def hook(parameter: torch.Tensor) -> None:
+        unit, bucket = owner(), held()
+        if unit is None or bucket is None or (gradient := bucket.gradient) is None:
+            return
+        try:
+            if not gradient.unsharded.fired:
+                unit.begin_backward()
+            if gradient.unsharded.collect(index, parameter) and bucket.is_complete:
+                unit.gradients_complete(bucket)
+        except BaseException as error:
+            locate(error, unit, "gradient")
+            raise
+
+    return hook
+
+
+def _used(unit: HookedUnit) -> Callable[[Bucket, int, torch.Tensor | Product], bool]:
+    """Takes what one use of a tied parameter gives; others follow."""
+    owner = weakref.ref(unit)
+
+    def take(bucket: Bucket, index: int, gradient: torch.Tensor | Product) -> bool:
+        unit = owner()
+        if unit is None or bucket.gradient is None:
+            return False
+        try:
+            unit.begin_backward()
+            return bucket.gradient.unsharded.take(index, gradient)
+        except BaseException as error:
+            locate(error, unit, "gradient")
+            raise
+
+    return take

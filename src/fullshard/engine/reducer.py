@@ -1,0 +1,125 @@
+"""The reductions of a backward: launched in an order that all ranks share, and published when they have arrived.
+
+    launch       reduce a bucket, and wait for the oldest under way: that bounds the memory of unsharded gradients
+    early        what has arrived meanwhile is added to the main gradient, or its optimizer steps it
+    publish      the rest, at the end of backward
+
+Which bucket is next is the business of `core.schedule`, when one is complete that of `engine.schedule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from fullshard.core.events import EventKind
+from fullshard.core.schedule import Reductions
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.finite import FiniteGuard
+from fullshard.engine.gradient import Gradient
+from fullshard.engine.unit import owner_of
+
+
+class BucketStepper(Protocol):
+    """Steps an optimizer bucket by bucket."""
+
+    def step(self, bucket: Bucket) -> bool:
+        """Update what the optimizer holds of a bucket whose gradients are published; whether it did."""
+
+
+class Reducer:
+    """Of one model.
+
+    Args:
+        guard: looks for gradients that are not finite.
+
+    Attributes:
+        order: what is next, under way and waiting to be published.
+        steppers: step what is published within this backward.
+        published: in this backward.
+    """
+
+    def __init__(self, guard: FiniteGuard) -> None:
+        self._guard = guard
+        self.order: Reductions[Bucket] = Reductions()
+        self.steppers: list[BucketStepper] = []
+        self.published: set[Bucket] = set()
+
+    def launch(self, bucket: Bucket) -> None:
+        """Reduce its gradients. Every rank does so in the same order."""
+        owner_of(bucket).emit(EventKind.REDUCE_ISSUED, gradient_of(bucket).nbytes)
+        self._advance(bucket)  # an earlier reduction of it in the same backward
+        gradient_of(bucket).launch()
+        oldest = self.order.launch(bucket)
+        if oldest is not None:  # as many are under way as may be: the memory of the oldest goes before more is made
+            self._advance(oldest)
+        if self.steppers:
+            self.step_when_final()
+        else:
+            for each in self.order.latest():
+                if self._is_over(each):
+                    self._accumulate_early(each)
+
+    def step_when_final(self) -> None:
+        """Where optimizers step in backward: have them step the buckets whose gradients are final.
+
+        Those that backward has left for good, and of which this rank has used every parameter: what else the other
+        ranks have used is not known before the end.
+        """
+        if not self.steppers:
+            return
+        for bucket in list(self.order.waiting):
+            if self._is_over(bucket) and bucket.is_complete and owner_of(bucket).is_left:
+                self._publish(bucket, gradient_of(bucket).unsharded.used)
+
+    def publish(self, used: Mapping[Bucket, bytearray]) -> None:
+        """Wait for what is under way, and publish all that is not.
+
+        Args:
+            used: for each parameter of a bucket, whether it got a gradient on any rank.
+        """
+        for bucket in self.order.launched:  # all of them first: along the replicate axis they go on beside each other
+            self._advance(bucket)
+        for bucket in list(self.order.waiting):
+            self._publish(bucket, used[bucket])
+
+    def clear(self) -> None:
+        """A backward is over, or given up."""
+        self.order.clear()
+        self.published.clear()
+        self.steppers = []
+
+    def _is_over(self, bucket: Bucket) -> bool:
+        return self.order.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)
+
+    def _publish(self, bucket: Bucket, used: bytearray) -> None:
+        """Publish a bucket's gradient, and step it if this is the time."""
+        unit = owner_of(bucket)
+        del self.order.waiting[bucket]
+        with unit.waiting("reduce"):
+            if not gradient_of(bucket).finish(used):
+                return
+        self.published.add(bucket)
+        unit.emit(EventKind.REDUCE_DONE)
+        if not self.steppers or self._guard.has_seen_any:
+            return
+        with unit.waiting("step in backward"):
+            bucket.buffer.wait_for_readers()  # the step changes `main`, which others may gather from
+        nbytes = gradient_of(bucket).held_nbytes  # before the step, which frees them
+        stepped = [stepper.step(bucket) for stepper in self.steppers]
+        if any(stepped):
+            unit.emit(EventKind.BUCKET_STEP, nbytes)
+
+    def _advance(self, bucket: Bucket) -> None:
+        with owner_of(bucket).waiting("reduce"):
+            gradient_of(bucket).advance()
+
+    def _accumulate_early(self, bucket: Bucket) -> None:
+        with owner_of(bucket).waiting("reduce"):
+            gradient_of(bucket).accumulate_early()
+
+
+def gradient_of(bucket: Bucket) -> Gradient:
+    """The gradient side of a bucket that is known to be trainable."""
+    assert bucket.gradient is not None  # noqa: S101 -- frozen buckets are never queued
+    return bucket.gradient
