@@ -150,23 +150,13 @@ class Accelerator(Loaders, Reporting):
             dynamo_plugin=dynamo_plugin,
         )
         self.handlers = handlers = Handlers.of(kwargs_handlers)
-        if is_accelerates(fsdp_plugin, "FullyShardedDataParallelPlugin"):
-            fsdp_plugin = own_plugin(fsdp_plugin)
-        self._config = run_config(
-            fsdp_plugin,
-            {
-                "mixed_precision": mixed_precision,
-                "dynamo_backend": dynamo_backend,
-                "use_cpu": cpu or None,
-                "gradient_accumulation_steps": None
-                if gradient_accumulation_steps == 1
-                else gradient_accumulation_steps,
-            },
-            parallelism_config,
-        )
-        self.fsdp_plugin = FullyShardedDataParallelPlugin() if fsdp_plugin is None else fsdp_plugin
-        if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin):
-            self.fsdp_plugin.fill(self._config)
+        said = {
+            "mixed_precision": mixed_precision,
+            "dynamo_backend": dynamo_backend,
+            "use_cpu": cpu or None,
+            "gradient_accumulation_steps": None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
+        }
+        self._config, self.fsdp_plugin = _settings(fsdp_plugin, said, parallelism_config)
         self.setup = Setup.of(self._config, self.fsdp_plugin, handlers.autocast, rolls_back=self._rolls_back)
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds),
@@ -543,6 +533,19 @@ class Accelerator(Loaders, Reporting):
     def _check_plans(self) -> None:
         if self._plan_watch is not None:
             self._plan_watch.watch(self._models, [optimizer.optimizer for optimizer in self._optimizers])
+
+
+def _settings(
+    plugin: Any, said: Mapping[str, Any], parallelism_config: Any
+) -> tuple[RunConfig, FullyShardedDataParallelPlugin | ShardingConfig | RunConfig | Mapping[str, Any]]:
+    """The configuration of the run, from a plugin and what was said beside it; the plugin has all of it then, too."""
+    if is_accelerates(plugin, "FullyShardedDataParallelPlugin"):
+        plugin = own_plugin(plugin)
+    config = run_config(plugin, said, parallelism_config)
+    plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
+    if isinstance(plugin, FullyShardedDataParallelPlugin):
+        plugin.fill(config)
+    return config, plugin
 
 
 def _check_precision(mode: str, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fullshard.plan.alternatives import Alternative
     from fullshard.plan.evaluate import Plan
     from fullshard.plan.hardware import Cluster
+    from fullshard.plan.shapes import ModelShape
 
 DOES_NOT_FIT = 1
 """Exit code of a plan that does not fit."""
@@ -39,6 +41,35 @@ Config = Annotated[
     Path | None,
     typer.Option(help="Plan this file as it is (any dialect `fullshard launch` reads); flags win", parser=path_word),
 ]
+Auto = Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits; or --strategy auto")]
+Margin = Annotated[
+    float | None,
+    typer.Option(min=1, max=100, help="Percent of a device that --auto and proposals may fill. Default: 92"),
+]
+Plot = Annotated[Path | None, typer.Option(help="Draw it into this .png, .svg or .pdf", parser=path_word)]
+Write = Annotated[
+    Path | None, typer.Option(help="Write the configuration that `fullshard launch` runs", parser=path_word)
+]
+Price = Annotated[
+    float | None, typer.Option(min=0, help="Of a device and hour, in any currency: with --tokens, what it costs")
+]
+Tokens = Annotated[str | None, typer.Option(help="To train on (15e9, 300B): how long it takes")]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Side by side: other devices (8xH200,16xA100, with prices 8xH200@3.50), files (a.yaml b.yaml) or "
+        "settings (checkpointing=full,tp=2); may be repeated"
+    ),
+]
+Others = Annotated[list[str] | None, typer.Argument(help="Further ones of --compare", show_default=False)]
+Sweep = Annotated[
+    str | None,
+    typer.Option(help="One setting's values: seq-len=2048..131072 (doubled), micro-batch=1,2,4, devices=8..64"),
+]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(help="Measure this machine into FILE.json, which --devices 2xFILE.json then names", parser=path_word),
+]
 Shape = Annotated[int | None, typer.Option(min=1, help="With a number of parameters: its shape")]
 
 
@@ -50,39 +81,18 @@ def plan(
     devices: Devices = None,
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts the devices are in. Default: full ones")] = None,
     config: Config = None,
-    auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits; or --strategy auto")] = False,
-    margin: Annotated[
-        float | None,
-        typer.Option(min=1, max=100, help="Percent of a device that --auto and proposals may fill. Default: 92"),
-    ] = None,
+    auto: Auto = False,
+    margin: Margin = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this .png, .svg or .pdf", parser=path_word)] = None,
-    write: Annotated[
-        Path | None, typer.Option(help="Write the configuration that `fullshard launch` runs", parser=path_word)
-    ] = None,
+    plot: Plot = None,
+    write: Write = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file")] = False,
-    price: Annotated[
-        float | None, typer.Option(min=0, help="Of a device and hour, in any currency: with --tokens, what it costs")
-    ] = None,
-    tokens: Annotated[str | None, typer.Option(help="To train on (15e9, 300B): how long it takes")] = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Side by side: other devices (8xH200,16xA100, with prices 8xH200@3.50), files (a.yaml b.yaml) or "
-            "settings (checkpointing=full,tp=2); may be repeated"
-        ),
-    ] = None,
-    others: Annotated[list[str] | None, typer.Argument(help="Further ones of --compare", show_default=False)] = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(help="One setting's values: seq-len=2048..131072 (doubled), micro-batch=1,2,4, devices=8..64"),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            help="Measure this machine into FILE.json, which --devices 2xFILE.json then names", parser=path_word
-        ),
-    ] = None,
+    price: Price = None,
+    tokens: Tokens = None,
+    compare: Compare = None,
+    others: Others = None,
+    sweep: Sweep = None,
+    calibrate: Calibrate = None,
     layers: Shape = None,
     hidden: Shape = None,
     heads: Shape = None,
@@ -94,9 +104,8 @@ def plan(
 
     Exit code 0 if it fits, 1 if it does not, 2 for a mistake in the question.
     """
-    from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate
+    from fullshard.plan.evaluate import MARGIN, changes_that_fit
     from fullshard.plan.library import load_model
-    from fullshard.plan.search import pareto, search
 
     compare = _compared(compare, others)
     if config is None and (files := [text for text in compare if _is_file(text)]):
@@ -117,22 +126,13 @@ def plan(
         del given["strategy"]
     job, cluster, more = _question(given, devices, hosts, config, calibrate)
     notes += more
-    if auto:
-        found = search(described, job, cluster, fixed=given.keys() - {"micro_batch", "accumulation"}, margin=part)
-        front, chosen = pareto(found), found[0]
-    else:
-        front, chosen = [], evaluate(described, job, cluster)
+    chosen, front = _answer(described, job, cluster, part, fixed=given.keys() if auto else None)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
     own = str(chosen.cluster) if config is None else config.name
     beside = [_beside(chosen, given, devices, hosts, text, price) for text in compare]
     side_by_side = _side_by_side(chosen, own, price, tokens, [each for some in beside for each in some], sweep)
     if plot is not None:
-        from fullshard.plan.pictures import draw, draw_sweep
-
-        if sweep is not None:
-            draw_sweep(chosen, sweep, side_by_side["sweep"], plot)
-        else:
-            draw(chosen, plot)
+        _draw(chosen, plot, sweep, side_by_side)
     if write is not None:
         _write(chosen, write, overwrite=overwrite)
     if as_json:
@@ -178,6 +178,19 @@ def _question(
             hint=f"write --devices {cluster.device.name}, or change the file",
         )
     return job, cluster, notes
+
+
+def _answer(
+    model: ModelShape, job: Job, cluster: Cluster, margin: float, *, fixed: Collection[str] | None
+) -> tuple[Plan, list[Plan]]:
+    """The plan of a job; with the settings that are fixed, the best of those that differ elsewhere, and its rivals."""
+    from fullshard.plan.evaluate import evaluate
+    from fullshard.plan.search import pareto, search
+
+    if fixed is None:
+        return evaluate(model, job, cluster), []
+    found = search(model, job, cluster, fixed=set(fixed) - {"micro_batch", "accumulation"}, margin=margin)
+    return found[0], pareto(found)
 
 
 _Rows = dict[str, list[Any]]
@@ -232,6 +245,15 @@ def _side_by_side(
     if sweep is not None:
         rows["sweep"] = as_rows(swept(chosen.model, chosen.job, chosen.cluster, sweep, price=price), count)
     return rows
+
+
+def _draw(plan: Plan, path: Path, sweep: str | None, rows: _Rows) -> None:
+    from fullshard.plan.pictures import draw, draw_sweep
+
+    if sweep is not None:
+        draw_sweep(plan, sweep, rows["sweep"], path)
+    else:
+        draw(plan, path)
 
 
 def _print_json(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], rows: _Rows) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fullshard.cli.options import options_from, path_word
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
+
+if TYPE_CHECKING:
+    from fullshard.api.simulation import Simulation
 
 DIFFERS = 1
 """Exit code when the engine does something else than the planner says."""
@@ -68,10 +71,17 @@ def simulate(
         raise ConfigError("how many ranks?", hint="give --world-size; or --devices and --timeline")
     from fullshard.api.simulation import simulate as run
     from fullshard.api.simulation import transformers_model
-    from fullshard.core.sizes import format_nbytes
 
     job = Job.of({**settings, "seq_len": seq_len})
     result = run(transformers_model(_config(model)), job, world_size=world_size, rank=rank)
+    _print(result, rank, world_size, as_json=as_json)
+    if result.differences:
+        raise typer.Exit(DIFFERS)
+
+
+def _print(result: Simulation, rank: int, world_size: int, *, as_json: bool) -> None:
+    from fullshard.core.sizes import format_nbytes
+
     gather, reduce, replicate = result.counted
     if as_json:
         values: dict[str, Any] = {
@@ -99,8 +109,6 @@ def simulate(
             typer.echo(f"differs from the plan: {difference}")
         if not result.differences:
             typer.echo("events and bytes are those that fullshard plan predicts")
-    if result.differences:
-        raise typer.Exit(DIFFERS)
 
 
 def _time(

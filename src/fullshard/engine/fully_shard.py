@@ -172,24 +172,14 @@ def shard_model(
     row = parse_strategy(strategy)
     if mesh is None:
         mesh = init_mesh(shard_size=row.mesh_shape(world_size(), shard_size)[1], device=device)
-    try:
-        prefetch = BackwardPrefetch(str(backward_prefetch).upper())
-    except ValueError:
-        names = ", ".join(BackwardPrefetch)
-        raise ConfigError(f"unknown backward_prefetch {backward_prefetch!r}", hint=f"use one of {names}") from None
+    prefetch = _backward_prefetch(backward_prefetch)
     if any(unit_of(m) is not None for m in model.modules()):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
     _check_can_be_unsharded(model, [model, *unit_modules])
     reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
     storage = Storage.of(offload_policy, mesh.device)
     weights = weight_source(model)
-    if weights is not None:
-        outline(model)
-    expose_scales(model)
-    if weights is not None:
-        weights.start(model)
-    plans = partition([model], unit_modules, ignored=ignored_params or ())
-    check_types(plans, [model])
+    plans = _plan_units(model, unit_modules, weights, ignored_params or ())
     check_tiles(plans, [model], mesh)
     _check_offload(offload_of(offload_policy), plans)
     schedule = Schedule(mesh)
@@ -217,6 +207,31 @@ def shard_model(
         unit.reshard_after_backward = not (row.keeps_parameters and unit.freed_nbytes)
     schedule.event_sink = event_sink
     return model
+
+
+def _backward_prefetch(name: str) -> BackwardPrefetch:
+    try:
+        return BackwardPrefetch(str(name).upper())
+    except ValueError:
+        names = ", ".join(BackwardPrefetch)
+        raise ConfigError(f"unknown backward_prefetch {name!r}", hint=f"use one of {names}") from None
+
+
+def _plan_units(
+    model: nn.Module,
+    unit_modules: Sequence[nn.Module],
+    weights: WeightSource | None,
+    ignored: Iterable[nn.Parameter],
+) -> list[UnitPlan]:
+    """Which unit owns which parameter, once every tensor that is to be sharded is a parameter."""
+    if weights is not None:
+        outline(model)  # before scales are exposed: weights that are still in files have none to show yet
+    expose_scales(model)
+    if weights is not None:
+        weights.start(model)
+    plans = partition([model], unit_modules, ignored=ignored)
+    check_types(plans, [model])
+    return plans
 
 
 @functools.cache

@@ -93,19 +93,7 @@ def make_plan(
         ConfigError: something is wrong or missing.
     """
     launch = resolve(readings).config.launch
-    if launch.is_elastic and (elsewhere or launch.device == "tpu"):
-        raise ConfigError(
-            f"{launch.min_machines} to {launch.num_machines} hosts "
-            + (
-                "with --print: a cluster's job has a fixed number" if elsewhere else "with TPUs: a slice is all of them"
-            ),
-            hint="give one number",
-        )
-    if elsewhere and launch.device == "tpu":
-        raise ConfigError(
-            "--print with device = tpu: clusters name kinds and topologies of TPUs, which are not known here",
-            hint="start `fullshard launch --device tpu` on each host of the slice",
-        )
+    _check_place(launch, elsewhere=elsewhere)
     if elsewhere and launch.device == "cuda" and launch.num_processes is not None:
         device, devices = "cuda", launch.num_processes // launch.num_machines
     else:
@@ -141,6 +129,23 @@ def make_plan(
         worker_environment(launch, device, per_host, environ),
         worker_command(line),
     )
+
+
+def _check_place(launch: LaunchConfig, *, elsewhere: bool) -> None:
+    """Refuse what cannot run there: with a number of hosts that changes, or on TPUs of a cluster."""
+    if launch.is_elastic and (elsewhere or launch.device == "tpu"):
+        raise ConfigError(
+            f"{launch.min_machines} to {launch.num_machines} hosts "
+            + (
+                "with --print: a cluster's job has a fixed number" if elsewhere else "with TPUs: a slice is all of them"
+            ),
+            hint="give one number",
+        )
+    if elsewhere and launch.device == "tpu":
+        raise ConfigError(
+            "--print with device = tpu: clusters name kinds and topologies of TPUs, which are not known here",
+            hint="start `fullshard launch --device tpu` on each host of the slice",
+        )
 
 
 def _check_every_size(resolved: Resolved, per_host: int) -> None:

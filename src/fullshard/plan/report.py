@@ -164,7 +164,7 @@ def alternatives_table(rows: Sequence[Mapping[str, Any]], title: str, head: str)
 
 def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
     """Everything as plain values. Bytes are bytes, times are seconds."""
-    time, traffic, memory = plan.time, plan.traffic, plan.memory
+    time = plan.time
     return {
         "model": {"name": plan.model.name, "parameters": plan.parameters, "trainable": plan.trainable},
         "devices": {"kind": plan.cluster.device.name, "count": plan.cluster.count, "hosts": plan.cluster.hosts},
@@ -172,49 +172,15 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
         "fits": plan.fits,
         "confidence": plan.confidence,
         "verdict": plan.verdict,
-        "memory": {
-            "needed": memory.needed,
-            "available": plan.cluster.device.memory,
-            "expected": plan.expected,
-            "peak": memory.peak,
-            "persistent": memory.persistent,
-            "phases": memory.phases,
-            "host_load": memory.host_load,
-            "host_load_peers": memory.host_load_peers,
-            "host_steady": memory.host_steady,
-            "checkpoint": memory.checkpoint,
-        },
+        "memory": _memory_dict(plan),
         "copies": {
             "host": plan.copies.nbytes,
             "seconds": plan.copies.seconds,
             "every": plan.copies.every,
             "max_lost_steps": plan.copies.max_lost_steps,
         },
-        "traffic": {
-            "gather": traffic.gather_nbytes,
-            "reduce": traffic.reduce_nbytes,
-            "replicate": traffic.replicate_nbytes,
-            "tiles": traffic.tiles_nbytes,
-            "gathers": traffic.gathers,
-            "reductions": traffic.reductions,
-            "to_device": traffic.to_device_nbytes,
-            "to_host": traffic.to_host_nbytes,
-            "host_link": plan.links.host,
-            "network_link": plan.links.network,
-        },
-        "matrices": None
-        if (work := plan.setting.matrices) is None
-        else {
-            "count": work.count,
-            "elements": work.numel,
-            "balance": work.dealing.balance,
-            "over_mean": work.over_mean,
-            "idle_ranks": work.idle,
-            "sent": work.sent_nbytes,
-            "replicated": work.replicated_nbytes,
-            "owned": work.owned_nbytes,
-            "kept": work.kept_nbytes,
-        },
+        "traffic": _traffic_dict(plan),
+        "matrices": _matrices_dict(plan),
         "time": {
             "step": time.total,
             "compute": time.compute,
@@ -228,6 +194,55 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
         },
         "changes": [{"change": c.words, "needed": c.plan.memory.needed, "time_factor": c.cost} for c in changes],
         "notes": [*notes, *notes_of(plan)],
+    }
+
+
+def _memory_dict(plan: Plan) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        "needed": memory.needed,
+        "available": plan.cluster.device.memory,
+        "expected": plan.expected,
+        "peak": memory.peak,
+        "persistent": memory.persistent,
+        "phases": memory.phases,
+        "host_load": memory.host_load,
+        "host_load_peers": memory.host_load_peers,
+        "host_steady": memory.host_steady,
+        "checkpoint": memory.checkpoint,
+    }
+
+
+def _traffic_dict(plan: Plan) -> dict[str, Any]:
+    traffic = plan.traffic
+    return {
+        "gather": traffic.gather_nbytes,
+        "reduce": traffic.reduce_nbytes,
+        "replicate": traffic.replicate_nbytes,
+        "tiles": traffic.tiles_nbytes,
+        "gathers": traffic.gathers,
+        "reductions": traffic.reductions,
+        "to_device": traffic.to_device_nbytes,
+        "to_host": traffic.to_host_nbytes,
+        "host_link": plan.links.host,
+        "network_link": plan.links.network,
+    }
+
+
+def _matrices_dict(plan: Plan) -> dict[str, Any] | None:
+    work = plan.setting.matrices
+    if work is None:
+        return None
+    return {
+        "count": work.count,
+        "elements": work.numel,
+        "balance": work.dealing.balance,
+        "over_mean": work.over_mean,
+        "idle_ranks": work.idle,
+        "sent": work.sent_nbytes,
+        "replicated": work.replicated_nbytes,
+        "owned": work.owned_nbytes,
+        "kept": work.kept_nbytes,
     }
 
 

@@ -46,10 +46,10 @@ from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
 from fullshard.recipes.console import Console, metrics_path, open_console
 from fullshard.recipes.data import TrainingData, prepare_data
-from fullshard.recipes.loop import Trainer, learning_rate
+from fullshard.recipes.loop import StepResult, Trainer, learning_rate
 from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.optimizers import matrix_optimizer
-from fullshard.recipes.planned import job_values, plan_run
+from fullshard.recipes.planned import RunPlan, job_values, plan_run
 from fullshard.recipes.profiling import StepMemory, StepProfile
 from fullshard.recipes.resume import find_checkpoints, load_copy, load_newest, roll_back, save, state_after
 from fullshard.wrap.chunked_loss import use_chunked_loss
@@ -300,9 +300,7 @@ def _train_steps(
         FullshardError: the loss or the gradient is not finite.
     """
     console.start(arguments, first_step=first_step)
-    tokens = arguments.batch_size * arguments.seq_len
-    rate, stood_still, skipped = RateMeter(), 0.0, 0
-    reset_memory_peak(trainer.device)
+    meter = _StepMeter(trainer, arguments, console.plan)
     with _profile(trainer, arguments, console) as profile, AsyncSaver() as saver:
         if arguments.async_save:
             saver.reserve([(trainer.model, trainer.optimizer.optimizer)])
@@ -312,7 +310,7 @@ def _train_steps(
             JOURNAL.tell(step)
             if (written := saver.check()) is not None:
                 console.say(f"checkpoint: {written}")
-            begin = time.perf_counter()
+            meter.begin()
             profile.begin_step()
             try:
                 result = trainer.step(step - 1)
@@ -326,36 +324,19 @@ def _train_steps(
                     copies.go_on_from(step)
                 continue
             profile.end_step()
-            skipped += trainer.optimizer.step_was_skipped
-            loss_sum, data_wait, memory = trainer.sum_over_ranks(result, memory_nbytes(trainer.device))
-            metrics = StepMetrics(
-                step=step,
-                loss=loss_sum / tokens,
-                learning_rate=learning_rate(step - 1, arguments),
-                grad_norm=result.grad_norm,
-                tokens=tokens,
-                tokens_seen=step * tokens,
-                step_seconds=time.perf_counter() - begin,
-                tokens_per_second=(speed := rate.add(tokens)),
-                data_wait_seconds=data_wait,
-                memory_nbytes=memory,
-                planned_nbytes=None if (plan := console.plan) is None else plan.nbytes,
-                mfu=None if plan is None else plan.mfu(speed),
-                checkpoint_seconds=stood_still,
-                skipped_steps=skipped,
-            )
+            metrics = meter.end(step, result)
             for sink in console.sinks:
                 sink.write(metrics)
             if not trainer.optimizer.step_was_skipped:
                 _check_finite(metrics, arguments)
             due = arguments.save_every and step % arguments.save_every == 0
             stops = should_stop() and step < arguments.steps
-            stood_still = 0.0
+            meter.stood_still = 0.0
             if due or stops or step == arguments.steps:
-                stood_still = _save(trainer, arguments, data, saver, step=step, console=console)
+                meter.stood_still = _save(trainer, arguments, data, saver, step=step, console=console)
                 rollbacks = 0
             if due or step % arguments.log_every == 0:
-                rate.restart()  # so that a line's rate is of its own steps, and without the time of a save
+                meter.restart_rate()
             if stops:
                 break
             if copies is not None and step < arguments.steps:
@@ -363,6 +344,51 @@ def _train_steps(
         if (written := saver.wait()) is not None:
             console.say(f"checkpoint: {written}")
     return step if step < arguments.steps else None
+
+
+class _StepMeter:
+    """Measures steps.
+
+    Attributes:
+        stood_still: seconds for which a checkpoint after the last step has held training up.
+    """
+
+    def __init__(self, trainer: Trainer, arguments: TrainArguments, plan: RunPlan | None) -> None:
+        self._trainer, self._arguments, self._plan = trainer, arguments, plan
+        self._rate, self._begin, self._skipped = RateMeter(), 0.0, 0
+        self.stood_still = 0.0
+        reset_memory_peak(trainer.device)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begin = time.perf_counter()
+
+    def end(self, step: int, result: StepResult) -> StepMetrics:
+        """What it was like, on all ranks. A collective."""
+        trainer, arguments, plan = self._trainer, self._arguments, self._plan
+        self._skipped += trainer.optimizer.step_was_skipped
+        tokens = arguments.batch_size * arguments.seq_len
+        loss_sum, data_wait, memory = trainer.sum_over_ranks(result, memory_nbytes(trainer.device))
+        return StepMetrics(
+            step=step,
+            loss=loss_sum / tokens,
+            learning_rate=learning_rate(step - 1, arguments),
+            grad_norm=result.grad_norm,
+            tokens=tokens,
+            tokens_seen=step * tokens,
+            step_seconds=time.perf_counter() - self._begin,
+            tokens_per_second=(speed := self._rate.add(tokens)),
+            data_wait_seconds=data_wait,
+            memory_nbytes=memory,
+            planned_nbytes=None if plan is None else plan.nbytes,
+            mfu=None if plan is None else plan.mfu(speed),
+            checkpoint_seconds=self.stood_still,
+            skipped_steps=self._skipped,
+        )
+
+    def restart_rate(self) -> None:
+        """From here on, so that a line's rate is of its own steps, and without the time of a save."""
+        self._rate.restart()
 
 
 @contextlib.contextmanager
