@@ -88,7 +88,7 @@ class Activations:
         Nothing is done without autograd, or under hooks of somebody else's: who checkpoints the whole model has decided
         what is kept of it.
         """
-        self.end()
+        self.end()  # of a forward that was interrupted
         self._ahead, self._wanted = ahead, None
         self._pages = [page for page in self._pages if any(page.blocks)]
         if torch.is_grad_enabled() and not torch_private.are_saved_elsewhere():
@@ -122,7 +122,7 @@ class Activations:
                 following.add(block)
             else:
                 blocks.append(block)
-                self._blocks.pop(block.storage_id)
+                self._blocks.pop(block.storage_id)  # the id may come again, with memory that is not this one's
         if blocks:
             tensors = [t for block in blocks if (t := block.on_device) is not None]
             copies, copied = self._host.copies(tensors, to_host=True)
@@ -138,7 +138,7 @@ class Activations:
             copied.wait()
             for block in blocks:
                 block.on_device = None
-            self._leaving = self._wanted = None
+            self._leaving = self._wanted = None  # who wants that page again has to bring it
 
     # -- what autograd calls ------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class Activations:
         if block is None:
             block = self._blocks[torch_private.storage_id(storage)] = _Block(storage)
             self.page.add(block)
-        elif block.page is not self.page:
+        elif block.page is not self.page:  # backward needs it first with the later one
             self.page.add(block)
         counter = tensor.detach()
         counter.data = self._nothing  # keeps count of changes, and no memory

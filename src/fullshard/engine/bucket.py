@@ -277,7 +277,7 @@ class Bucket(BucketSpec):
             kept_by: neighbours, each of which keeps a part of it; the next gather is among them, if `main` does not
                 change before. Where staying whole costs nothing, or a parameter says how it is gathered, nobody does.
         """
-        self.wait_unshard()
+        self.wait_unshard()  # what is under way would arrive in memory that is somebody else's by then
         if self._is_lost:
             return
         self._kept = None

@@ -107,6 +107,7 @@ class Checkup:
         slow = slow_ranks(self.paces)
         if not slow:
             return
+        # A collective in an `if`: all ranks have the same table, so the same are slow on each.
         names = self._mesh.all_gather_object((dist.get_rank(), f"process {os.getpid()} on {socket.gethostname()}"))
         if self._mesh.rank != 0:
             return

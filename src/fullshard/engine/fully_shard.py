@@ -182,6 +182,7 @@ def shard_model(
     plans = _plan_units(model, unit_modules, weights, ignored_params or ())
     check_tiles(plans, [model], mesh)
     _check_offload(offload_of(offload_policy), plans)
+    # From here on the model changes; what the plans alone tell was refused before.
     schedule = Schedule(mesh)
     for plan in plans:
         _make_unit(
@@ -264,6 +265,7 @@ def _make_unit(
     below = {id(m) for root in plan.modules for m in root.modules()}
     for slot in plan.slots:
         slot.compute_dtype = policy.override(slot.parameter)
+    # Before the unit is made: its buckets copy the values that they find, and let go of the rest.
     materialize(
         plan,
         mesh=mesh,

@@ -40,13 +40,13 @@ def watch_parts(unit: PartOwner, parts: Iterable[nn.Module]) -> list[RemovableHa
     """Unshard a unit, too, when one of these modules is called past it."""
     handles = []
     for part in parts:
-        before, after = _hooks_of(_Part(unit))
+        before, after = _hooks_of(_WatchedPart(unit))
         handles.append(part.register_forward_pre_hook(before, prepend=True))
         handles.append(part.register_forward_hook(after, always_call=True))  # an exception must not leave it unsharded
     return handles
 
 
-class _Part:
+class _WatchedPart:
     """One of them.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Part:
         self.unit.reshard()
 
 
-def _hooks_of(part: _Part) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks_of(part: _WatchedPart) -> tuple[Callable[..., None], Callable[..., None]]:
     """Within the unit's forward they do nothing, and a graph of that goes on through them."""
     begin, end = uncompiled(part.begin), uncompiled(part.end)
 

@@ -129,6 +129,7 @@ class Replicas:
         named = apart if odd is None else odd
         if self._mesh.rank == 0:
             details = {"ranks": [h.rank for h in named], "parameters": weights[:_SHOWN], "healed": heals}
+            # Before the error, which ends the run: its report is to have it.
             JOURNAL.note(Happening.REPLICA, text, rank=named[0].rank, **details)
         if not heals:
             raise ReplicaError(f"rank {self._mesh.rank}, step {step} of this process: {text}", hint=_hint(odd is None))
@@ -212,7 +213,7 @@ class Replicas:
             if mesh.replicate_rank != row:
                 tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
         for bucket in self._buckets():
-            bucket.touch()
+            bucket.touch()  # what was gathered has the weights from before
 
     def _say(self, text: str) -> None:
         if self._mesh.rank == 0:

@@ -397,7 +397,7 @@ class Schedule:
             self.guard.announce()
         for unit in self.units:
             unit.finish_backward()
-        has_stepped = bool(self.reducer.steppers)  # `_end_backward` forgets it
+        stepped_early = bool(self.reducer.steppers)  # `_end_backward` forgets it
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self.reducer.published]
         self._end_backward()
         self.settle()
@@ -406,7 +406,7 @@ class Schedule:
                 self.checkup.run(self.steps)
         for bucket in hooked:  # at rest: they may do anything
             _call_gradient_hooks(bucket, used[bucket])
-        if has_stepped and (finding := self.guard.find(p.name for p in self._parameters())):
+        if stepped_early and (finding := self.guard.find(p.name for p in self._parameters())):
             raise NonFiniteError(
                 f"rank {self.mesh.rank}, step {self.steps + 1} of this process: {finding}; the optimizer has "
                 "stepped in backward what came before them, and nothing with them",
@@ -516,7 +516,7 @@ class Schedule:
         Raises:
             LifecycleError: gradients are kept for a last micro-batch that has not come, or are not whole.
         """
-        self.recover()
+        self.recover()  # first: reductions of a backward that failed may still write where gradients are read
         if self._depth:
             self._abandon_forward()
         if self.keeps_gradients and not self.is_last_backward:

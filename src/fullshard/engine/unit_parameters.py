@@ -207,7 +207,7 @@ class UnitParameters:
         """Launch the all-gathers of a sharded unit; nothing for any other. See `FullBuffer.gather` for `exactly`."""
         if self.state is not UnitState.SHARDED:
             return
-        self._move(UnitState.GATHERING)
+        self._move(UnitState.GATHERING)  # before the launches: if one fails, `reshard` waits for those before it
         self.emit(EventKind.UNSHARD_ISSUED, self.full_nbytes)
         for bucket in self.buckets:
             bucket.issue_unshard(exactly=exactly)

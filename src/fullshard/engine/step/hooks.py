@@ -176,10 +176,10 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     if any(map(callable, (*args, *kwargs.values()))):
         args, kwargs = _look_after_closure(optimizer, buckets, args, kwargs)
     else:
-        _leave_out_if_not_finite(optimizer, buckets)
+        _leave_out_if_not_finite(optimizer, buckets)  # first of all: if it raises, nothing of a step has begun
     use_segments(optimizer)
     for bucket in buckets:
-        bucket.touch()
+        bucket.touch()  # before the step: one that fails half-way has changed weights, too
     schedules = dict.fromkeys(schedule_of(owner_of(bucket)) for bucket in buckets)
     for schedule in schedules:
         schedule.lockstep.optimizers.add(optimizer)
@@ -191,11 +191,11 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers, which would not wait for a copy
             if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
                 setattr(optimizer, name, value.cpu())
-    bring_state(optimizer, buckets)
+    bring_state(optimizer, buckets)  # once unsharded parameters are gone: there is room for it then
     for schedule in schedules:
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
-    if takes_local(optimizer):
+    if takes_local(optimizer):  # last: after an error above nobody would take them back
         args, kwargs = lend(optimizer, args, kwargs)
     return own + args, kwargs
 
@@ -263,7 +263,7 @@ def _look_after_closure(
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs after every optimizer's step."""
     finish_step(optimizer)
-    take_back(optimizer)
+    take_back(optimizer)  # before state is sent, which is looked for under the sharded parameters
     held = _held.get(optimizer)
     if held is not None:  # else the step began before anything was sharded
         send_state(optimizer, held.buckets)

@@ -230,13 +230,14 @@ class Stepper:
         step: Any = type(optimizer).step
         step.__wrapped__(part.optimizer)  # without the hooks, which are for `optimizer.step()`
         finish_step(part.optimizer)
+        # From here on a second backward is an error: it would begin from weights that are half of the next step's.
         self._stepped[schedule_of(owner_of(bucket))] = None
         for parameter in parameters:
             parameter.grad, parameter.is_used_up = None, True
         gradient = bucket.gradient
         assert gradient is not None  # noqa: S101 -- its parameters have gradients
         gradient.unsharded.is_used_up = True
-        gradient.main.release_if_cleared()
+        gradient.main.release_if_cleared()  # now, not at the next forward: that is what stepping in backward is for
         return True
 
     # -- after it -----------------------------------------------------------------------------------------------
@@ -258,13 +259,13 @@ class Stepper:
         for bucket in self._parts:
             if bucket.gradient is not None:
                 bucket.gradient.unsharded.is_used_up = False
-        has_stepped = bool(self._stepped)
+        stepped_early = bool(self._stepped)
         self._stepped.clear()
         if any(parameter.grad is not None for part in self._parts.values() for parameter in part.parameters):
             # The optimizer itself is about to update what parts may have in their segments.
             self._dissolve()
             self._may_have_segments = True
-        if has_stepped:
+        if stepped_early:  # last: if it raises, whoever catches that may read gradients and go on
             self._check_unchanged(optimizer)
 
     def _check_unchanged(self, optimizer: optim.Optimizer) -> None:

@@ -131,9 +131,10 @@ class WholeMatrices:
         turns = range(len(travel))
         here, gone = deque(travel.to_owners(turn, give) for turn in turns[:1]), deque[_Coming]()
         for turn in turns:
+            # The next exchange is on its way before this one's matrices are waited for and computed, on every rank.
             here.extend(travel.to_owners(after, give) for after in turns[turn + 1 : turn + 2])
             gone.append(travel.back(turn, self._made(travel.whole(here.popleft()), dtype, compute)))
-            if turn:
+            if turn:  # one behind: its way back went on beside what was just computed
                 travel.take(turn - 1, gone.popleft(), take)
         for last in turns[-1:]:
             travel.take(last, gone.popleft(), take)

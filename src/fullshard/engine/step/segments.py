@@ -91,14 +91,14 @@ class _InitGroup:
             tensors = held.prepare(optimizer.state)
             torchs = getattr(type(optimizer), torch_private.INIT_GROUP)
             return torchs(optimizer, {**group, "params": tensors}, *lists)
-        finally:
+        finally:  # at once: the optimizer has its lists, and whoever else looks at `state` is to find parameters there
             self.take_states(optimizer.state)
 
     def _group(self, optimizer: optim.Optimizer, group: dict[str, Any]) -> _Group:
         """What was made of `group`, made again if its parameters have changed since."""
         current = [known for known in self._groups if known.is_current(optimizer.param_groups)]
         for outdated in self._groups:
-            if outdated not in current:
+            if outdated not in current:  # before others are cut, which adopt what each parameter has
                 outdated.dissolve(optimizer.state)
         self._groups = current
         for known in self._groups:
@@ -151,6 +151,7 @@ class _Group:
     def prepare(self, state: State) -> list[torch.Tensor]:
         """What the optimizer is to update in place of the group's parameters, with gradients and state in place."""
         if not all(item.is_published(state) for item in self.items if isinstance(item, _Segment)):
+            # Somebody has loaded or changed the state of parameters, and that is what counts from here on.
             self.dissolve(state)
             self.items = _cut(self._parameters, state, joins=self._joins)
         items: list[_Segment | torch.Tensor] = []
@@ -228,7 +229,7 @@ class _Segment:
         taken = state.pop(self.flat, {})
         self.flat.grad = None
         self._state.update(taken)
-        if len(self._state) * len(self.parameters) != len(self._values):
+        if len(self._state) * len(self.parameters) != len(self._values):  # made in this step; views of it stay true
             self._publish(state)
 
     def _publish(self, state: State) -> None:
