@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from fullshard.config.switches import OFFLOAD
+from tests import sources
 from tests.distributed import end_workers
 
 # A machine that is busy makes any example slow. The default tests try the same examples each time, so that a change is
@@ -23,6 +24,7 @@ def _fresh_workers() -> Iterator[None]:
     """The processes of `run_ranks` serve one file: what a test leaves in them cannot reach another file's tests."""
     yield
     end_workers()
+    sources.forget()
 
 
 @pytest.fixture(scope="session", autouse=True)

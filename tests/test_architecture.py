@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pytest
 import fullshard
 from fullshard.api.refused import ACCELERATES_OWN
 from fullshard.core.strategy import STRATEGIES
+from tests.sources import nodes, parsed
 
 ROOT = Path(fullshard.__file__).parent
 PROJECT = Path(__file__).parents[1]
@@ -76,7 +77,7 @@ def test_the_public_names_are_sorted_and_exist() -> None:
 
 def test_public_names_are_those_a_type_checker_sees() -> None:
     """`__getattr__` serves what the `TYPE_CHECKING` block declares, and nothing else."""
-    tree = ast.parse((ROOT / "__init__.py").read_text())
+    tree = parsed(ROOT / "__init__.py")
     block = next(node for node in tree.body if isinstance(node, ast.If))
     declared = {
         (str(node.module).partition(".")[0], alias.asname or alias.name)
@@ -102,12 +103,11 @@ def test_the_source_distribution_holds_what_its_tests_read() -> None:
 @pytest.mark.parametrize("path", source_files("engine", "comm"), ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_no_runtime_code_compares_a_strategy_name(path: Path) -> None:
     """Strategies are rows of data. Their names may only be a default or part of a docstring."""
-    tree = ast.parse(path.read_text())
     allowed: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             allowed |= {id(default) for default in (*node.args.defaults, *node.args.kw_defaults) if default}
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in allowed:
             assert node.value not in STRATEGIES, f"{path}:{node.lineno} names {node.value}"
         if isinstance(node, ast.Compare):
@@ -119,7 +119,7 @@ def test_no_class_name_is_used_twice() -> None:
     """Whoever searches for a name finds one class. Private ones count, too: they are in tracebacks."""
     places: dict[str, list[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
@@ -139,8 +139,8 @@ def test_no_absolute_paths_in_the_sources() -> None:
 def test_no_pickle_on_a_load_path() -> None:
     """A checkpoint must not be able to run code. (`launch` pickles messages between this job's own ranks.)"""
     for path in source_files(*(layer for layer in LAYERS if layer != "launch")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
+        for node in nodes(path):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             function = ast.unparse(node.func)
             assert function not in ("pickle.load", "pickle.loads"), f"{path}:{node.lineno}"
@@ -164,7 +164,7 @@ def test_every_type_checked_import_points_down_too() -> None:
     """
     for folder in LAYERS:
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fullshard."):
                     target = (node.module or "").split(".")[1]
                     assert LAYERS.index(target) >= LAYERS.index(folder), f"{path}:{node.lineno} imports {target}"
@@ -200,18 +200,17 @@ def torchs_private_names() -> frozenset[str]:
     held += [optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader([1]), torch.amp.GradScaler]  # type: ignore[arg-type]
     held += [torch.autograd.graph.Node, torch.distributed.ProcessGroup, LocalElasticAgent]
     names = {name for thing in held for name in dir(thing) if is_private(name)}
-    return frozenset((names | private_names(ast.parse(TORCH_PRIVATE.read_text()))) - SEMI_PUBLIC)
+    return frozenset((names | private_names(parsed(TORCH_PRIVATE))) - SEMI_PUBLIC)
 
 
-def uses_of_private_names(source: str, own: set[str]) -> list[str]:
-    """Where `source` has a private name of torch; `own` are names that fullshard gives to attributes of its own."""
+def uses_of_private_names(found_nodes: Sequence[ast.AST], own: set[str]) -> list[str]:
+    """Where a file has a private name of torch; `own` are names that fullshard gives to attributes of its own."""
     from fullshard.comm.torch_private import OVERRIDDEN
 
     overridden = set().union(*OVERRIDDEN.values())
-    tree = ast.parse(source)
     of_torch = {"torch"}
     found = []
-    for node in ast.walk(tree):
+    for node in found_nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             module = getattr(node, "module", None) or ""
             names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
@@ -220,7 +219,7 @@ def uses_of_private_names(source: str, own: set[str]) -> list[str]:
                     of_torch.add(alias.asname or alias.name.split(".")[0])
                     if any(is_private(part) for part in name.split(".")):
                         found.append(f"line {node.lineno}: import of {name}")
-    for node in ast.walk(tree):
+    for node in found_nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = ast.unparse(node.value)
             is_own = owner in ("self", "cls", "super()") and node.attr in own | overridden
@@ -231,10 +230,14 @@ def uses_of_private_names(source: str, own: set[str]) -> list[str]:
     return found
 
 
-def own_names(trees: Iterable[ast.AST]) -> set[str]:
+def nodes_in(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+def own_names(found_nodes: Iterable[ast.AST]) -> set[str]:
     """What classes of fullshard define, or put into `self`."""
     own = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in found_nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             own.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -245,11 +248,9 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
 
 
 def test_torchs_private_names_are_in_one_file() -> None:
-    files = {path: path.read_text() for path in ROOT.rglob("*.py") if path != TORCH_PRIVATE}
-    own = own_names(ast.parse(text) for text in files.values())
-    found = [
-        f"{path.relative_to(ROOT)} {use}" for path, text in files.items() for use in uses_of_private_names(text, own)
-    ]
+    files = {path: nodes(path) for path in ROOT.rglob("*.py") if path != TORCH_PRIVATE}
+    own = own_names(node for found_nodes in files.values() for node in found_nodes)
+    found = [f"{path.relative_to(ROOT)} {use}" for path in files for use in uses_of_private_names(files[path], own)]
     assert found == [], "a private name of torch; put it into comm/torch_private.py, with a test"
 
 
@@ -269,17 +270,17 @@ def test_torchs_private_names_are_in_one_file() -> None:
     ],
 )
 def test_a_private_name_of_torch_is_found(source: str) -> None:
-    assert uses_of_private_names(source, {"_values"}) != []
+    assert uses_of_private_names(nodes_in(source), {"_values"}) != []
 
 
 def test_what_is_semi_public_or_ones_own_is_not() -> None:
     source = "module._parameters\nparameter._bucket\nself._values\nsuper()._apply(fn)\nsuper().__init__()\nos._exit(1)"
-    assert uses_of_private_names(source, {"_values"}) == []
+    assert uses_of_private_names(nodes_in(source), {"_values"}) == []
 
 
 def test_every_private_name_of_torch_is_used() -> None:
     text = "\n".join(path.read_text() for path in ROOT.rglob("*.py") if path != TORCH_PRIVATE)
-    tree = ast.parse(TORCH_PRIVATE.read_text())
+    tree = parsed(TORCH_PRIVATE)
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     for node in tree.body:
         targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]

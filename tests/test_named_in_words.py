@@ -27,6 +27,7 @@ from fullshard.config.flags import FLAGS, OPTIONS
 from fullshard.config.schema import SECTIONS, RunConfig
 from fullshard.core.requirements import OLDEST_TORCH, is_too_old
 from fullshard.recipes.arguments import TrainArguments
+from tests.sources import nodes
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,7 +39,7 @@ _FILES = {"yaml", "yml", "json", "md", "toml"}
 def _hints() -> Iterator[tuple[str, str]]:
     """(where, text) of every hint in the sources, what is put in at run time as X."""
     for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             for keyword in node.keywords if isinstance(node, ast.Call) else ():
                 if keyword.arg == "hint":
                     parts = [
@@ -52,7 +53,7 @@ def _hints() -> Iterator[tuple[str, str]]:
 def _words() -> Iterator[tuple[str, str]]:
     """(where, text) of every text in the sources and every line of the pages."""
     for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
     for page in PAGES:

@@ -44,7 +44,9 @@ from fullshard.checkpoint.pretrained import load_pretrained
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
 from fullshard.engine.step.state_dict import as_local
-from tests.distributed import end_workers, run_ranks
+from tests.distributed import end_workers, preload, run_ranks
+
+preload("fullshard.api", "typer")
 
 DIM, WORDS, LENGTH = 12, 20, 8
 RATE = 0.05
@@ -172,15 +174,6 @@ def check_training(dp: int, tp: int, sequence: bool) -> None:
         torch.testing.assert_close(parameter.full_tensor(), whole.detach(), rtol=1e-8, atol=1e-10, msg=name)
 
 
-def check_trainings() -> None:
-    check_training(2, 2, False)
-    check_training(2, 2, True)
-
-
-def test_losses_and_weights_are_those_of_one_process() -> None:
-    run_ranks(check_trainings, 4)
-
-
 def check_as_torchs(sequence: bool) -> None:
     """Mixed precision and norms of all orders are those of torch's `fully_shard`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -244,10 +237,6 @@ def check_norms() -> None:
         assert torch.equal(shards.full_tensor(), parameter.detach())
 
 
-def test_what_is_computed_of_them_is_of_the_whole() -> None:
-    run_ranks(check_norms, 4)
-
-
 def check_meta(how: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = build()
@@ -274,10 +263,13 @@ def check_meta(how: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
+def check_every_meta() -> None:
+    for how in ("filled", "assigned", "replaced"):
+        check_meta(how)
+
+
 def test_from_the_meta_device() -> None:
-    run_ranks(check_meta, 4, "filled")
-    run_ranks(check_meta, 4, "assigned")
-    run_ranks(check_meta, 4, "replaced")
+    run_ranks(check_every_meta, 4)
 
 
 def check_dcp(directory: str) -> None:
@@ -364,10 +356,6 @@ def check_unsharded() -> None:
     assert fullshard.describe(model).rank_numel == own
 
 
-def test_unsharded_they_are_what_they_were() -> None:
-    run_ranks(check_unsharded, 4)
-
-
 def check_not_finite() -> None:
     """One rank of the other axis has it, and every rank is told."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -397,10 +385,6 @@ def check_other_tiles() -> None:
     assert torch.equal(columns.full_tensor(), whole) and torch.equal(rows, columns)
 
 
-def test_tensors_that_are_cut_otherwise() -> None:
-    run_ranks(check_other_tiles, 4)
-
-
 def check_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -414,10 +398,6 @@ def check_refused() -> None:
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Shard(1)]))
     with pytest.raises(WrapError, match="of one axis beside"):
         fullshard.fully_shard(layer, mesh=mesh["dp"])
-
-
-def test_what_is_refused() -> None:
-    run_ranks(check_refused, 4)
 
 
 def made(mesh: DeviceMesh | None, *, sequence: bool = False, steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
@@ -634,8 +614,19 @@ def check_overflow() -> None:
         assert scaler.get_scale() == 2.0
 
 
-def test_an_overflow_in_one_tile() -> None:
-    run_ranks(check_overflow, 4)
+def check_in_turn() -> None:
+    """In the same processes: torch takes seconds for what it computes with DTensors for the first time."""
+    check_training(2, 2, False)
+    check_training(2, 2, True)
+    check_norms()
+    check_unsharded()
+    check_other_tiles()
+    check_overflow()
+    check_refused()
+
+
+def test_losses_weights_and_what_is_computed_of_them_are_those_of_one_process() -> None:
+    run_ranks(check_in_turn, 4)
 
 
 # -- experts, each of which is whole on one rank of an axis --------------------------------------------------------

@@ -271,7 +271,7 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        schedule_of(_unit(self)).set_reductions_in_flight(max_input_buffers)
+        schedule_of(_unit(self)).reducer.order.in_flight = max_input_buffers
 
     def set_custom_all_gather(self, comm: object) -> NoReturn:
         """Refused."""

@@ -6,7 +6,7 @@ until the backward is over, because nothing announces that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +15,21 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
 from fullshard.engine.call import uncompiled
+from fullshard.wrap.partition import Slot
 
 
 class PartOwner(Protocol):
     """What a part asks of its unit."""
 
     is_kept_for_backward: bool
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Its parameters and where they are."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """That are unsharded together."""
 
     @property
     def is_at_rest(self) -> bool:
@@ -36,10 +45,17 @@ class PartOwner(Protocol):
         """Free them."""
 
 
-def watch_parts(unit: PartOwner, parts: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Unshard a unit, too, when one of these modules is called past it."""
+def watch_parts(unit: PartOwner, *, is_outermost: bool) -> list[RemovableHandle]:
+    """Unshard a unit, too, when a module that holds parameters of it is called past the unit.
+
+    In the outermost unit any: an encoder called on its own uses the embedding that the whole model owns. In others
+    embeddings, which models look tokens up in (`get_input_embeddings()`) before they call what holds them.
+    """
+    parts = {id(m): m for slot in unit.slots for m, _ in slot.owners if is_outermost or isinstance(m, nn.Embedding)}
     handles = []
-    for part in parts:
+    for part in parts.values():
+        if any(part is module for module in unit.modules):
+            continue
         before, after = _hooks_of(_WatchedPart(unit))
         handles.append(part.register_forward_pre_hook(before, prepend=True))
         handles.append(part.register_forward_hook(after, always_call=True))  # an exception must not leave it unsharded

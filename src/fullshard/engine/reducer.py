@@ -123,3 +123,11 @@ def gradient_of(bucket: Bucket) -> Gradient:
     """The gradient side of a bucket that is known to be trainable."""
     assert bucket.gradient is not None  # noqa: S101 -- frozen buckets are never queued
     return bucket.gradient
+
+
+def call_gradient_hooks(bucket: Bucket, used: bytearray) -> None:
+    """Call what sharded parameters were given by `register_post_accumulate_grad_hook`, for those that were used."""
+    for parameter, is_used in zip(bucket.sharded_parameters, used, strict=True):
+        if is_used and parameter.local_grad is not None:
+            for hook in list(parameter.gradient_hooks.values()):
+                hook(parameter)

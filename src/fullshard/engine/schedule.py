@@ -29,11 +29,11 @@ from fullshard.engine.additions import Additions
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call
 from fullshard.engine.checkup import Checkup
-from fullshard.engine.end_of_backward import BucketEnd
 from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.reducer import BucketStepper, Reducer, gradient_of
+from fullshard.engine.parts import watch_parts
+from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks, gradient_of
 from fullshard.engine.rounds import Rounds
 from fullshard.engine.unit import Unit, owner_of
 from fullshard.engine.unit_parameters import UnitState
@@ -115,7 +115,7 @@ class Schedule:
         for number, unit in enumerate(units):
             unit.schedule, unit.number = self, number
             unit.reducing.watch = self.guard.watch
-            self._part_handles += unit.watch_parts(is_outermost=unit is units[-1])
+            self._part_handles += watch_parts(unit, is_outermost=unit is units[-1])
         self._additions = Additions(self.units)
         self.know_buckets()
 
@@ -270,7 +270,7 @@ class Schedule:
             if self.rounds.count is not None:
                 keeps = self.keeps_gradients or not all(each.reduce_gradients for each in self.units)
                 self.rounds.check_backward([u.reducing for u in self.units], keeps=keeps, steps=bool(self.steppers))
-            self.reducer.steppers = self._steppers_at_work()
+            self._begin_stepping()
             self._in_backward = True
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
@@ -283,23 +283,9 @@ class Schedule:
         if unit not in self._queued:
             self._enqueue(unit)
 
-    def _steppers_at_work(self) -> list[BucketStepper]:
-        stepping: list[BucketStepper] = [
-            stepper for stepper in self.steppers if stepper.begin(self, is_last=self.is_last_backward)
-        ]
-        if stepping and self.guard.policy == "skip":
-            raise LifecycleError(
-                "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
-                "all gradients are known",
-                hint="leave step_in_backward out, or set_nonfinite_gradients('raise')",
-            )
-        pinned = next((unit for unit in self.units if unit.is_pinned), None)
-        if stepping and pinned is not None:
-            raise LifecycleError(
-                f"backward steps the optimizer while unit {pinned.name!r} is kept unsharded",
-                hint="train outside `with unsharded(model)`",
-            )
-        return stepping
+    def _begin_stepping(self) -> None:
+        steppers = [each for each in self.steppers if each.begin(self, is_last=self.is_last_backward)]
+        self.reducer.steppers = list[BucketStepper](steppers)
 
     def _enqueue(self, unit: Unit) -> None:
         self._queued.add(unit)
@@ -316,7 +302,7 @@ class Schedule:
                 f"rank {self.mesh.rank}: gradients are to be reduced within a backward that has not ended",
                 hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
             )
-        self.reducer.steppers = self._steppers_at_work()
+        self._begin_stepping()
         self._in_backward = True
         for unit in sorted(self.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
             self._enqueue(unit)
@@ -405,7 +391,7 @@ class Schedule:
             with self.units[-1].waiting("comparing ranks"):
                 self.checkup.run(self.steps)
         for bucket in hooked:  # at rest: they may do anything
-            _call_gradient_hooks(bucket, used[bucket])
+            call_gradient_hooks(bucket, used[bucket])
         if stepped_early and (finding := self.guard.find(p.name for p in self._parameters())):
             raise NonFiniteError(
                 f"rank {self.mesh.rank}, step {self.steps + 1} of this process: {finding}; the optimizer has "
@@ -458,7 +444,7 @@ class Schedule:
         launched = set(self.reducer.order.launched)
         ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
         steps = self.steps + self._stepped_since_forward
-        ends = [_end_of(bucket, is_reduced=bucket in launched) for bucket in trainable]
+        ends = [gradient_of(bucket).unsharded.end(is_reduced=bucket in launched) for bucket in trainable]
         message = self.lockstep.exchange(ends, ran, steps, last=self._forward[-1] if self._forward else self.units[-1])
         STOPPING.is_agreed |= self._is_wanted_anywhere(message.wants_to_stop)
         self.lockstep.check_loads(message)
@@ -481,10 +467,6 @@ class Schedule:
     def _is_wanted_anywhere(self, is_wanted: bool) -> bool:
         """Whether a stop is, on ranks of other axes, too."""
         return bool(self.guard.largest_outside(is_wanted)) if STOPPING.is_listened_to else is_wanted
-
-    def set_reductions_in_flight(self, count: int) -> None:
-        """How many may be under way beside the one that is being collected."""
-        self.reducer.order.in_flight = count
 
     # -- whole model --------------------------------------------------------------------------------------------
 
@@ -551,20 +533,7 @@ class Schedule:
                 mesh.gather.pages.wait_for_readers()
 
 
-def _call_gradient_hooks(bucket: Bucket, used: bytearray) -> None:
-    for parameter, is_used in zip(bucket.sharded_parameters, used, strict=True):
-        if is_used and parameter.local_grad is not None:
-            for hook in list(parameter.gradient_hooks.values()):
-                hook(parameter)
-
-
 def schedule_of(unit: Unit) -> Schedule:
     """The schedule that a unit is part of."""
     assert isinstance(unit.schedule, Schedule)  # noqa: S101 -- nothing else is handed to one
     return unit.schedule
-
-
-def _end_of(bucket: Bucket, *, is_reduced: bool) -> BucketEnd:
-    """What this rank says of a bucket when backward ends."""
-    unsharded = gradient_of(bucket).unsharded
-    return BucketEnd(is_reduced, not is_reduced, unsharded.exists, unsharded.used)

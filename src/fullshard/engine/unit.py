@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
@@ -29,7 +28,6 @@ from fullshard.engine.call import Call, uncompiled
 from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
-from fullshard.engine.parts import watch_parts
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating
 from fullshard.engine.unit_parameters import UnitOwner, UnitParameters
 from fullshard.wrap.partition import UnitPlan
@@ -245,16 +243,6 @@ class Unit(UnitParameters):
         if self.policy.output_dtype is None:
             return None
         return cast_floating(output, self.policy.output_dtype)
-
-    def watch_parts(self, *, is_outermost: bool) -> list[RemovableHandle]:
-        """Unshard, too, when a module that holds parameters of this unit is called past the unit.
-
-        In the outermost unit any: an encoder called on its own uses the embedding that the whole model owns. In others
-        embeddings, which models look tokens up in (`get_input_embeddings()`) before they call what holds them.
-        """
-        parts = {id(m): m for slot in self.slots for m, _ in slot.owners if is_outermost or isinstance(m, nn.Embedding)}
-        apart = [part for part in parts.values() if all(part is not module for module in self.modules)]
-        return watch_parts(self, apart)
 
     def _watch_outputs(self, call: Call[Unit], output: Any) -> bool:
         """Learn when backward reaches an output; False if nothing will tell, although parameters want gradients."""

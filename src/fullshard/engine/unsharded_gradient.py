@@ -22,6 +22,7 @@ from fullshard.core.dtypes import collected
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import BucketLayout, Interval
 from fullshard.engine.bucket_spec import BucketSpec
+from fullshard.engine.end_of_backward import BucketEnd
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import torch_dtype
 from fullshard.engine.tile import storage_of
@@ -203,6 +204,10 @@ class UnshardedGradient:
                     piece.zero_()
         self._full, self._pieces, self._filled = None, (), set()
         return full
+
+    def end(self, *, is_reduced: bool) -> BucketEnd:
+        """What this rank says of the bucket when backward ends."""
+        return BucketEnd(is_reduced, not is_reduced, self.exists, self.used)
 
     def forget_used(self) -> None:
         """What was used has been published on all ranks."""

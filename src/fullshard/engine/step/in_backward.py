@@ -180,6 +180,18 @@ class Stepper:
                 f"{name} steps in backward and has a step pre-hook, which would come too late",
                 hint="remove the hook, or leave step_in_backward out",
             )
+        if schedule.guard.policy == "skip":
+            raise LifecycleError(
+                "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
+                "all gradients are known",
+                hint="leave step_in_backward out, or set_nonfinite_gradients('raise')",
+            )
+        pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
+        if pinned is not None:
+            raise LifecycleError(
+                f"backward steps the optimizer while unit {pinned.name!r} is kept unsharded",
+                hint="train outside `with unsharded(model)`",
+            )
         self._prepare(optimizer)
         return True
 
