@@ -64,12 +64,11 @@ def run_hosts(
         (directory / "task").write_bytes(pickle.dumps((function, args, sum(ranks_per_host))))
         hosts, first = [], 0
         for host, count in enumerate(ranks_per_host):
-            ranks = range(first, first := first + count)
-            command = "".join(f'"$0" -m tests.hosts "$1" {rank} {rank - ranks.start} {count} & ' for rank in ranks)
+            command = [*_unshare(), sys.executable, "-m", "tests.hosts", name, str(first), str(count)]
+            first += count
             with (directory / f"log{host}").open("wb") as log:
                 environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-                arguments = [*_unshare(), "sh", "-c", f"{command} wait", sys.executable, name]
-                hosts.append(subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=log, stderr=log))
+                hosts.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
         try:
             deadline = time.monotonic() + timeout
             while any(host.poll() is None for host in hosts):
@@ -103,8 +102,23 @@ def _logs(directory: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(directory.glob("log*")))
 
 
-def _run_rank(directory: Path, rank: int, local_rank: int, local_world_size: int) -> None:
-    function, args, world_size = pickle.loads((directory / "task").read_bytes())  # noqa: S301 -- our own
+def _run_host(directory: Path, first: int, count: int) -> None:
+    """Import once, which takes seconds, and fork the ranks. This is process 1 of its namespace, so no rank itself."""
+    task = pickle.loads((directory / "task").read_bytes())  # noqa: S301 -- our own
+    ranks = []
+    for local_rank in range(count):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            _run_rank(directory, task, first + local_rank, local_rank, count)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    for rank in ranks:
+        os.waitpid(rank, 0)
+
+
+def _run_rank(directory: Path, task: Any, rank: int, local_rank: int, local_world_size: int) -> None:
+    function, args, world_size = task
     own = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}
     os.environ.update({key: str(value) for key, value in own.items()})
     torch.set_num_threads(1)
@@ -124,4 +138,4 @@ def _run_rank(directory: Path, rank: int, local_rank: int, local_world_size: int
 
 
 if __name__ == "__main__":
-    _run_rank(Path(sys.argv[1]), *(int(argument) for argument in sys.argv[2:]))
+    _run_host(Path(sys.argv[1]), *(int(argument) for argument in sys.argv[2:]))

@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -624,6 +625,7 @@ def _background(directory: str) -> tuple[list[float], list[float], str, int]:
         with pytest.raises(CheckpointError, match="rank 1: cannot write") as caught:
             for _ in range(900):
                 count += len(steps(1))
+                time.sleep(0.01)  # the writing thread gets its turn
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     path = accelerator.save_state(wait=True)

@@ -14,16 +14,13 @@ import fullshard
 from fullshard.cli.main import COMMANDS, app, load_command
 from fullshard.core.errors import ConfigError
 from fullshard.recipes.arguments import TrainArguments
+from tests.commands import run_here
 
 
 def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False
     )
-
-
-def _fullshard(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return _python("from fullshard.cli.main import main; main()", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +55,7 @@ def test_a_command_imports_its_own_module_alone(name: str) -> None:
 
 
 def test_a_wrong_command_gets_a_suggestion() -> None:
-    done = _fullshard("lanch")
+    done = run_here("lanch")
     assert done.returncode == 2
     assert "'launch'" in done.stderr
 
@@ -87,7 +84,7 @@ def test_every_setting_is_an_option() -> None:
 
 
 def test_version() -> None:
-    assert _fullshard("--version").stdout == f"fullshard {fullshard.__version__}\n"
+    assert run_here("--version").stdout == f"fullshard {fullshard.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +99,7 @@ def test_version() -> None:
     ],
 )
 def test_wrong_settings_are_named(arguments: list[str], message: str) -> None:
-    done = _fullshard("train", *arguments)
+    done = run_here("train", *arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

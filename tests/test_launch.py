@@ -180,7 +180,7 @@ def test_the_launcher_keeps_no_stream_open(tmp_path: Path) -> None:
         import os
         from fullshard.launch.local import launch_local
         opened = []
-        for _ in range(3):
+        for _ in range(2):
             assert launch_local("platform", [], nproc=2) == 0
             opened.append(len(os.listdir("/dev/fd")))
         assert len(set(opened)) == 1, opened
@@ -359,12 +359,13 @@ def test_help_is_quick_and_loads_no_torch(tmp_path: Path) -> None:
     code = "import sys, time\nfrom fullshard.cli.main import main\nsys.argv[1:] = ['launch', '--help']\n"
     code += "try: main()\nexcept SystemExit: pass\n"
     code += "import os; sys.stderr.write(f\"{'torch' in sys.modules} {sum(os.times()[:2])}\")"
-    seconds = []
+    spent = 1.0
     for _ in range(5):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-        loaded, spent = done.stderr.split()
+        loaded, text = done.stderr.split()
         assert loaded == "False"
-        seconds.append(float(spent))
-    assert min(seconds) < 0.5
+        if (spent := float(text)) < 0.5:
+            break
+    assert spent < 0.5
     assert "--num_processes" in done.stdout
     assert "--fsdp_offload_params" in done.stdout

@@ -20,6 +20,7 @@ from fullshard.config.schema import SECTIONS, RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.launch.plan import make_plan
 from fullshard.launch.streams import StreamPlan
+from tests.commands import run_here
 from tests.launching import environment, launch
 
 
@@ -218,7 +219,7 @@ def test_streams_are_checked() -> None:
 )
 def test_mistakes_are_a_message_with_exit_code_2(tmp_path: Path, argv: list[str], words: str) -> None:
     (tmp_path / "train.py").write_text("")
-    done = launch("--cpu", *argv, cwd=tmp_path, timeout=60)
+    done = run_here("launch", "--cpu", *argv, cwd=tmp_path, environ=environment())
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -36,15 +36,11 @@ from fullshard.plan.schedule import predict_step
 from fullshard.plan.search import pareto, search
 from fullshard.plan.time import time_of
 from fullshard.plan.traffic import traffic_of
+from tests.commands import run_here
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from fullshard.cli.main import main; main()", "plan", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_here("plan", *arguments)
 
 
 def test_it_answers_in_tables() -> None:
