@@ -25,6 +25,7 @@ from fullshard.checkpoint.save import prepare_parts
 from fullshard.cli.ckpt import app
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, ConfigError
+from tests.commands import run_here
 from tests.distributed import run_ranks
 from tests.interchange import reference, save_native
 
@@ -196,9 +197,7 @@ def test_prune(tmp_path: Path) -> None:
 
 def test_errors_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
     """And help needs no torch."""
-    code = "import sys; from fullshard.cli.main import main; sys.argv = ['fullshard', 'ckpt', 'verify', 'x']; main()"
-    command = [sys.executable, "-c", code.replace("'verify', 'x'", f"'inspect', {str(tmp_path / 'none')!r}")]
-    failed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    failed = run_here("ckpt", "inspect", str(tmp_path / "none"))
     assert failed.returncode == 2
     assert failed.stderr.startswith("CheckpointError: there is no checkpoint at")
     assert "Traceback" not in failed.stderr
