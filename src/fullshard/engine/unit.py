@@ -253,14 +253,14 @@ class Unit(UnitParameters):
         return not any(bucket.trainable_count for bucket in self.buckets)
 
     def begin_backward(self) -> None:
-        """Backward has reached the unit: an output, or a gradient where no output told."""
+        """A gradient has appeared, and maybe no output has told before."""
         self.schedule.begin_backward(self)
 
     def pre_backward(self, call: Call[Unit]) -> None:
         """Backward has reached an output of `call`."""
         if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
             self._check_second_derivatives()
-        self.begin_backward()
+        self.schedule.begin_backward(self)
         if call.is_active:  # another output was first
             return
         call.is_active, call.is_done = True, False
