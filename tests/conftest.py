@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import compileall
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pytest
 from hypothesis import settings
@@ -17,6 +21,17 @@ from tests.distributed import end_workers
 settings.register_profile("drawn", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.load_profile("same")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile once what hundreds of processes import, where the environment has forbidden them to leave it behind.
+
+    What was compiled counts only for the same source, whenever that was written: a mutant is another one.
+    """
+    if sys.dont_write_bytecode and not hasattr(config, "workerinput"):
+        for folder in ("src", "tests"):
+            path = Path(__file__).parents[1] / folder
+            compileall.compile_dir(path, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 
 
 @pytest.fixture(scope="module", autouse=True)
