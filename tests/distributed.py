@@ -27,7 +27,11 @@ import torch.multiprocessing as mp
 
 # A server that has imported what takes seconds; every process is a fresh copy of it, which takes none.
 _CONTEXT = mp.get_context("forkserver")
-_PRELOADED = ["fullshard.checkpoint", "fullshard.engine", "pytest", "torch.distributed.fsdp", "tests.distributed"]
+_PRELOADED = [
+    *("fullshard.checkpoint", "fullshard.engine", "fullshard.api", "pytest", "torch.distributed.fsdp"),
+    "torch._dynamo",  # every optimizer imports it as it is made
+    "tests.distributed",
+]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 

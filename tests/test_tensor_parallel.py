@@ -46,7 +46,7 @@ from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
 from fullshard.engine.step.state_dict import as_local
 from tests.distributed import end_workers, preload, run_ranks
 
-preload("fullshard.api", "typer")
+preload("typer")
 
 DIM, WORDS, LENGTH = 12, 20, 8
 RATE = 0.05
