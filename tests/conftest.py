@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import compileall
+import py_compile
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
 from pathlib import Path
-from py_compile import PycInvalidationMode
 
 import pytest
 from hypothesis import settings
@@ -24,14 +24,19 @@ settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile once what hundreds of processes import, where the environment has forbidden them to leave it behind.
-
-    What was compiled counts only for the same source, whenever that was written: a mutant is another one.
-    """
+    """Compile once what hundreds of processes import, where the environment has forbidden them to leave it behind."""
     if sys.dont_write_bytecode and not hasattr(config, "workerinput"):
         for folder in ("src", "tests"):
-            path = Path(__file__).parents[1] / folder
-            compileall.compile_dir(path, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+            for path in (Path(__file__).parents[1] / folder).rglob("*.py"):
+                _compile(path)
+
+
+def _compile(path: Path) -> None:
+    """Unless it has been. That counts for the same source only, whenever that was written: a mutant is another."""
+    compiled, digest = Path(cache_from_source(str(path))), source_hash(path.read_bytes())
+    header = MAGIC_NUMBER + (0b11).to_bytes(4, "little") + digest
+    if not (compiled.exists() and compiled.read_bytes()[: len(header)] == header):
+        py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
 @pytest.fixture(scope="module", autouse=True)
