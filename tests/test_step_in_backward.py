@@ -192,7 +192,7 @@ def check_memory(in_backward: bool, gloo: bool) -> tuple[int, int]:
     def look(event: Event) -> None:
         nonlocal held
         gradients = [p._bucket.gradient for p in model.parameters() if hasattr(p, "_bucket")]
-        held = max(held, sum(g._main.nbytes for g in gradients if g is not None and g._main is not None))
+        held = max(held, sum(g.main.nbytes for g in gradients if g is not None))
 
     shard_model(model, unit_modules=list(model.layers), event_sink=look)
     optimizer = optim.AdamW(model.parameters())

@@ -207,14 +207,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a hook does not wait for what it is given",
-        "engine/bucket_spec.py",
+        "engine/reducing.py",
         "            self.stream.wait_stream(current)\n",
         "",
         "hook",
     ),
     Mutation(
         "a hook is not waited for",
-        "engine/bucket_spec.py",
+        "engine/reducing.py",
         "            current.wait_stream(self.stream)\n",
         "",
         "hook",
