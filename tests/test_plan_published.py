@@ -25,6 +25,8 @@ from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.shapes import ModelShape
 from tests.peers import Peer, peer_memory
+from tests.published_recent import ROWS as RECENT
+from tests.published_recent import Recent
 
 GB, GIB = 10**9, 2**30
 
@@ -182,7 +184,7 @@ def foundry() -> list[Speed]:
     return rows
 
 
-def is_aside(row: Speed) -> bool:
+def is_aside(row: Speed | Recent) -> bool:
     """A third, by its name, that nothing was looked up for while the formulas were made."""
     return hashlib.sha256(row.name.encode()).digest()[0] % 3 == 0
 
@@ -226,6 +228,42 @@ def test_the_median_error_is_small() -> None:
     assert statistics.median([*memory, *speed]) <= 0.10
 
 
+def recent(row: Recent) -> dict[str, float]:
+    """Predicted speed and memory as parts of what is published, as far as it is."""
+    model, job, cluster = load_model(row.model)[0], Job.of(row.job), parse_cluster(row.devices)
+    plan = evaluate(model, job, cluster)
+    ratios = {}
+    if row.speed:
+        ratios["speed"] = plan.time.tokens_per_second / cluster.count / row.speed
+    if row.gib:
+        own = plan.memory.peak - cluster.device.framework
+        nbytes = own if row.peer is None else sum(peer_memory(model, job, row.peer, ranks=cluster.count).values())
+        ratios["memory"] = nbytes / GIB / row.gib
+    return ratios
+
+
+@pytest.mark.parametrize("row", RECENT, ids=[row.name for row in RECENT])
+def test_recent_figures(row: Recent) -> None:
+    ratios = recent(row)
+    said = ", ".join(f"{what} {ratio:.2f}" for what, ratio in ratios.items())
+    print(f"\n{row.name}: {said}{', aside' * is_aside(row)}{f' ({row.reason})' if row.reason else ''}")
+    assert row.reason or all(abs(ratio - 1) <= 0.25 for ratio in ratios.values())
+
+
+def test_recent_figures_as_a_whole() -> None:
+    """Half of them within a tenth in memory and within 15 % in speed, of those set aside, too."""
+    for aside in (False, True):
+        found = [recent(row) for row in RECENT if is_aside(row) == aside]
+        for what, most in (("memory", 0.10), ("speed", 0.15)):
+            errors = sorted(abs(ratios[what] - 1) for ratios in found if what in ratios)
+            median, ninth = statistics.median(errors), statistics.quantiles(errors, n=10, method="inclusive")[-1]
+            print(
+                f"\nrecent {what}{', aside' * aside}: {len(errors)} rows, median error {median:.1%}, "
+                f"90th percentile {ninth:.1%}, worst {errors[-1]:.1%}"
+            )
+            assert median <= most
+
+
 @pytest.mark.parametrize("row", foundry()[::30], ids=lambda row: row.name)
 def test_long_sequences(row: Speed) -> None:
     """A few of those that `test_speeds_by_length_of_sequence` compares."""
@@ -266,7 +304,9 @@ def test_what_has_run_fits(loss: str, most: int) -> None:
 
 def test_the_error_bar_is_that_of_the_rows() -> None:
     """What `plan` prints beside a prediction: four of five rows lie inside."""
-    ratios = statistics.quantiles((row.published / predicted(row) for row in ROWS), n=10, method="inclusive")
+    found = [row.published / predicted(row) for row in ROWS]
+    found += [1 / ratios["memory"] for row in RECENT if "memory" in (ratios := recent(row))]
+    ratios = statistics.quantiles(found, n=10, method="inclusive")
     assert (ratios[0], ratios[-1]) == pytest.approx(ERROR_BAR, abs=0.005)
 
 

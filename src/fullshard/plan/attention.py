@@ -11,6 +11,8 @@ The parts of the peak are the papers' own, of long sequences and heads of 128, b
     H100, version 2    335 of 989 forward with a mask and 370 without, 322 backward without (FlashAttention-3, arXiv
                        2407.08608, figures 5 and 6, 16k tokens); with a tenth less for the mask: 0.305
     H100, version 3    616 forward with a mask, 561 backward without (the same figures): 1.76 of version 2
+    B200, version 4    1613 of 2250 forward (FlashAttention-4, 2026-03, abstract: "71% utilization"); both ways together
+                       as much less as on the A100, 0.57. Version 2 there as on the H100, so 1.88 of it: an assumption
     version 1          half of version 2 (2307.08691, abstract: "around 2x speedup")
 
 Heads of 64 and of 256 reach 0.89 of that (figure 5). A row of S keys is worth S / (S + 350): 512 tokens reach 0.57 to
@@ -23,7 +25,7 @@ from typing import Literal
 
 from fullshard.plan.shapes import Block
 
-Kernel = Literal["flash", "flash1", "flash3", "sdpa", "eager"]
+Kernel = Literal["flash", "flash1", "flash3", "flash4", "sdpa", "eager"]
 
 BACKWARD = 2.5
 """FLOP of backward, of those of forward, where scores are computed again."""
@@ -31,9 +33,10 @@ BACKWARD = 2.5
 _HALF = 350
 """Keys with which a kernel is at half of its speed."""
 
-_VERSION = {"flash": 1.0, "sdpa": 1.0, "flash1": 0.5, "flash3": 1.76}
-"""Speed, of version 2's. PyTorch's `sdpa` is version 2, if there is no mask to be read; version 3 is for Hopper, and
-elsewhere what `flash` is."""
+_VERSION = {"flash": 1.0, "sdpa": 1.0, "flash1": 0.5, "flash3": 1.76, "flash4": 1.88}
+"""Speed, of version 2's. PyTorch's `sdpa` is version 2, if there is no mask to be read; versions 3 and 4 are for Hopper
+and Blackwell, and elsewhere what `flash` is."""
+_OF_ONE_KIND = {"flash3": 3, "flash4": 4}
 
 _OF_HEAD_SIZE = {64: 0.89, 256: 0.89}
 
@@ -53,7 +56,7 @@ def forward_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = Fals
     return 2 * widths * tokens * seen_keys(block, seq_len, whole=whole) * (2 if block.cross_attention else 1)
 
 
-def part_of_peak(block: Block, kernel: Kernel, seq_len: int, *, flash: float, has_flash3: bool) -> float:
+def part_of_peak(block: Block, kernel: Kernel, seq_len: int, *, flash: float, newest: int) -> float:
     """What a fused kernel reaches.
 
     Args:
@@ -61,9 +64,9 @@ def part_of_peak(block: Block, kernel: Kernel, seq_len: int, *, flash: float, ha
         kernel: a fused one.
         seq_len: tokens of a sequence.
         flash: what version 2 reaches on long sequences, with heads of 128.
-        has_flash3: whether version 3 runs there.
+        newest: the newest version that is made for it.
     """
-    version = _VERSION[kernel] if kernel != "flash3" or has_flash3 else 1.0
+    version = _VERSION[kernel] if _OF_ONE_KIND.get(kernel, newest) == newest else 1.0
     keys = min(seq_len, block.window or seq_len)
     return flash * version * _OF_HEAD_SIZE.get(block.head_dim, 1.0) * keys / (keys + _HALF)
 

@@ -45,7 +45,7 @@ class Device:
         has_bfloat16: whether `flops` are there in bfloat16, or in float16 alone.
         flash: part of `flops` that flash attention's second version reaches (`plan/attention`): as on the A100, whose
             kernel it is, or as on the H100, where faster products leave it behind.
-        has_flash3: whether there is a third.
+        newest_flash: the newest version that is made for it.
         float8: how much faster products in float8 are than in bfloat16, casts of what they read included; 1: not.
         is_run: whether this engine has been run on its kind, or is tested for it; else a note says so.
     """
@@ -69,7 +69,7 @@ class Device:
     rack: int = 0
     has_bfloat16: bool = True
     flash: float = 0.59
-    has_flash3: bool = False
+    newest_flash: int = 2
     float8: float = 1.0
     is_run: bool = True
 
@@ -109,11 +109,8 @@ _TPU = "Google Cloud TPU pages, 2026-11"
 _FLOAT8 = 1.5
 """The data sheets say twice as fast; casts and sums over elements cost a part of it. Whole steps of
 torchtitan gain 1.16 to 1.36 (its benchmarks of 2024-12 and 2025-06)."""
-_HOPPER: dict[str, Any] = {"flash": 0.305, "has_flash3": True, "float8": _FLOAT8}
-_FASTER: dict[str, Any] = {
-    "flash": 0.305,
-    "float8": _FLOAT8,
-}  # an assumption: version 2 was not written for them either
+_FASTER: dict[str, Any] = {"flash": 0.305, "float8": _FLOAT8}  # an assumption: version 2 was not written for them
+_HOPPER, _BLACKWELL = {**_FASTER, "newest_flash": 3}, {**_FASTER, "newest_flash": 4}
 
 # Memory is what the driver reports where it is less than the name says (40 GB: 39.6 GiB and so on).
 _ALL = (
@@ -134,13 +131,13 @@ _ALL = (
     _gpu("H200", 150.1, (989, 494), 4800, 450, 50, "NVIDIA H200 SXM data sheet; 8 x 400 Gb/s per host (DGX H200)",
          **_HOPPER),
     _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host",
-         **_FASTER),
+         **_BLACKWELL),
     _gpu("B300", 287.4, (2250, 1125), 8000, 900, 100, "NVIDIA DGX B300 data sheet 2025; 8 x 800 Gb/s per host",
-         **_FASTER),
+         **_BLACKWELL),
     _gpu("GB200", 197.6, (2500, 1250), 8000, 900, 50, f"NVIDIA GB200 NVL72 page 2024; {_IN_A_RACK} 400 Gb/s each",
-         per_host=4, rack=72, **_FASTER),
+         per_host=4, rack=72, **_BLACKWELL),
     _gpu("GB300", 297.7, (2500, 1250), 8000, 900, 100, f"NVIDIA GB300 NVL72 page 2025; {_IN_A_RACK} 800 Gb/s each",
-         per_host=4, rack=72, **_FASTER),
+         per_host=4, rack=72, **_BLACKWELL),
     _gpu("MI300X", 205.8, (1307, 653), 5300, 448, 50, "AMD Instinct MI300X data sheet; 8 x 400 Gb/s per host",
          **_FASTER),
     _gpu("MI325X", 274.4, (1307, 653), 6000, 448, 50, "AMD Instinct MI325X data sheet 2024; 8 x 400 Gb/s per host",

@@ -96,7 +96,9 @@ class Job(View):
     sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch (else: no_sync)")
     step_in_backward: bool = of_run("training.step_in_backward")
     attention: Kernel = Field(
-        "flash", description="flash (version 2), flash1, flash3 or sdpa, which keep no scores, or eager, which does"
+        "flash",
+        description="flash (version 2), flash1, flash3 (Hopper), flash4 (Blackwell) or sdpa, which keep no scores, "
+        "or eager, which does",
     )
     loss: Loss = Field(
         "eager",

@@ -190,7 +190,7 @@ def _attention_seconds(block: Block, job: Job, cluster: Cluster) -> tuple[float,
     if device.is_cpu or job.attention == "eager" or itemsize(job.compute_dtype) == 4:
         seconds = flops / (_peak(cluster, job) * device.efficiency)
         return seconds, 2 * seconds
-    part = part_of_peak(block, job.attention, job.seq_len, flash=device.flash, has_flash3=device.has_flash3)
+    part = part_of_peak(block, job.attention, job.seq_len, flash=device.flash, newest=device.newest_flash)
     seconds = flops / (device.flops * part)
     return seconds, BACKWARD * seconds
 
