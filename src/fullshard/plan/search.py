@@ -1,23 +1,29 @@
 """The fastest way to run a job: every switch of the engine that keeps its numbers, searched with bounds.
 
-What is searched (`_meshes`, `_SWITCHES`): strategies and shard sizes, micro-batch and accumulation, checkpointing, what
-is on the host, embeddings as units, stepping in backward, a loss in chunks; units kept unsharded, for the best. What is
+What is searched (`_meshes`, `_SAVING`): strategies and shard sizes, micro-batch and accumulation, checkpointing,
+embeddings as units, and any of what saves memory, alone and together: a loss in chunks, stepping in backward,
+activations on the host, optimizer state, main weights or all of it there; units kept unsharded, for the best. What is
 never slower and never larger is switched on at once: a fused optimizer on accelerators.
 
 A layer more adds the same work again, so what a model of n equal layers needs, and how long it takes, are maxima of
 straight lines over n. Such a maximum lies above the line through two of its points: a model of 3 and one of 6 layers
-say what the whole one needs and takes *at least*. Where layers take turns (windows, linear attention), whole turns do.
-Candidates are looked at in the order of that bound, and the search ends when the bound of the next is worse than the
-best that was found.
+say what the whole one needs and takes *at least*. Where layers take turns (windows, linear attention), whole turns do;
+layers of another kind that come first (DeepSeek's dense ones) are in both.
+
+What saves memory costs time, so a way is no faster than the same with less switched on. Ways are looked at in the order
+of the best they could be: one that may fit is worked out; of one that does not, those with one thing more switched on
+take its place. The search ends when the next could not be better than the best that was found.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import heapq
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.core.errors import ConfigError
@@ -28,8 +34,9 @@ from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import ModelShape, UnitShape
 from fullshard.plan.tiles import groups_of
+from fullshard.plan.time import CONTENTION
 
-_MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _FEW = 3
 _SLACK = 0.03
 """How much more memory a few layers may say than the whole: with everything on the host, the last gradients of a whole
@@ -37,19 +44,17 @@ model have left before its first layer's backward, which those of a short one ha
 _SMALLER = 5
 """Plans besides the best that are worked out, for the list of those that are smaller."""
 
-_SWITCHES: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"step_in_backward": True},
-    {"wrap_embeddings": True},
-    {"step_in_backward": True, "wrap_embeddings": True},
-    {"offload_activations": True},
-    {"offload_optimizer_state": True},
-    {"offload_main_weights": True},
-    {"offload": True},
-    {"offload": True, "wrap_embeddings": True},
-)
-"""What saves memory besides sharding and checkpointing, and a loss in chunks, which is tried with all of them."""
-_WHOLE, _IN_CHUNKS = {"loss": "eager"}, {"loss": "fused"}
+_SAVING: Mapping[str, Mapping[str, Any]] = {
+    "chunks": {"loss": "fused"},
+    "step": {"step_in_backward": True},
+    "activations": {"offload_activations": True},
+    "state": {"offload_optimizer_state": True},
+    "main": {"offload_main_weights": True},
+    "all": {"offload": True},
+}
+"""What saves memory besides sharding and checkpointing, and is never faster."""
+_ONE_OF = frozenset({"state", "main", "all"})
+"""Each of these has the one before it."""
 
 
 def search(
@@ -72,24 +77,21 @@ def search(
     """
     kept = frozenset(fixed)
     job = _with_what_costs_nothing(job, cluster, kept)
-    bounds = _Bounds(model, cluster, margin)
-    waiting = [found for group in _groups(bounds, job, kept) for found in _first(group)]
-    seen = [candidate for candidate, _ in waiting]
+    waiting = _Waiting(_Bounds(model, cluster, margin), job, kept)
     plans: list[Plan] = []
-    while waiting:
-        candidate, group = waiting.pop(max(range(len(waiting)), key=lambda i: waiting[i][0].tokens_per_second))
+    for place, candidate in waiting:
         if plans and candidate.tokens_per_second <= max(plan.time.tokens_per_second for plan in plans):
             break
         plan = evaluate(model, candidate.job, cluster)
         if plan.is_within(margin):
             plans.append(plan)
         else:
-            waiting += [(smaller, group) for line in group for smaller in itertools.islice(line, 1)]
+            waiting.save_more(place, candidate)
     if not plans:
         raise _nothing_fits(model, job, cluster, margin)
     if "reshard_after_forward" not in kept:
         plans += _kept_unsharded(plans, margin)
-    plans += _smaller(plans, seen, model, cluster, margin)
+    plans += _smaller(plans, waiting.seen, model, cluster, margin)
     return sorted(plans, key=lambda plan: (-plan.time.tokens_per_second, plan.memory.needed))
 
 
@@ -101,12 +103,66 @@ def _with_what_costs_nothing(job: Job, cluster: Cluster, fixed: frozenset[str]) 
 
 
 @dataclass(frozen=True, slots=True)
+class _Way:
+    """How a job is run, its micro-batch apart.
+
+    Attributes:
+        values: mesh, checkpointing and whether embeddings are units, as settings.
+        saving: what of `_SAVING` is switched on.
+    """
+
+    values: tuple[tuple[str, Any], ...]
+    saving: frozenset[str] = frozenset()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of them."""
+        chosen = dict(self.values)
+        for name in sorted(self.saving):
+            chosen |= _SAVING[name]
+        return chosen
+
+    def with_more(self, names: Collection[str]) -> Iterator[_Way]:
+        """The same with one of `names` switched on besides."""
+        for name in names:
+            if name not in self.saving and not (name in _ONE_OF and self.saving & _ONE_OF):
+                yield dataclasses.replace(self, saving=self.saving | {name})
+
+
+@dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A job with what it needs at least and how fast it is at most."""
+    """A job with what it needs at least and how fast it is at most, from models of a few layers.
+
+    Attributes:
+        job: what to run.
+        plans: of those models, and the share of each in the whole.
+    """
 
     job: Job
-    needed: float
-    tokens_per_second: float
+    plans: Sequence[tuple[float, Plan]]
+
+    def may_fit(self, available: float) -> bool:
+        """Whether that is enough for what it needs at least."""
+        most = available / (1 - _SLACK)
+        return self.plans[0][1].memory.needed <= most and self.needed <= most
+
+    @functools.cached_property
+    def needed(self) -> float:
+        """Bytes, at least."""
+        memories = [(share, plan.memory) for share, plan in self.plans]
+        whole = [sum(share * memory.peak_of(phase) for share, memory in memories) for phase in memories[0][1].phases]
+        return max(*whole, sum(share * memory.needed for share, memory in memories))
+
+    @functools.cached_property
+    def tokens_per_second(self) -> float:
+        """At most."""
+        return self.plans[0][1].time.tokens / sum(share * plan.time.total for share, plan in self.plans)
+
+    @functools.cached_property
+    def unhindered(self) -> float:
+        """The same if no communication were waited for, and none took a part of the device."""
+        seconds = sum(share * (plan.time.total - plan.time.exposed) for share, plan in self.plans)
+        return self.plans[0][1].time.tokens / seconds * (1 + CONTENTION)
 
 
 class _Bounds:
@@ -116,38 +172,47 @@ class _Bounds:
         self.cluster, self._available = cluster, margin * cluster.device.memory
         self._models = [(1.0, model)]
         layers = [unit for unit in model.units if unit.block is not None]
-        few_layers = _period(layers) * -(-_FEW // _period(layers)) if layers else 0
-        if 0 < 2 * few_layers < len(layers):
-            few, more = (_with_layers(model, count) for count in (few_layers, 2 * few_layers))
-            beyond = len(layers) / few_layers - 2
+        first, period = _turns(layers)
+        few_layers = period * -(-_FEW // period)
+        rest = len(layers) - first
+        if 0 < 2 * few_layers < rest:
+            few, more = (_with_layers(model, first + count) for count in (few_layers, 2 * few_layers))
+            beyond = rest / few_layers - 2
             self._models = [(-beyond, few), (1 + beyond, more)]
 
     def of(self, job: Job) -> _Candidate | None:
-        """None: it needs more than there is, or cannot be run."""
-        plans: list[tuple[float, Plan]] = []
-        for share, model in self._models:
-            try:
+        """None: it cannot be run."""
+        plans = []
+        try:
+            for share, model in self._models:
                 plans.append((share, evaluate(model, job, self.cluster)))
-            except ConfigError:
-                return None
-            if plans[-1][1].memory.needed * (1 - _SLACK) > self._available:
-                return None
-        needed = max(
-            sum(share * plan.memory.needed for share, plan in plans),
-            *(sum(share * plan.memory.peak_of(phase) for share, plan in plans) for phase in plans[0][1].memory.phases),
-        )
-        if needed * (1 - _SLACK) > self._available:
+        except ConfigError:
             return None
-        seconds = sum(share * plan.time.total for share, plan in plans)
-        time = plans[0][1].time
-        return _Candidate(job, needed, time.tokens / seconds)
+        return _Candidate(job, plans)
+
+    def may_fit(self, candidate: _Candidate | None) -> bool:
+        """Whether there is enough for what it needs at least."""
+        return candidate is not None and candidate.may_fit(self._available)
 
 
-def _period(layers: Sequence[UnitShape]) -> int:
-    """After how many layers they are the same again: 1 where all are alike, 6 where every sixth sees everything."""
+def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
+    """How many layers come first, and after how many the rest are the same again: (0, 1) where all are alike.
+
+    (0, 6) where every sixth sees everything, (3, 1) where the first three have no experts.
+    """
     kinds = [(unit.block, tuple(p.shape for p in unit.parameters)) for unit in layers]
-    same = (p for p in range(1, len(kinds)) if all(kind == kinds[at % p] for at, kind in enumerate(kinds)))
-    return next(same, len(kinds))
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    row = [numbers[kind] for kind in kinds]
+
+    def reaches_back(period: int) -> int:
+        """From where on each is as the one `period` before it."""
+        at = len(row)
+        while at > period and row[at - 1] == row[at - 1 - period]:
+            at -= 1
+        return at - period
+
+    pairs = ((max(0, reaches_back(period)), period) for period in range(1, len(row)))
+    return min(pairs, key=sum, default=(0, max(1, len(row))))
 
 
 def _with_layers(model: ModelShape, count: int) -> ModelShape:
@@ -160,87 +225,134 @@ def _with_layers(model: ModelShape, count: int) -> ModelShape:
     )
 
 
-class _Line:
-    """Jobs that differ in the micro-batch alone: those that may fit, the largest first.
+@dataclass(order=True, slots=True)
+class _Place:
+    """A way and a micro-batch that wait to be looked at.
 
     Attributes:
-        is_of_embeddings: whether embeddings are units in them.
+        key: minus the speed that it can have at most, so that the fastest comes first.
+        number: of those alike the one that came first.
+        is_known: whether that is its own bound, not one of what has less switched on.
     """
 
-    def __init__(self, bounds: _Bounds, job: Job, values: Mapping[str, Any]) -> None:
-        self._bounds, self._job, self._values = bounds, job, values
-        self.is_of_embeddings = bool(values.get("wrap_embeddings")) and not values.get("offload")
-        self._sequences = job.micro_batch * job.accumulation
-        self._left = [size for size in _MICRO_BATCHES if size <= self._sequences or self._sequences == 1]
-        self._known: dict[int, _Candidate | None] = {}
+    key: float
+    number: int
+    way: _Way = field(compare=False)
+    size: int = field(compare=False)
+    is_known: bool = field(compare=False)
 
-    def __iter__(self) -> Iterator[_Candidate]:
-        """Each once, however often it is asked."""
-        return self.above(0)
 
-    def above(self, least: int) -> Iterator[_Candidate]:
-        """Those of larger micro-batches than that."""
-        sizes = [size for size in self._left if size > least]
-        # A larger one needs more, so the sizes that fit are found by halves.
-        fitting = bisect.bisect_left(sizes[::-1], True, key=lambda size: self._bound(size) is None)
-        self._left = self._left[len(sizes) - fitting :]
-        while self._left and self._left[0] > least:
-            candidate = self._bound(self._left.pop(0))
-            if candidate is not None:
-                yield candidate
+class _Waiting:
+    """Ways to run a job, the one that can be the fastest first.
 
-    def _bound(self, size: int) -> _Candidate | None:
-        if size not in self._known:
-            more = {"micro_batch": size, "accumulation": max(1, self._sequences // size)}
-            try:
-                job = Job.of({**self._job.model_dump(), **self._values, **more})
-            except ConfigError:
-                self._known[size] = None  # this does not go together
+    Attributes:
+        seen: those that may fit, as far as they were looked at.
+    """
+
+    def __init__(self, bounds: _Bounds, job: Job, fixed: frozenset[str]) -> None:
+        self._bounds, self._job = bounds, job
+        is_cpu = bounds.cluster.device.is_cpu  # its memory is the host's
+        self._saving = [
+            name
+            for name, values in _SAVING.items()
+            if not fixed & values.keys() and not (is_cpu and any("offload" in setting for setting in values))
+        ]
+        sequences = job.micro_batch * job.accumulation
+        self._sizes = [size for size in _MICRO_BATCHES if size <= sequences or sequences == 1]
+        self._places: list[_Place] = []
+        self._numbers = itertools.count()
+        self._known: dict[tuple[_Way, int], _Candidate | None] = {}
+        self._pushed: set[tuple[_Way, int]] = set()
+        self.seen: list[_Candidate] = []
+        for values in _values(bounds.cluster, job, fixed):
+            self._begin(values, may_wrap="wrap_embeddings" not in fixed)
+
+    def __iter__(self) -> Iterator[tuple[_Place, _Candidate]]:
+        """Those that may fit, the one first that may be the fastest."""
+        while self._places:
+            place = heapq.heappop(self._places)
+            candidate = self._bound(place.way, place.size)
+            if candidate is None:
+                continue
+            if place.is_known:
+                yield place, candidate
+            elif self._bounds.may_fit(candidate):
+                self.seen.append(candidate)
+                self._push(place.way, place.size, candidate.tokens_per_second, is_known=True)
             else:
-                self._known[size] = self._bounds.of(job)
-        return self._known[size]
+                self.save_more(place, candidate)
+
+    def save_more(self, place: _Place, candidate: _Candidate) -> None:
+        """It does not fit: look at it with one thing more switched on."""
+        self._push_more(place.way, place.size, self._saving, candidate.tokens_per_second)
+
+    def _push_more(self, way: _Way, size: int, names: Collection[str], most: float) -> None:
+        """With one of `names` besides. None is faster than without one of what it has, as far as that is known."""
+        for more in way.with_more(names):
+            if (more, size) in self._pushed:
+                continue
+            self._pushed.add((more, size))
+            fewer = (dataclasses.replace(more, saving=more.saving - {name}) for name in more.saving)
+            known = (candidate for way in fewer if (candidate := self._known.get((way, size))) is not None)
+            self._push(more, size, min(most, *(candidate.tokens_per_second for candidate in known), most))
+
+    def _begin(self, values: Mapping[str, Any], *, may_wrap: bool) -> None:
+        """A mesh and a way to checkpoint, with nothing switched on, up to the largest micro-batch that can fit.
+
+        What can only fit with a part of it on the host begins with that.
+        """
+        plain = _Way(tuple(values.items()))
+        wrapped = _Way((*plain.values, ("wrap_embeddings", True)))
+        ways = [plain, wrapped] if may_wrap and self._bound(wrapped, self._sizes[0]) is not None else [plain]
+        parts = [name for name in self._saving if name in _ONE_OF]
+        without, most = (self._reach_of(ways[-1], "chunks", "activations", name) for name in ("step", "all"))
+        for place, size in enumerate(self._sizes[: max(without, most)]):
+            candidate = self._bound(plain, size)
+            if candidate is None:
+                continue
+            # Where links are slow, a root that is sent in three parts beside computing is faster.
+            for way, speed in zip(ways, (candidate.tokens_per_second, candidate.unhindered), strict=False):
+                if place < without:
+                    self._push(way, size, speed)
+                else:
+                    self._push_more(way, size, parts, speed)
+
+    def _reach_of(self, way: _Way, *names: str) -> int:
+        """How many of the micro-batches may fit with these switched on, as far as they go together."""
+        saving = frozenset(names) & frozenset(self._saving)
+        fullest = [dataclasses.replace(way, saving=saved) for saved in (saving, saving - {"step", "all"})]
+        known = [way for way in fullest if self._bound(way, self._sizes[0]) is not None]
+        if not known:
+            return len(self._sizes)
+        # A larger one needs more.
+        return bisect.bisect_left(
+            self._sizes, True, key=lambda size: not self._bounds.may_fit(self._bound(known[0], size))
+        )
+
+    def _push(self, way: _Way, size: int, most: float, *, is_known: bool = False) -> None:
+        heapq.heappush(self._places, _Place(-most, next(self._numbers), way, size, is_known))
+
+    def _bound(self, way: _Way, size: int) -> _Candidate | None:
+        if (way, size) not in self._known:
+            sequences = self._job.micro_batch * self._job.accumulation
+            more = {"micro_batch": size, "accumulation": max(1, sequences // size)}
+            try:
+                job = Job.of({**self._job.model_dump(), **way.settings, **more})
+            except ConfigError:
+                self._known[way, size] = None  # this does not go together
+            else:
+                self._known[way, size] = self._bounds.of(job)
+        return self._known[way, size]
 
 
-_Group = list[_Line]
-"""The lines of one mesh and one way to checkpoint: nothing switched on, then each of the switches."""
-
-
-def _groups(bounds: _Bounds, job: Job, fixed: frozenset[str]) -> Iterator[_Group]:
+def _values(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """Meshes and ways to checkpoint."""
     kinds = ("none", "full") if job.compile else ("none", "selective", "full")
-    is_cpu = bounds.cluster.device.is_cpu
-    for mesh in _meshes(bounds.cluster, job, fixed):
+    loss = {} if "loss" in fixed else {"loss": "eager"}
+    for mesh in _meshes(cluster, job, fixed):
         for checkpointing in (job.checkpointing,) if "checkpointing" in fixed else kinds:
-            values = {**mesh, "checkpointing": checkpointing, "reentrant": job.reentrant and checkpointing == "full"}
-            yield [
-                _Line(bounds, job, {**values, **switches})
-                for switches in _switches(fixed)
-                if not fixed & switches.keys() and not (is_cpu and any("offload" in name for name in switches))
-            ]
-
-
-def _switches(fixed: frozenset[str]) -> Iterator[Mapping[str, Any]]:
-    """With whole logits nothing, or embeddings as units, which may be faster; in chunks any."""
-    if "loss" in fixed:
-        yield from _SWITCHES
-        return
-    yield _WHOLE
-    yield {**_WHOLE, "wrap_embeddings": True}
-    yield from ({**_IN_CHUNKS, **switches} for switches in _SWITCHES)
-
-
-def _first(group: _Group) -> Iterator[tuple[_Candidate, _Group]]:
-    """The two largest micro-batches with nothing switched on, and what the switches make room for beyond them.
-
-    With embeddings as units the largest as it is, too: where links are slow, a root that is sent in three parts beside
-    computing is faster than one that is sent at once.
-    """
-    plain, *switched = group
-    found = list(itertools.islice(plain, 2))
-    yield from ((candidate, group) for candidate in found)
-    reached = found[0].job.micro_batch if found else 0
-    for line in switched:
-        least = reached - 1 if line.is_of_embeddings else reached
-        yield from ((candidate, group) for candidate in itertools.islice(line.above(least), 1))
+            reentrant = job.reentrant and checkpointing == "full"
+            yield {**mesh, **loss, "checkpointing": checkpointing, "reentrant": reentrant}
 
 
 def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
