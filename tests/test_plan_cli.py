@@ -18,11 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fullshard.cli.plan import _question
+from fullshard.cli.plan import OTHER_WORDS, _question
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.core.errors import ConfigError
 from fullshard.core.route import Route
+from fullshard.plan.alternatives import swept, with_settings
 from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, split_devices, write_calibration
@@ -112,12 +113,61 @@ def test_what_does_not_fit_comes_with_changes() -> None:
         (["-m", "Llama-2-7B", "-d", "8xH100", "--layers", "3"], "number of parameters"),
         (["-m", "GPT-2", "-d", "8xH100", "--plot", "out.gif"], ".png"),
         (["-m", "GPT-2", "-d", "2xnothing.json"], "--calibrate"),
+        (["-m", "GPT-2", "-d", "8"], "write it as 8xH100"),
+        (["-m", "GPT-2", "-d", "8x", "H100"], "quotes around a value with spaces"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--batch_size", "4"], "it is --micro-batch here"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--zero-stage=3"], "it is --strategy here"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "zero3"], "stage 3 is FULL_SHARD"),
+        (["-m", "RoBERTa-base", "-d", "8xH100", "--seq-len", "1024"], "positions for 512 tokens"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], expected: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert expected in done.stderr
+
+
+def test_other_words_are_of_options_that_exist() -> None:
+    options = {"--model", "--devices", "--hosts", "--config", "--price"}
+    options |= {"--" + name.replace("_", "-") for name in Job.model_fields}
+    assert {words.split()[0] for words in OTHER_WORDS.values()} <= options
+    assert not OTHER_WORDS.keys() & options
+
+
+def test_a_model_without_so_many_positions() -> None:
+    """Planned with those it has; more that are asked for, here or beside, are an error."""
+    done = run("-m", "gpt2", "-d", "8xH100", "--json")
+    values = json.loads(done.stdout)
+    assert values["job"]["seq_len"] == 1024 and "GPT-2 has positions for 1024 tokens" in values["notes"][0]
+    gpt2, bert = load_model("GPT-2")[0], load_model("BERT-base")[0]
+    assert (gpt2.positions, bert.positions, load_model("Llama-2-7B")[0].positions) == (1024, 512, None)
+    for ask in (
+        lambda: swept(gpt2, Job.of({"seq_len": 512}), parse_cluster("8xH100"), "seq-len=1k..2k", price=None),
+        lambda: with_settings(gpt2, Job.of({"seq_len": 512}), parse_cluster("8xH100"), "seq-len=2k", price=None),
+    ):
+        with pytest.raises(ConfigError, match="a sequence has 2048"):
+            ask()
+
+
+def test_thousands_of_tokens() -> None:
+    assert [Job.of({"seq_len": text}).seq_len for text in ("128k", "2K", "4096")] == [131072, 2048, 4096]
+    with pytest.raises(ConfigError, match=r"seq_len: .* integer"):
+        Job.of({"seq_len": "8q"})
+
+
+def test_four_bits_are_counted_as_elements() -> None:
+    """Of a QLoRA's base too: 8 billion and the adapters."""
+    model = load_model("Llama-3.1-8B")[0]
+    plan = evaluate(model, Job.of({"method": "qlora"}), parse_cluster("1xRTX4090"))
+    assert plan.parameters == model.numel + plan.trainable
+
+
+def test_gradients_in_the_dtype_of_the_weights_are_proposed() -> None:
+    """Of weights that are trained in bfloat16 the sum in float32 is most of what one device holds."""
+    job = Job.of({"base_dtype": "bfloat16", "precision": "no", "checkpointing": "full", "optimizer": "adamw-fused"})
+    plan = evaluate(load_model("Llama-3.2-3B")[0], job, parse_cluster("1xRTX5090"))
+    change = next(c for c in changes_that_fit(plan) if "reduce_dtype" in c.words)
+    assert not plan.fits and plan.memory.needed - change.plan.memory.needed > 3.5 * plan.parameters
 
 
 def test_an_unknown_setting_in_python() -> None:
@@ -131,7 +181,7 @@ def test_adapters_go_with_adapters() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["8xH100", " 8 x h100 ", "8*H100", "8 H100", "8H100", "8 \N{MULTIPLICATION SIGN} H100"]
+    "text", ["8xH100", " 8 x h100 ", "8*H100", "8 H100", "8H100", "8 \N{MULTIPLICATION SIGN} H100", "H100x8", "H100:8"]
 )
 def test_how_many_of_what(text: str) -> None:
     cluster = parse_cluster(text)
@@ -224,8 +274,24 @@ def test_accelerate_yaml_is_planned_as_it_is(tmp_path: Path) -> None:
     assert values["devices"] == {"kind": "A100-80", "count": 8, "hosts": 1}
     assert values["job"]["strategy"] == "SHARD_GRAD_OP"
     assert values["job"]["checkpointing"] == "full"
+    assert not any("precision" in note for note in values["notes"])
     wrong = run("-m", "GPT-2", "-d", "4xA100", "--config", str(path))
     assert wrong.returncode == 2 and "starts 8 processes" in wrong.stderr
+
+
+def test_a_deepspeed_file_says_the_batch_and_not_the_precision(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}), encoding="utf-8"
+    )
+    job, _, notes = _question({}, "8xA100", None, path, None)
+    assert job.micro_batch == 4 and job.precision == "no"
+    assert not any("train_micro_batch" in note for note in notes)
+    assert any("says nothing of precision: planned in float32" in note for note in notes)
+    job, _, notes = _question({"micro_batch": 1, "precision": "bf16"}, "8xA100", None, path, None)
+    assert job.micro_batch == 1 and not any("precision" in note for note in notes)
+    path.write_text(path.read_text(encoding="utf-8").replace("4", '"auto"'), encoding="utf-8")
+    assert _question({}, "8xA100", None, path, None)[0].micro_batch == 1
 
 
 def test_the_best_is_written_as_a_configuration(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq
 
 from fullshard.api.counting import count
 from fullshard.core.errors import ConfigError
@@ -63,6 +63,18 @@ def test_models_that_are_no_decoders() -> None:
 
 
 @pytest.mark.full
+def test_an_encoder_is_counted_with_its_decoder() -> None:
+    """Whisper's decoder alone would be a causal language model, too; a file that names an architecture has that."""
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    whisper = {"model_type": "whisper", "d_model": 64, "vocab_size": 90, "pad_token_id": 0, **layers, **heads}
+    shape = count(whisper)
+    assert shape.numel == numel_on_meta(whisper, AutoModelForSpeechSeq2Seq) and shape.encoder_decoder
+    assert len(shape.blocks) == 4 and shape.positions == 448
+    decoder = count({**whisper, "architectures": ["WhisperForCausalLM"]})
+    assert decoder.numel == numel_on_meta(whisper) < shape.numel
+
+
 def test_a_process_of_its_own_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the whole command's way; the second time nothing is started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -5,6 +5,7 @@ pytest tests/test_plan_models.py
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -144,6 +145,50 @@ def test_every_parameter_of_every_unit(kind: str, changes: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_known_models_have_their_published_size(name: str) -> None:
     assert load_model(name)[0].numel == PUBLISHED[name]
+
+
+DEFAULTS = {
+    "bert": "BERT-base", "deepseek_v3": "DeepSeek-V3", "gemma": "Gemma-7B", "gemma2": "Gemma-2-2B", "gpt2": "GPT-2",
+    "gpt_oss": "gpt-oss-120b", "llama": "Llama-2-7B", "llama4_text": "Llama-4-Scout-17B-16E", "mistral": "Mistral-7B",
+    "mixtral": "Mixtral-8x7B", "smollm3": "SmolLM3-3B", "t5": "T5-small",
+}  # fmt: skip
+"""Families whose configuration's own defaults are a published model's."""
+
+EXPLAINED = {
+    ("Phi-3-mini", "window"),  # its file says 2047
+    *((f"Gemma-3-{size}", "vocab") for size in ("4B", "12B", "27B")),  # 64 rows more, for pictures
+}
+"""Where a table rounds, or tells the tokenizer's words from the rows of the model's table."""
+
+
+@pytest.mark.parametrize("kind", list(DEFAULTS))
+def test_shapes_are_the_defaults_of_their_class(kind: str) -> None:
+    values, config = MODELS[DEFAULTS[kind]], AutoConfig.for_model(kind)
+    values = values.get("text_config", values)
+    assert {name: getattr(config, name) for name in values if hasattr(config, name)} == {
+        name: value for name, value in values.items() if hasattr(config, name)
+    }
+
+
+def test_shapes_are_those_of_others_tables() -> None:
+    """Field by field; each line of the file says where it is from."""
+    path = Path(__file__).parent / "fixtures/published_shapes.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) >= 60
+    different = set()
+    for line in lines:
+        model, _ = load_model(line["model"])
+        block = model.blocks[-1]  # of those that differ an ordinary one
+        ours = {
+            "layers": len(model.blocks), "hidden": block.hidden, "inner": block.intermediate, "heads": block.heads,
+            "kv_heads": block.kv_heads, "head_dim": block.head_dim, "vocab": model.vocab,
+            "window": max(block.window for block in model.blocks),
+        }  # fmt: skip
+        unlike = {"DeepSeek-V3": "head_dim", "Qwen3-Next-80B-A3B": "window"}  # several sizes; linear attention
+        ours.pop(unlike.get(line["model"], ""), None)
+        different |= {(line["model"], name) for name, value in ours.items() if value != int(line[name])}
+    assert different == EXPLAINED
 
 
 @pytest.mark.parametrize("name", list(WITH_BUFFERS))

@@ -19,14 +19,10 @@ from fullshard.api.planning import model_shape
 from fullshard.plan.counted import written
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
-_CLASSES = (
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForImageTextToText",
-    "AutoModelForMaskedLM",
-    "AutoModel",
-)
-"""What of a family is planned: the first that it has."""
+_SEQUENCES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+_CLASSES = ("AutoModelForCausalLM", *_SEQUENCES, "AutoModelForImageTextToText", "AutoModelForMaskedLM", "AutoModel")
+"""What of a family is planned, if its file does not name an architecture: the first that it has, with its encoder if it
+has one."""
 
 
 def count(values: Mapping[str, Any]) -> ModelShape:
@@ -38,14 +34,8 @@ def count(values: Mapping[str, Any]) -> ModelShape:
     import transformers
 
     config = transformers.AutoConfig.for_model(**values)
-    for name in _CLASSES:
-        factory = getattr(transformers, name, None)
-        if factory is not None and type(config) in factory._model_mapping:
-            break
-    else:
-        raise ValueError(f"no class of Transformers is for {config.model_type!r}")
     with torch.device("meta"):
-        model = factory.from_config(config)
+        model = _build(transformers, config)
     shape = model_shape(model)
     text = config.get_text_config()
     hidden, vocab = getattr(text, "hidden_size", 0) or 0, getattr(text, "vocab_size", 0) or 0
@@ -62,6 +52,19 @@ def count(values: Mapping[str, Any]) -> ModelShape:
         tied=has_head and not heads,
         encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
     )
+
+
+def _build(transformers: Any, config: Any) -> nn.Module:
+    for name in getattr(config, "architectures", None) or ():
+        named = getattr(transformers, name, None)
+        if named is not None and named.config_class is type(config):
+            return named(config)  # type: ignore[no-any-return]
+    is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    for name in (*_SEQUENCES, *_CLASSES) if is_encoder_decoder else _CLASSES:
+        factory = getattr(transformers, name, None)
+        if factory is not None and type(config) in factory._model_mapping:
+            return factory.from_config(config)  # type: ignore[no-any-return]
+    raise ValueError(f"no class of Transformers is for {config.model_type!r}")
 
 
 def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from fullshard import __version__
-from fullshard.cli.options import RawCommand
+from fullshard.cli.options import HintingCommand, RawCommand
 from fullshard.core.errors import FullshardError
 
 USAGE_ERROR = 2
@@ -23,7 +23,7 @@ COMMANDS: dict[str, type[TyperCommand] | type[TyperGroup]] = {
     "sft": RawCommand,
     "train": TyperCommand,
     "merge": TyperCommand,
-    "plan": TyperCommand,
+    "plan": HintingCommand,
     "simulate": TyperCommand,
     "config": TyperGroup,
     "ckpt": TyperGroup,

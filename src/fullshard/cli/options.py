@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -45,6 +46,20 @@ class Completion:
     value: str
     help: str | None = None
     type: str = "plain"
+
+
+class HintingCommand(TyperCommand):
+    """A command whose module has `OTHER_WORDS`: options that other programs have, and what they are called here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Say what an option is called here, if it is one of those."""
+        words: Mapping[str, str] = importlib.import_module(f"fullshard.cli.{self.name}").OTHER_WORDS
+        for word in itertools.takewhile(lambda word: word != "--", args):
+            flag = word.partition("=")[0].replace("_", "-")
+            if flag in words:
+                raise ConfigError(f"no option {flag}", hint=f"it is {words[flag]} here")
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
 
 class RawCommand(TyperCommand):
@@ -96,7 +111,8 @@ def _option(name: str, field: Any) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     if field.annotation is bool:
         flag += "/--no-" + name.replace("_", "-")
-    parser = path_word if field.annotation is Path else None
+    read = [check.func for check in field.metadata if hasattr(check, "func")]  # what the field itself reads text with
+    parser = path_word if field.annotation is Path else read[0] if read else None
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     metavar = "<name>" if len("|".join(choices)) > _MOST_CHOICES else None
     option = typer.Option(flag, help=f"{field.description}.", parser=parser, metavar=metavar)

@@ -24,6 +24,26 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 1
 """Exit code of a plan that does not fit."""
 
+OTHER_WORDS = {
+    **dict.fromkeys(
+        ("--batch-size", "--per-device-train-batch-size", "--microbatch", "--mbs", "--bs"), "--micro-batch"
+    ),
+    **dict.fromkeys(("--gradient-accumulation-steps", "--grad-accum", "--ga"), "--accumulation"),
+    **dict.fromkeys(("--seq-length", "--sequence-length", "--max-seq-len", "--max-seq-length"), "--seq-len"),
+    **dict.fromkeys(("--max-length", "--context-length", "--context", "--ctx"), "--seq-len"),
+    **dict.fromkeys(("--gpus", "--gpu", "--num-gpus", "--hardware", "--device"), "--devices 8xH100"),
+    **dict.fromkeys(("--nodes", "--num-nodes", "--nnodes"), "--hosts"),
+    **dict.fromkeys(("--gradient-checkpointing", "--activation-checkpointing", "--ac"), "--checkpointing full"),
+    **dict.fromkeys(("--zero", "--zero-stage", "--stage", "--sharding-strategy"), "--strategy"),
+    **dict.fromkeys(("--dtype", "--mixed-precision", "--bf16", "--fp16"), "--precision bf16"),
+    **dict.fromkeys(("--rank", "--lora-r"), "--lora-rank"),
+    **dict.fromkeys(("--cpu-offload", "--offload-params"), "--offload"),
+    **dict.fromkeys(("--attn-implementation", "--flash-attn"), "--attention"),
+    **{"--lora": "--method lora", "--qlora": "--method qlora", "--fp8": "--float8", "--optim": "--optimizer"},
+    **{"--config-file": "--config", "--params": "--model 7B", "--cost": "--price"},
+}
+"""What users of other programs write."""
+
 Model = Annotated[
     str | None,
     typer.Option(
@@ -105,7 +125,7 @@ def plan(
     Exit code 0 if it fits, 1 if it does not, 2 for a mistake in the question.
     """
     from fullshard.plan.evaluate import MARGIN, changes_that_fit
-    from fullshard.plan.library import load_model
+    from fullshard.plan.library import check_positions, load_model
 
     compare = _compared(compare, others)
     if config is None and (files := [text for text in compare if _is_file(text)]):
@@ -121,6 +141,10 @@ def plan(
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
     described, notes = load_model(model, shape)
     given = {name: value for name, value in settings.items() if _is_given(context, name)}
+    if "seq_len" not in given and described.positions is not None and described.positions < settings["seq_len"]:
+        settings["seq_len"] = given["seq_len"] = described.positions
+        notes.append(f"{described.name} has positions for {described.positions} tokens: planned with that many")
+    check_positions(described, settings["seq_len"])
     if str(given.get("strategy")).lower() == "auto":
         auto = True
         del given["strategy"]
@@ -162,9 +186,14 @@ def _question(
         from fullshard.config.resolve import resolve
 
         resolved = resolve([load_file(config)])
+        batch = _micro_batch_of(config)
+        if batch is not None:
+            given = {"micro_batch": batch, **given}
         job = Job.from_run(resolved.config, **given)
         processes, hosts = resolved.config.launch.num_processes, hosts or resolved.config.launch.num_machines
-        notes += [f"{config}: {note}" for note in resolved.notes]
+        notes += [str(note) for note in resolved.notes if batch is None or note.key != _MICRO_BATCH]
+        if "precision" not in given and "precision.mode" not in resolved.settings:
+            notes.append(f"{config} says nothing of precision: planned in {job.compute_dtype}, as it is stored")
     if devices is None and calibration is not None:
         devices = f"{processes or 2}x{calibration}"
     if devices is None:
@@ -193,13 +222,27 @@ def _answer(
     return found[0], pareto(found)
 
 
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
+def _micro_batch_of(config: Path) -> int | None:
+    """What DeepSpeed's file says of it, which a run leaves to the script's loader and a plan needs."""
+    if config.suffix != ".json":
+        return None
+    said = json.loads(config.read_text(encoding="utf-8")).get(_MICRO_BATCH)
+    return said if isinstance(said, int) else None
+
+
 _Rows = dict[str, list[Any]]
 """Plans side by side, by the option that asked for them."""
 
 
 def _compared(compare: list[str] | None, others: list[str] | None) -> list[str]:
     if others and not compare:
-        raise ConfigError(f"{' '.join(others)}: compared with what?", hint="write --compare before them, or --model")
+        raise ConfigError(
+            f"{' '.join(others)}: belongs to no option",
+            hint="write --compare before what is to be compared, and quotes around a value with spaces: -d '8 H100'",
+        )
     return [*(compare or []), *(others or [])]
 
 

@@ -182,4 +182,5 @@ def parse_strategy(value: str | int | Strategy) -> Strategy:
         if key in (row.name, str(row.code)):
             return row
     names = ", ".join(row.name if row.code is None else f"{row.name} ({row.code})" for row in STRATEGIES.values())
-    raise ConfigError(f"unknown sharding strategy {value!r}", hint=f"use one of {names}")
+    stages = "; ZeRO's stage 3 is FULL_SHARD, 2 SHARD_GRAD_OPTIMIZER, 1 SHARD_OPTIMIZER" if "ZERO" in key else ""
+    raise ConfigError(f"unknown sharding strategy {value!r}", hint=f"use one of {names}{stages}")

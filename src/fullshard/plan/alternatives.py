@@ -10,7 +10,8 @@ from typing import Any
 from fullshard.core.errors import ConfigError
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.hardware import Cluster, parse_cluster
-from fullshard.plan.job import Job
+from fullshard.plan.job import Job, token_count
+from fullshard.plan.library import check_positions
 from fullshard.plan.shapes import ModelShape
 
 MOST_POINTS = 64
@@ -88,9 +89,9 @@ def with_settings(model: ModelShape, job: Job, cluster: Cluster, text: str, *, p
             raise ConfigError(f"{text!r}: {part!r} is no setting", hint="write it as checkpointing=full,micro-batch=4")
         values[name.strip().replace("-", "_")] = value.strip()
     place = parse_cluster(values.pop("devices")) if "devices" in values else cluster
-    return Alternative(
-        ", ".join(text.split(",")), evaluate(model, Job.of({**job.model_dump(), **values}), place), price
-    )
+    changed = Job.of({**job.model_dump(), **values})
+    check_positions(model, changed.seq_len)
+    return Alternative(", ".join(text.split(",")), evaluate(model, changed, place), price)
 
 
 def differing(job: Job, base: Job) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def swept(model: ModelShape, job: Job, cluster: Cluster, text: str, *, price: fl
             found.append(Alternative(str(value), evaluate(model, job, place), price))
         else:
             changed = Job.of({**job.model_dump(), name: value})
+            check_positions(model, changed.seq_len)
             found.append(Alternative(str(value), evaluate(model, changed, cluster), price))
     return found
 
@@ -122,8 +124,8 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
     name = name.strip().replace("-", "_")
     if name != "devices" and name not in Job.model_fields:
         raise ConfigError(f"sweep {text!r}: no setting {name!r}", hint="write it as seq-len=2048..131072")
-    ends = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", values)
-    found: list[Any] = list(_doubled(int(ends[1]), int(ends[2]))) if ends else list(_listed(values))
+    ends = re.fullmatch(r"\s*(\d+k?)\s*\.\.\s*(\d+k?)\s*", values, re.IGNORECASE)
+    found: list[Any] = list(_doubled(token_count(ends[1]), token_count(ends[2]))) if ends else list(_listed(values))
     if not found or len(found) > MOST_POINTS:
         raise ConfigError(
             f"sweep {text!r}: {len(found)} values, expected 1 to {MOST_POINTS}",

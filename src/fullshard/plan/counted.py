@@ -22,7 +22,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 
 _PROGRAM = "fullshard.api.counting"
-_FORMAT = 2
+_FORMAT = 3
 """Of what is kept: shapes of another are counted again."""
 _SECONDS = 300
 

@@ -90,8 +90,11 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Elements, adapters included."""
-        return self.setting.model.numel
+        """Elements, adapters included; of weights in 4 bits there are two in a byte, and their scales are none."""
+        elements = {"scale": 0, "matrix": 2}
+        return sum(
+            p.numel * p.tiles * (elements.get(p.role, 1) if p.exact else 1) for p in self.setting.model.parameters
+        )
 
     @property
     def trainable(self) -> int:
@@ -368,6 +371,8 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "the input embedding and the head as units of their own", {"wrap_embeddings": True}
     if job.planned_optimizer.in_8_bits:
         yield "8-bit AdamW", {"optimizer": job.planned_optimizer.in_8_bits}
+    if job.method == "full" and job.main_dtype != "float32" and job.reduce_dtype is None:
+        yield f"gradients added up in {job.main_dtype} (reduce_dtype)", {"reduce_dtype": job.main_dtype}
     if job.method != "full" and not job.on_host:
         yield "the frozen base on the host", {"offload_compute_shards": True}
     if job.method == "full" and not job.on_host:
@@ -404,7 +409,7 @@ def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
         after = evaluate(plan.model, plan.job, cluster)
         if after.is_within(margin):
             before, now = (p.time.tokens_per_second / p.cluster.count for p in (plan, after))
-            return [Change(f"{cluster.count} devices in {cluster.hosts} hosts", after, before / now)]
+            return [Change(str(cluster), after, before / now)]
     return []
 
 

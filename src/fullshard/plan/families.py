@@ -425,7 +425,10 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         values, kind = nested, nested["model_type"]
     if kind not in FAMILIES and is_known_to_transformers(kind):
         notes.append(f"{where}: {kind} as Transformers builds it: parameters are exact, activations an estimate")
-        return dataclasses.replace(counted(values, where=where), name=name or kind), notes
+        shape = counted(values, where=where)
+        if shape.encoder_decoder:
+            notes.append(f"{where}: the encoder is planned with as many tokens as the decoder")
+        return dataclasses.replace(shape, name=name or kind), notes
     fields = Fields(values, where)
     if kind not in FAMILIES:
         missing = [field for field in _LLAMA_FIELDS if values.get(field) is None]

@@ -228,7 +228,7 @@ def find_device(name: str) -> Device:
     by_key = _names()
     found = by_key.get(_key(name))
     if found is None:
-        close = difflib.get_close_matches(_key(name), by_key, n=3, cutoff=0.4)
+        close = difflib.get_close_matches(_key(name), by_key, n=3, cutoff=0.6)
         names = ", ".join(dict.fromkeys(by_key[key] for key in close)) if close else ", ".join(DEVICES)
         raise ConfigError(
             f"unknown hardware {name!r}", hint=f"{'did you mean ' if close else 'known are '}{names}; or --calibrate"
@@ -274,7 +274,7 @@ class Cluster:
 
 
 def split_devices(text: str) -> tuple[int | None, str]:
-    """How many and of what: `8xH100`, `8*H100`, `8 H100`, `8H100`, `v5e-8`; `H100`, or `4090`, does not say how many.
+    """How many and of what: `8xH100`, `8*H100`, `8 H100`, `H100x8`, `H100:8`, `v5e-8`; `H100`, `4090` say no number.
 
     Raises:
         ConfigError: another form.
@@ -285,6 +285,11 @@ def split_devices(text: str) -> tuple[int | None, str]:
         return number // 2 if kind == "v5p" else number, kind
     if _key(text) in _names():
         return None, text
+    if text.isdecimal():
+        raise ConfigError(f"devices {text!r}: of which kind?", hint=f"write it as {text}xH100")
+    turned = re.fullmatch(r"(\S.*?)\s*[x*:\N{MULTIPLICATION SIGN}]\s*([1-9]\d*)", text, re.IGNORECASE)
+    if turned is not None and _key(turned[1]) in _names():
+        return int(turned[2]), turned[1]
     match = re.fullmatch(r"(?:(\d+)(?:\s*[x*\N{MULTIPLICATION SIGN}]\s*|\s+|(?=[^\W\d])))?(\S.*)", text, re.IGNORECASE)
     if match is None or match[1] == "0":
         raise ConfigError(f"devices {text!r}: expected a number and a kind", hint="write it as 8xH100")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from fullshard.config.schema import Dtype, Packing, PrecisionMode, RunConfig
 from fullshard.config.sharding import BackwardPrefetch
@@ -22,6 +23,12 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "soap", "shamp
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "kernel", "fused"]
+
+
+def token_count(value: Any) -> Any:
+    """`128k`, as text, is 128 x 1024."""
+    found = re.fullmatch(r"\s*(\d+)\s*k\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    return int(found[1]) * 1024 if found else int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _checkpointing(kind: str) -> Mapping[str, Any]:
@@ -91,7 +98,9 @@ class Job(View):
     reentrant: bool = of_run("sharding.activation_checkpointing_reentrant")
     compile: bool = of_run("sharding.compile")
     micro_batch: int = Field(1, ge=1, description="Sequences per rank and forward pass")
-    seq_len: int = Field(2048, ge=1, description="Tokens per sequence")
+    seq_len: Annotated[int, BeforeValidator(token_count)] = Field(
+        2048, ge=1, description="Tokens per sequence, such as 4096 or 128k"
+    )
     accumulation: int = of_run("training.gradient_accumulation_steps")
     sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch (else: no_sync)")
     step_in_backward: bool = of_run("training.step_in_backward")

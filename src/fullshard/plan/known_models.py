@@ -1,8 +1,9 @@
 """Well-known models by name: the fields of each one's published `config.json` that decide its shapes.
 
 The organisation stands in the comment above its rows, with the date of the release. `tests/test_plan_models.py` checks
-what the fields come to: the count of parameters, against the one that each model's page gives. Where a model also sees
-pictures, its text part is here.
+what the fields come to, the count of parameters, against the one that each model's page gives; and the fields
+themselves against tables that others keep (`tests/fixtures/published_shapes.csv`) and the defaults of Transformers'
+classes. Where a model also sees pictures, its text part is here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = Fal
 
 def _qwen3_moe(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, experts: int) -> Values:
     more = {"moe_intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": 8, "head_dim": 128}
-    return llama(hidden, 4 * hidden, layers, heads, kv_heads, 151936, model_type="qwen3_moe", **more)
+    return llama(hidden, 8 * inner, layers, heads, kv_heads, 151936, model_type="qwen3_moe", **more)
 
 
 def _gemma(kind: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Values:
@@ -204,7 +205,9 @@ MODELS: dict[str, Values] = {
     "gpt-oss-120b": _gpt_oss(36, 128),
     # microsoft: 2024-04 (3), 2024-12 (4), 2025-02 (4-mini)
     "Phi-3-mini": _phi(3072, 8192, 32, 32, 32, 32064, sliding_window=2047),
+    "Phi-3-mini-128k": _phi(3072, 8192, 32, 32, 32, 32064),
     "Phi-3-medium": _phi(5120, 17920, 40, 40, 10, 32064, sliding_window=2047),
+    "Phi-3-medium-128k": _phi(5120, 17920, 40, 40, 10, 32064),
     "Phi-4": _phi(5120, 17920, 40, 40, 10, 100352),
     "Phi-4-mini": _phi(3072, 8192, 32, 24, 8, 200064, tie_word_embeddings=True),
     # allenai: 2024-11 to 2025-04 (2), 2025-11 (3)
@@ -222,6 +225,7 @@ MODELS: dict[str, Values] = {
     "TinyLlama-1.1B": llama(2048, 5632, 22, 32, 4),
     "Yi-34B": llama(7168, 20480, 60, 56, 8, 64000),
     # openai-community 2019, EleutherAI 2023-02, google-bert 2018, FacebookAI 2019, google-t5 2019, google/flan-t5 2022
+    "DistilGPT2": _gpt2(768, 6, 12),
     "GPT-2": _gpt2(768, 12, 12),
     "GPT-2-medium": _gpt2(1024, 24, 16),
     "GPT-2-large": _gpt2(1280, 36, 20),
@@ -237,8 +241,11 @@ MODELS: dict[str, Values] = {
     "T5-small": _t5(512, 2048, 6, 8),
     "T5-base": _t5(768, 3072, 12, 12),
     "T5-large": _t5(1024, 4096, 24, 16),
+    "Flan-T5-small": _t5(512, 1024, 8, 6, **_FLAN),
     "Flan-T5-base": _t5(768, 2048, 12, 12, **_FLAN),
+    "Flan-T5-large": _t5(1024, 2816, 24, 16, **_FLAN),
     "Flan-T5-XL": _t5(2048, 5120, 24, 32, **_FLAN),
+    "Flan-T5-XXL": _t5(4096, 10240, 24, 64, **_FLAN),
 }
 """By name."""
 
@@ -263,8 +270,7 @@ ALIASES = {
     "Mistral-Small-3.2-24B": "Mistral-Small-24B",
     "OLMo-3.1-32B": "OLMo-3-32B",
     "Phi-3-mini-4k": "Phi-3-mini",
-    "Phi-3-mini-128k": "Phi-3-mini",
-    "Phi-3.5-mini": "Phi-3-mini",
+    "Phi-3.5-mini": "Phi-3-mini-128k",
     "Phi-3-medium-4k": "Phi-3-medium",
     "Phi-4-reasoning": "Phi-4",
     "Qwen3-Coder-30B-A3B": "Qwen3-30B-A3B",

@@ -39,6 +39,19 @@ def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[M
     return from_config(values, where=text, name=name)
 
 
+def check_positions(model: ModelShape, seq_len: int) -> None:
+    """Refuse sequences for which the model has no positions.
+
+    Raises:
+        ConfigError: they are longer.
+    """
+    if model.positions is not None and seq_len > model.positions:
+        raise ConfigError(
+            f"{model.name} has positions for {model.positions} tokens, and a sequence has {seq_len}",
+            hint=f"use a seq_len of at most {model.positions}",
+        )
+
+
 def load_config(text: str) -> dict[str, Any] | None:
     """The `config.json` a user names, by a name of `MODELS` or a path; None for a number of parameters.
 
@@ -58,7 +71,7 @@ def _configuration(text: str) -> tuple[str | None, dict[str, Any]]:
     if known_name is None:
         raise ConfigError(
             f"no model {text!r}: not a file, not a directory with a config.json, not a known name, not a number",
-            hint=f"{_suggestion(text)}; or give the path of a config.json",
+            hint=f"{_suggestion(text)}; or give the path of a config.json (hf download ORGANISATION/NAME config.json)",
         )
     return known_name, MODELS[known_name]
 

@@ -59,6 +59,9 @@ class ParameterShape:
         return self.numel * itemsize(self.dtype)
 
 
+_POSITIONS = ("wpe.weight", "position_embeddings.weight", "decoder.embed_positions.weight", ".position_embeddings")
+"""GPT-2's, BERT's, Whisper's and OPT's (of what they write), ViT's."""
+
 Norm = Literal["layer", "rms", "rms-float32-weight", "rms-mixed"]
 """LayerNorm; RMS norms, whose statistics are float32: Llama's, whose weight multiplies in the compute dtype; Gemma's,
 whose weight multiplies before the result is cast; T5's, which multiplies the uncast input."""
@@ -223,6 +226,15 @@ class ModelShape:
     def numel(self) -> int:
         """Parameters of the model, all tiles of each."""
         return sum(parameter.numel * parameter.tiles for parameter in self.parameters)
+
+    @property
+    def positions(self) -> int | None:
+        """How many tokens a sequence may have, where a table of positions says it. Some have two rows for padding."""
+        for parameter in self.parameters:
+            if parameter.name.endswith(_POSITIONS):
+                rows = parameter.shape[-2]
+                return rows - 2 if (rows - 2).bit_count() == 1 else rows
+        return None
 
     @property
     def trainable_numel(self) -> int:
