@@ -60,8 +60,9 @@ def draw_sweep(plan: Plan, text: str, rows: Sequence[Mapping[str, Any]], path: P
         limit = max(row["available"] for row in rows) / GIB
         axes.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"memory of {rows[0]['kind']}")
         axes.set_xticks(places, labels)
-        axes.set_title(f"{plan.model.name} on {plan.cluster}")
-        axes.set_xlabel(text.partition("=")[0])
+        name = text.partition("=")[0].strip()
+        axes.set_title(_title_of_sweep(plan, name))
+        axes.set_xlabel(name)
         axes.set_ylabel("GiB (red: too much)")
         axes.set_ylim(0, 1.15 * max(limit, *memory))
         other = axes.twinx()
@@ -70,6 +71,21 @@ def draw_sweep(plan: Plan, text: str, rows: Sequence[Mapping[str, Any]], path: P
         other.set_ylabel("tokens per second and device")
         other.set_ylim(0, 1.15 * max(speeds))
         _legend_below(axes, other)
+
+
+def _title_of_sweep(plan: Plan, name: str) -> str:
+    """On what, how, and what stays as it is."""
+    job = plan.job
+    said = {
+        "micro_batch": f"micro-batch {job.micro_batch}",
+        "seq_len": f"{job.seq_len} tokens",
+        "strategy": job.strategy,
+        "checkpointing": f"checkpointing {job.checkpointing}",
+    }
+    rest = ", ".join(words for setting, words in said.items() if setting != name.replace("-", "_"))
+    if name == "devices":
+        return f"{plan.model.name} on {plan.cluster.device.name}: weak scaling, each rank keeps its batch\n{rest}"
+    return f"{plan.model.name} on {plan.cluster}\n{rest}"
 
 
 @contextlib.contextmanager
