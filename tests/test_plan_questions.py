@@ -52,4 +52,4 @@ def test_every_question(code: int, question: str) -> None:
 
 def test_there_are_enough_of_each_kind() -> None:
     codes = [code for code, _ in questions()]
-    assert len(codes) >= 80 and all(codes.count(code) >= 10 for code in (0, 1, MISTAKE))
+    assert len(codes) >= 140 and all(codes.count(code) >= 10 for code in (0, 1, MISTAKE))
