@@ -62,6 +62,9 @@ Config = Annotated[
     typer.Option(help="Plan this file as it is (any dialect `fullshard launch` reads); flags win", parser=path_word),
 ]
 Auto = Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits; or --strategy auto")]
+MayRound = Annotated[
+    bool, typer.Option("--may-round", help="With --auto, what changes numbers, too: 8-bit states, messages in int8")
+]
 Margin = Annotated[
     float | None,
     typer.Option(min=1, max=100, help="Percent of a device that --auto and proposals may fill. Default: 92"),
@@ -102,6 +105,7 @@ def plan(
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts the devices are in. Default: full ones")] = None,
     config: Config = None,
     auto: Auto = False,
+    may_round: MayRound = False,
     margin: Margin = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     plot: Plot = None,
@@ -125,7 +129,7 @@ def plan(
     Exit code 0 if it fits, 1 if it does not, 2 for a mistake in the question.
     """
     from fullshard.plan.evaluate import MARGIN, changes_that_fit
-    from fullshard.plan.library import check_positions, load_model
+    from fullshard.plan.library import load_model
 
     compare = _compared(compare, others)
     if config is None and (files := [text for text in compare if _is_file(text)]):
@@ -141,16 +145,14 @@ def plan(
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
     described, notes = load_model(model, shape)
     given = {name: value for name, value in settings.items() if _is_given(context, name)}
-    if "seq_len" not in given and described.positions is not None and described.positions < settings["seq_len"]:
-        settings["seq_len"] = given["seq_len"] = described.positions
-        notes.append(f"{described.name} has positions for {described.positions} tokens: planned with that many")
-    check_positions(described, settings["seq_len"])
+    notes += _within_positions(described, given, settings["seq_len"])
     if str(given.get("strategy")).lower() == "auto":
         auto = True
         del given["strategy"]
     job, cluster, more = _question(given, devices, hosts, config, calibrate)
     notes += more
-    chosen, front = _answer(described, job, cluster, part, fixed=given.keys() if auto else None)
+    fixed = given.keys() if auto else None
+    chosen, front = _answer(described, job, cluster, part, fixed=fixed, may_round=may_round)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
     own = str(chosen.cluster) if config is None else config.name
     beside = [_beside(chosen, given, devices, hosts, text, price) for text in compare]
@@ -170,6 +172,17 @@ def plan(
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
+
+
+def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) -> list[str]:
+    """No more tokens than the model has positions for: as many where none were asked for, which a note says."""
+    from fullshard.plan.library import check_positions
+
+    if "seq_len" not in given and model.positions is not None and model.positions < seq_len:
+        given["seq_len"] = seq_len = model.positions
+        return [f"{model.name} has positions for {seq_len} tokens: planned with that many"]
+    check_positions(model, seq_len)
+    return []
 
 
 def _question(
@@ -210,15 +223,18 @@ def _question(
 
 
 def _answer(
-    model: ModelShape, job: Job, cluster: Cluster, margin: float, *, fixed: Collection[str] | None
+    model: ModelShape, job: Job, cluster: Cluster, margin: float, *, fixed: Collection[str] | None, may_round: bool
 ) -> tuple[Plan, list[Plan]]:
     """The plan of a job; with the settings that are fixed, the best of those that differ elsewhere, and its rivals."""
     from fullshard.plan.evaluate import evaluate
     from fullshard.plan.search import pareto, search
 
+    if fixed is None and may_round:
+        raise ConfigError("--may-round is for a search", hint="add --auto, or say what is to be rounded")
     if fixed is None:
         return evaluate(model, job, cluster), []
-    found = search(model, job, cluster, fixed=set(fixed) - {"micro_batch", "accumulation"}, margin=margin)
+    fixed = set(fixed) - {"micro_batch", "accumulation"}
+    found = search(model, job, cluster, fixed=fixed, margin=margin, may_round=may_round)
     return found[0], pareto(found)
 
 

@@ -16,6 +16,7 @@ from fullshard.plan.memory import CATEGORIES
 
 if TYPE_CHECKING:
     from fullshard.config.schema import RunConfig
+    from fullshard.plan.job import Job
 
 
 def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
@@ -132,6 +133,8 @@ def _front_row(plan: Plan) -> dict[str, str]:
     size = "" if job.shard_size is None else f" {job.shard_size}"
     switches = {"embeddings": job.wrap_embeddings, "step in backward": job.step_in_backward}
     switches[f"{plan.kept} kept"] = plan.kept > 0
+    switches |= {job.optimizer: job.planned_optimizer.packed_nbytes > 0}
+    switches |= {f"{name} {value}": value is not None for name, value in _messages(job).items()}
     return {
         "strategy": job.strategy + size,
         "batch": f"{job.micro_batch}" + (f" x {job.accumulation}" if job.accumulation > 1 else ""),
@@ -142,6 +145,10 @@ def _front_row(plan: Plan) -> dict[str, str]:
         "tokens/s": f"{plan.time.tokens_per_second:,.0f}",
         "MFU": f"{plan.time.mfu:.1%}",
     }
+
+
+def _messages(job: Job) -> dict[str, str | None]:
+    return {"gather as": job.gather_as, "reduce as": job.reduce_as}
 
 
 def alternatives_table(rows: Sequence[Mapping[str, Any]], title: str, head: str) -> Table:

@@ -18,6 +18,7 @@ take its place. The search ends when the next could not be better than the best 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -53,12 +54,19 @@ _SAVING: Mapping[str, Mapping[str, Any]] = {
     "all": {"offload": True},
 }
 """What saves memory besides sharding and checkpointing, and is never faster."""
+_PACKED = {"gather_as": "int8", "reduce_as": "int8"}
 _ONE_OF = frozenset({"state", "main", "all"})
 """Each of these has the one before it."""
 
 
 def search(
-    model: ModelShape, job: Job, cluster: Cluster, *, fixed: Collection[str] = (), margin: float = MARGIN
+    model: ModelShape,
+    job: Job,
+    cluster: Cluster,
+    *,
+    fixed: Collection[str] = (),
+    margin: float = MARGIN,
+    may_round: bool = False,
 ) -> list[Plan]:
     """The fastest plans, the fastest first, that need at most `margin` of a device.
 
@@ -71,12 +79,23 @@ def search(
         cluster: on what.
         fixed: settings that are not searched.
         margin: the part of a device that may be filled.
+        may_round: take what changes the numbers, too, where it helps: an optimizer's state in 8 bits, messages in int8.
 
     Raises:
         ConfigError: nothing fits.
     """
     kept = frozenset(fixed)
     job = _with_what_costs_nothing(job, cluster, kept)
+    rounded = _rounded(job, kept) if may_round else job
+    plans = _search(model, rounded, cluster, kept, margin)
+    if rounded != job:
+        best = _with_less_rounding(plans[0], job, margin)
+        plans = [best, *(plan for plan in plans[1:] if plan.time.total > best.time.total)]
+    return plans
+
+
+def _search(model: ModelShape, job: Job, cluster: Cluster, kept: frozenset[str], margin: float) -> list[Plan]:
+    """The same with everything that is not searched as it is in `job`."""
     waiting = _Waiting(_Bounds(model, cluster, margin), job, kept)
     plans: list[Plan] = []
     for place, candidate in waiting:
@@ -100,6 +119,25 @@ def _with_what_costs_nothing(job: Job, cluster: Cluster, fixed: frozenset[str]) 
     if job.optimizer == "adamw" and not cluster.device.is_cpu:
         better["optimizer"] = "adamw-fused"
     return job.model_copy(update={name: value for name, value in better.items() if name not in fixed})
+
+
+def _rounded(job: Job, fixed: frozenset[str]) -> Job:
+    """With everything that rounds and makes less of what is held, moved or sent, as far as it goes together."""
+    for name, value in {"optimizer": job.planned_optimizer.in_8_bits, **_PACKED}.items():
+        if value is not None and name not in fixed:
+            with contextlib.suppress(ConfigError):
+                job = Job.of({**job.model_dump(), name: value})
+    return job
+
+
+def _with_less_rounding(plan: Plan, job: Job, margin: float) -> Plan:
+    """What rounds and brings less than a hundredth goes again."""
+    for name in (*_PACKED, "optimizer"):
+        values = {**plan.job.model_dump(), name: getattr(job, name)}
+        exact = evaluate(plan.model, Job.of(values), plan.cluster)
+        if exact.is_within(margin) and exact.time.total <= 1.01 * plan.time.total:
+            plan = exact
+    return plan
 
 
 @dataclass(frozen=True, slots=True)
