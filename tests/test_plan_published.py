@@ -306,8 +306,8 @@ def test_the_error_bar_is_that_of_the_rows() -> None:
     """What `plan` prints beside a prediction: four of five rows lie inside."""
     found = [row.published / predicted(row) for row in ROWS]
     found += [1 / ratios["memory"] for row in RECENT if "memory" in (ratios := recent(row))]
-    ratios = statistics.quantiles(found, n=10, method="inclusive")
-    assert (ratios[0], ratios[-1]) == pytest.approx(ERROR_BAR, abs=0.005)
+    tenths = statistics.quantiles(found, n=10, method="inclusive")
+    assert (tenths[0], tenths[-1]) == pytest.approx(ERROR_BAR, abs=0.005)
 
 
 def test_host_memory_of_the_seed() -> None:
