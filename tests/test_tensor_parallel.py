@@ -191,9 +191,9 @@ def check_as_torchs(sequence: bool) -> None:
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_mixed_precision_is_as_torchs(sequence: bool) -> None:
-    run_ranks(check_as_torchs, 4, sequence)
+@pytest.mark.full
+def test_mixed_precision_is_as_torchs_without_sequence_parallelism() -> None:
+    run_ranks(check_as_torchs, 4, False)
 
 
 def check_norms() -> None:
@@ -261,15 +261,6 @@ def check_meta(how: str) -> None:
     expected = train(plain, 0, 1)
     got = mean(train(model, mesh["dp"].get_local_rank(), 2), mesh["dp"].get_group())
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
-
-
-def check_every_meta() -> None:
-    for how in ("filled", "assigned", "replaced"):
-        check_meta(how)
-
-
-def test_from_the_meta_device() -> None:
-    run_ranks(check_every_meta, 4)
 
 
 def check_dcp(directory: str) -> None:
@@ -500,9 +491,15 @@ def check_pretrained(directory: str) -> None:
         assert torch.equal(model.get_parameter(name).full_tensor(), value), name
 
 
-def test_plain_weights_into_tiles(tmp_path: Path) -> None:
+def check_weights(directory: str) -> None:
+    for how in ("filled", "assigned", "replaced"):
+        check_meta(how)
+    check_pretrained(directory)
+
+
+def test_from_the_meta_device_and_plain_weights_into_tiles(tmp_path: Path) -> None:
     save_file(build().state_dict(), tmp_path / "model.safetensors")
-    run_ranks(check_pretrained, 4, str(tmp_path))
+    run_ranks(check_weights, 4, str(tmp_path))
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -618,6 +615,7 @@ def check_in_turn() -> None:
     """In the same processes: torch takes seconds for what it computes with DTensors for the first time."""
     check_training(2, 2, False)
     check_training(2, 2, True)
+    check_as_torchs(True)
     check_norms()
     check_unsharded()
     check_other_tiles()
