@@ -208,6 +208,7 @@ def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> tuple[Ma
         made = make(peers)
     except OSError as error:
         problem = str(error)
+    # Also from a rank that cannot: the others would wait for it, and share memory without it.
     problems: list[str | None] = [None] * size
     dist.all_gather_object(problems, problem, group=group)
     if any(problems):

@@ -204,7 +204,7 @@ class TwoLevelBuffer(MappedBuffer):
     def free(self) -> None:
         """See `MappedBuffer.free`. What was received reads as zeros then."""
         if self._is_gathered:
-            self._hide()
+            self._hide()  # first: once this is known to be freed, the memory may be another bucket's
             super().free()
             self._received.release_later(self._channel.progress)
 
@@ -243,6 +243,7 @@ class TwoLevelBuffer(MappedBuffer):
     def _bring(self, main: torch.Tensor | None, number: int, tag: int, packing: Packing | None) -> None:
         """What the thread does for one gather. `main` is what to put into this rank's interval; None if it is there."""
         channel, peers = self._channel, self._buffers.peers
+        # A rank of this host may still look up where the last gather of this bucket was received.
         peers.wait_until(lambda: bool(self._received.ended([self._number])[0] >= number - 1), patiently=True)
         place = self._received.acquire(self._number, number, sum(span.nbytes for span in self._ranges))
         received = [self._receive_into(host, place) for host in channel.others]
@@ -266,8 +267,8 @@ class TwoLevelBuffer(MappedBuffer):
                 packing.unpack(message, interval)
         for host in channel.others:
             self._copy_edges(host, place)
-        self._buffers.offered[peers.rank, self._number] = number
-        for work in leaving:
+        self._buffers.offered[peers.rank, self._number] = number  # after the last byte: who sees it reads them all
+        for work in leaving:  # nobody here waits for that, but who wants to change main weights
             work.wait()
 
     def _location(self, host: int) -> tuple[_ReceivedRange, int]:
@@ -378,7 +379,7 @@ class _Reductions:
             arriving[host] = (channel.receive(place, host, tag), place, theirs)
             leaving.append((channel.send(message, host, tag), message))
         total = queues.sum_interval(number, full, channel.counterpart(own_host), dtype, watch=watch)
-        queues.mark_read(number, patiently=True)
+        queues.mark_read(number, patiently=True)  # what is left to do is in this rank's own memory
         sums = {own_host: total}
         for host, (work, place, theirs) in arriving.items():
             work.wait()
@@ -387,7 +388,7 @@ class _Reductions:
                 packing.unpack(place, theirs)  # which was packed, and is not needed any more
                 sums[host] = theirs
         average([sums[host] for host in range(channel.peers.num_hosts)], total, how.divisor, _without_terms(watch))
-        for work, _ in leaving:
+        for work, _ in leaving:  # at last: until then the messages, which the pool has back after this, are being read
             work.wait()
         return total
 
