@@ -125,6 +125,21 @@ def test_no_class_name_is_used_twice() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+SCREEN = 60
+"""Lines of a function, without its signature and its docstring."""
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    long = []
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in nodes(path):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+                if (node.end_lineno or 0) - body[0].lineno + 1 > SCREEN:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert long == []
+
+
 def test_no_folder_is_a_drawer() -> None:
     drawers = {"utils", "util", "helpers", "helper", "common", "misc"}
     named = [path for path in ROOT.rglob("*") if path.stem in drawers and "__pycache__" not in path.parts]
