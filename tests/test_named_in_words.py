@@ -89,6 +89,22 @@ def test_every_name_of_the_package_is_there() -> None:
     assert count > 40
 
 
+def test_every_file_that_a_page_names_is_there() -> None:
+    """By its place in the package, as `engine/unit`."""
+    package = ROOT / "src" / "fullshard"
+    layers = "|".join(sorted(path.name for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"))
+    wrong, count = [], 0
+    for page in [*PAGES, ROOT / "ARCHITECTURE.md"]:
+        for name in re.findall(rf"`((?:{layers})(?:/[a-z_0-9]+)+)(?:\.py)?`", page.read_text(encoding="utf-8")):
+            if "/test_" in name:  # torch's own
+                continue
+            count += 1
+            if not ((package / name).is_dir() or (package / f"{name}.py").is_file()):
+                wrong.append(f"{page.name}: {name}")
+    assert wrong == []
+    assert count > 100
+
+
 @functools.cache
 def _inner(command: str) -> set[str]:
     module = importlib.import_module(f"fullshard.cli.{command}")
