@@ -56,7 +56,7 @@ test-gpu: $(VENV)/.dev  ## run the tests that need an accelerator
 
 # With another torch than the constraints say: make test-versions TORCH=2.11 PYTHON=python3.12
 TORCH ?= 2.11
-VERSIONS_VENV ?= .venv-torch-$(TORCH)
+VERSIONS_VENV ?= .venv-torch-$(TORCH)-$(notdir $(PYTHON))
 VERSIONS_PIP_INSTALL := $(VERSIONS_VENV)/bin/python -m pip install --quiet
 
 $(VERSIONS_VENV)/.dev: pyproject.toml constraints.txt

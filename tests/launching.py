@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +109,12 @@ def read(path: Path) -> str:
 def norms(text: str) -> set[str]:
     """What the ranks of `TRAIN` say at the end about the model; one element if they trained together."""
     return {line.rpartition(" ")[2] for line in text.splitlines() if "trained rank" in line}
+
+
+def free_port() -> int:
+    """One that nobody listens on at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def listening(pids: set[int]) -> list[str]:

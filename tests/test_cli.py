@@ -133,6 +133,9 @@ def test_every_help_page_fits_80_columns() -> None:
     pages = list(_helps())
     assert len(pages) > 15
     assert [line for page in pages for line in page.splitlines() if len(line) > 80] == []
+    lists = [page.partition("Commands:\n")[2] for page in (*pages, CliRunner().invoke(app, ["--help"]).output)]
+    assert sum(map(bool, lists)) == 3
+    assert [line for page in lists for line in page.splitlines() if line.endswith("...")] == []  # none is cut
 
 
 def test_a_plan_breaks_no_line_in_a_pipe_and_fits_80_columns_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

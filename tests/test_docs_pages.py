@@ -91,6 +91,22 @@ def test_commands_have_the_flags_that_are_shown(page: Path) -> None:
             assert not words or words[0].startswith("-"), f"fullshard {words[0]} is no command"
 
 
+LAUNCHES = sorted({shlex.join(words[1:]) for page in PAGES for words in commands(page) if words[1] == "launch"})
+ON_A_TPU = "--device tpu"
+
+
+@pytest.mark.parametrize("command", [line for line in LAUNCHES if ON_A_TPU not in line])
+def test_launches_that_are_shown_would_start(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--dry_run`. The programs and files that they name are there, and empty, or a configuration."""
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    for word in words:
+        if word.endswith((".py", ".yaml", ".json")):
+            Path(word).write_text({".yaml": "precision: {mode: bf16}\n", ".json": "{}"}.get(Path(word).suffix, ""))
+    result = CliRunner().invoke(app, ["launch", "--dry_run", *words[1:]])
+    assert result.exit_code == 0, (result.exception, result.output)
+
+
 PLANS = sorted({shlex.join(words[1:]) for page in PAGES for words in commands(page) if words[1] == "plan"})
 
 
@@ -104,17 +120,32 @@ def test_plans_that_are_shown_are_made(command: str, tmp_path: Path, monkeypatch
     assert result.exit_code in (0, 1), result.output
 
 
+TRAININGS = sorted({shlex.join(words[1:]) for page in PAGES for words in commands(page) if words[1] == "train"})
+FEW = {"--nproc": "2", "--steps": "2", "--seq-len": "16", "--batch-size": "4"}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(4))
-def test_code_of_the_tutorial_runs(number: int, tmp_path: Path) -> None:
-    code = list(blocks(DOCS / "tutorials" / "your-loop.md", "python"))[number]
-    subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(ROOT / "src"), ACCELERATE_USE_CPU="true"),
-        check=True,
-        timeout=120,
-    )
+@pytest.mark.parametrize("command", [line for line in TRAININGS if "s3://" not in line])
+def test_trainings_that_are_shown_train(command: str, tmp_path: Path) -> None:
+    """Two steps of each, on two ranks; the model and the texts of one's own are small ones."""
+    place = make_place(tmp_path)
+    (place / "my" / "texts").mkdir(parents=True)
+    (place / "my" / "texts" / "one.txt").write_text("to be sharded or not to be sharded\n" * 2000)
+    (place / "my" / "config.json").write_text(json.dumps(UNTIED))
+    words = shlex.split(command.replace("MODEL", "my/config.json"))
+    for flag, value in FEW.items():
+        if flag in words:
+            words[words.index(flag) + 1] = value
+        else:
+            words += [flag, value]
+    run(f"fullshard {shlex.join(words)}", place)
+
+
+UNTIED: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from fullshard.launch.preemption import PREEMPTED
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.train import for_any_size, train
-from tests.launching import LAUNCH, launch, read, started, wait_until
+from tests.launching import LAUNCH, free_port, launch, read, started, wait_until
 
 STEPS = 50
 Host = subprocess.Popen[str]
@@ -85,12 +85,6 @@ def trainer(values: dict[str, Any]) -> list[str]:
         flag = "--" + name.replace("_", "-")
         words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
     return words
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from fullshard.cli.main import app
-from tests.launching import LAUNCH, environment, started
+from tests.launching import LAUNCH, environment, free_port, started
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -120,7 +119,7 @@ def test_a_run_is_resumed_with_another_number_of_ranks(place: Path) -> None:
 @pytest.mark.full
 def test_two_hosts(place: Path) -> None:
     """Both on this one, of one process each: two launchers that meet at one address."""
-    port = str(_free_port())
+    port = str(free_port())
     script = place / "two_hosts.sh"
     text = (EXAMPLES / "two_hosts.sh").read_text()
     script.write_text(text.replace('"$(dirname "$0")/', f'--main_process_port {port} "examples/'))
@@ -131,12 +130,6 @@ def test_two_hosts(place: Path) -> None:
         assert (a.returncode, b.returncode) == (0, 0), outputs
     assert "sharded over 2 ranks" in "".join(outputs)
     falls("".join(outputs))
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 SRUN = """#!/bin/sh
@@ -163,7 +156,7 @@ def test_the_batch_script_saves_before_the_limit_and_goes_on(place: Path) -> Non
     found = [re.match(r"#SBATCH --([\w-]+)=?(\S*)", line) for line in lines]
     asked = {line[1]: line[2] for line in found if line is not None}
     assert (asked["nodes"], asked["ntasks-per-node"], asked["signal"]) == ("2", "1", "USR1@120")
-    job = str(10000 + _free_port() % 10000)
+    job = str(10000 + free_port() % 10000)
     slurm = {
         "SLURM_JOB_ID": job,
         "SLURM_STEP_ID": "0",

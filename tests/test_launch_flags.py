@@ -67,6 +67,8 @@ def test_the_command_line_is_cut_at_the_script() -> None:
         (["--state_dict_type", "FULL_STATE_DICT"], "checkpoint.state_dict_type", "FULL_STATE_DICT"),
         (["--fsdp=full shard"], "sharding.strategy", "FULL_SHARD"),
         (["--fsdp", "shard_grad_op auto_wrap offload"], "sharding.cpu_offload", True),
+        (["--reshard_after_forward", "auto"], "sharding.reshard_after_forward", "auto"),
+        (["--reshard_after_forward"], "sharding.reshard_after_forward", True),
         (["--fsdp_config", '{"min_num_params": 1000}'], "sharding.wrap_min_numel", 1000),
         (["--gradient_accumulation_steps", "4"], "training.gradient_accumulation_steps", 4),
         (["--log_dir", "logs"], "launch.log_dir", "logs"),

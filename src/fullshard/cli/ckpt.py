@@ -26,8 +26,9 @@ DIFFERENT = 1
 
 app = typer.Typer(
     name="ckpt",
-    help="Inspect, verify, compare, reshard, consolidate, export, import and prune checkpoints.",
+    help="Inspect, verify, compare, convert and prune checkpoints.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 
@@ -194,7 +195,7 @@ def reshard(
     shard_size: _ShardSize = None,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Cut a checkpoint of ours for another number of ranks, bit by bit the same. Loading does this too, as it reads."""
+    """Cut a checkpoint of ours for another number of ranks. Bit by bit the same; loading does this too, as it reads."""
     from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
     from fullshard.checkpoint.objects import location
 
@@ -219,7 +220,10 @@ def import_(
     index: _Index = 0,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Make a checkpoint of ours out of one of Hugging Face, Accelerate, Trainer, torch, torch_xla or TorchAcc."""
+    """Make a checkpoint of ours out of another program's.
+
+    Hugging Face, Accelerate, Trainer, torch, torch_xla or TorchAcc.
+    """
     if optimizer is not None and no_optimizer:
         raise ConfigError("--optimizer names the class of what --no-optimizer leaves out", hint="give one of them")
     from fullshard.checkpoint.shards import parse_dtype

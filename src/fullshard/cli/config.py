@@ -15,7 +15,7 @@ import typer
 from fullshard.cli.options import RawCommand, path_word
 from fullshard.core.errors import ConfigError
 
-app = typer.Typer(help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
 _Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.", parser=path_word)
@@ -32,7 +32,10 @@ class Form(StrEnum):
 
 @app.callback(invoke_without_command=True)
 def config(context: typer.Context) -> None:
-    """Write, check, explain and convert configurations; without a subcommand, a questionnaire."""
+    """Write, check, explain and convert configurations.
+
+    Without a subcommand it asks what matters, and writes a commented YAML.
+    """
     if context.invoked_subcommand is None:
         from fullshard.cli.config_questions import run
 
@@ -52,7 +55,7 @@ def default(output: _Output = None, overwrite: _Overwrite = False) -> None:
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of any dialect.", parser=path_word)],
 ) -> None:
-    """Read files and say what becomes of each key; exit code 2 if one of them would be refused."""
+    """Read files and say what becomes of each key. Exit code 2 if one of them would be refused."""
     bad = 0
     for file in files:
         try:
@@ -75,7 +78,7 @@ def convert(
     output: _Output = None,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Write a configuration in another dialect; what it cannot say there is listed on standard error."""
+    """Write a configuration in another dialect. What it cannot say there is listed on standard error."""
     from fullshard.config.write import write_native
     from fullshard.config.write_accelerate import write_accelerate
 
@@ -93,7 +96,7 @@ def convert(
 
 @app.command("schema")
 def schema(output: _Output = None, overwrite: _Overwrite = False) -> None:
-    """Write the JSON schema of fullshard's YAML, for completion and checks in editors."""
+    """Write the JSON schema of fullshard's YAML. It is for completion and checks in editors."""
     from fullshard.config.write import json_schema
 
     _put(json.dumps(json_schema(), indent=2) + "\n", output, overwrite)
@@ -101,7 +104,9 @@ def schema(output: _Output = None, overwrite: _Overwrite = False) -> None:
 
 @app.command("explain", cls=RawCommand)
 def explain(context: typer.Context) -> None:
-    """Print every setting as `fullshard launch` would have it: its value, where that comes from, and its default.
+    """Print every setting as `fullshard launch` would have it.
+
+    Beside each where its value comes from, and its default.
 
     fullshard config explain [FILE] [--json] [flags of `fullshard launch`]
     """

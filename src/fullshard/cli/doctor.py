@@ -25,7 +25,9 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a rank waits for the others.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print an environment report to paste into an issue, and say what is wrong; exit code 1 if something is.
+    """Say what is wrong with this machine.
+
+    Prints an environment report to paste into an issue. Exit code 1 if something is wrong.
 
     With --run, ranks are started that check collectives and a sharded step against DDP, and measure how fast they
     communicate.

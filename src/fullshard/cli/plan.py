@@ -124,9 +124,10 @@ def plan(
     vocab: Shape = None,
     settings: dict[str, Any],
 ) -> None:
-    """Predict memory, traffic and time of a training run, say whether it fits, and what would make it fit.
+    """Predict memory, traffic and time of a training run.
 
-    Exit code 0 if it fits, 1 if it does not, 2 for a mistake in the question.
+    Says whether it fits, and what would make it fit. Exit code 0 if it fits, 1 if it does not, 2 for a mistake in the
+    question.
     """
     from fullshard.plan.evaluate import MARGIN, changes_that_fit
     from fullshard.plan.library import load_model

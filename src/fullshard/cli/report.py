@@ -20,9 +20,9 @@ def report(
         typer.Option("--output", "-o", help="The file. Default: report.html in the first directory", parser=path_word),
     ] = None,
 ) -> None:
-    """Write a report of a run: loss, speed, memory against plan, units, settings, checkpoints, failures.
+    """Write a report of a run, or compare several.
 
-    The file needs no network. Several runs are compared.
+    It has loss, speed, memory against plan, units, settings, checkpoints and failures. The file needs no network.
     """
     from fullshard.observe.report import write_report
 

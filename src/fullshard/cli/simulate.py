@@ -50,10 +50,10 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     settings: dict[str, Any],
 ) -> None:
-    """Shard a model as one rank of many and run a step of the real engine, with no data and no other rank.
+    """Run a step of the real engine as one rank of many.
 
-    Prints how it is sharded, the bytes this rank would send, and the time the host needs per unit. Exit code 1 if the
-    engine's events or bytes are not those that `fullshard plan` predicts.
+    There is no data and no other rank. Prints how it is sharded, the bytes this rank would send, and the time the host
+    needs per unit. Exit code 1 if the engine's events or bytes are not those that `fullshard plan` predicts.
 
     With --timeline or --plot the step is run in virtual time: a clock per stream of one of --devices, on which kernels,
     collectives and launches take what the planner's figures say. Prints the step's time, what of the communication

@@ -27,7 +27,9 @@ def train(
     ] = None,
     settings: dict[str, Any],
 ) -> None:
-    """Train a causal language model; without options a small Llama on Python's standard library, in minutes.
+    """Train a causal language model; by default a small Llama.
+
+    Without options it trains on the source code of Python's standard library, in minutes.
 
     Under torchrun (or anything else that sets RANK) no processes are started: each takes part in the run.
     """

@@ -259,7 +259,7 @@ def _take(line: CommandLine, written: str, rest: list[str]) -> None:
         content = False
     elif _is_truth(name):
         content = True
-        if rest and rest[0].strip().lower() in _WORDS:
+        if rest and rest[0].strip().lower() in (*_WORDS, *flag_choices(name)):
             consumed = [rest.pop(0)]
             content = consumed[0]
     elif not rest or rest[0].startswith("--"):

@@ -25,6 +25,7 @@ from fullshard.plan.memory import Memory, PlanSetting, memory_of
 from fullshard.plan.methods import apply_method
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.shapes import ModelShape
+from fullshard.plan.streaming import Streaming, streaming_of
 from fullshard.plan.tiles import groups_of, sent_nbytes, tiled
 from fullshard.plan.time import StepTime, time_of
 from fullshard.plan.traffic import Links, Traffic, links_of, traffic_of
@@ -87,6 +88,11 @@ class Plan:
     def copies(self) -> Copies:
         """What copies of the state in host memory would take."""
         return copies_of(self.memory.checkpoint, self.time.total, self.cluster)
+
+    @functools.cached_property
+    def streaming(self) -> Streaming:
+        """What `stream_weights` would take."""
+        return streaming_of(self.model, self.setting.layout, self.cluster)
 
     @property
     def parameters(self) -> int:

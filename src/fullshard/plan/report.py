@@ -105,6 +105,13 @@ def _rest_table(plan: Plan) -> Table:
             f"({plan.job.on_host} on the host)",
         )
     table.add_row("disk, each checkpoint", format_nbytes(memory.checkpoint))
+    if plan.job.method != "qlora":
+        streaming = plan.streaming
+        table.add_row(
+            "weights to an engine",
+            f"{format_nbytes(streaming.nbytes)} in bfloat16: {streaming.gathered:.2f} s to all ranks, "
+            f"{streaming.sent:.2f} s more to a server on another host (stream_weights)",
+        )
     copies = plan.copies
     table.add_row(
         "copies in host memory",
@@ -185,6 +192,13 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "seconds": plan.copies.seconds,
             "every": plan.copies.every,
             "max_lost_steps": plan.copies.max_lost_steps,
+        },
+        "streaming": None
+        if plan.job.method == "qlora"
+        else {
+            "nbytes": plan.streaming.nbytes,
+            "gathered": plan.streaming.gathered,
+            "sent": plan.streaming.sent,
         },
         "traffic": _traffic_dict(plan),
         "matrices": _matrices_dict(plan),

@@ -41,6 +41,7 @@ from fullshard.integrations.transformers.arguments import join_accelerate, resol
 from fullshard.integrations.transformers.averaging import announce_averages, averaged, averages_of
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
 from fullshard.integrations.transformers.events import note_steps
+from fullshard.integrations.transformers.inference import stream_into_engines
 from fullshard.integrations.transformers.preemption import stop_on_signals
 from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
 from fullshard.launch.environment import read_rank_environment, run_on_main
@@ -68,6 +69,7 @@ class ShardedTraining:
         join_accelerate()
         _teach_to_skip_batches()
         shard_reference_models()
+        stream_into_engines()
         resolved = resolved_configuration(args)
         chosen = args.accelerator_config.to_dict()
         accumulation = dict(chosen.pop("gradient_accumulation_kwargs", None) or {})

@@ -1,0 +1,51 @@
+"""How long the weights take to an inference engine (`checkpoint/stream`): to every rank, and on to a server.
+
+Each parameter is broadcast by the ranks that own a part of it, one after the other; nothing is sent beside another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.layout import ModelLayout
+from fullshard.plan.shapes import ModelShape
+from fullshard.plan.time import BASE_LATENCY, STEP_LATENCY
+
+_ITEMSIZE = 2
+"""Engines compute in bfloat16; parameters are cast before they are sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """Of all weights, once.
+
+    Attributes:
+        nbytes: of the weights in bfloat16.
+        gathered: seconds until every rank has been given them, one after the other.
+        sent: seconds more, if one rank sends them to a server over its own link of the network.
+    """
+
+    nbytes: int
+    gathered: float
+    sent: float
+
+
+def streaming_of(model: ModelShape, layout: ModelLayout, cluster: Cluster) -> Streaming:
+    """Predict it.
+
+    Args:
+        model: what is sent, so without adapters, which are merged on the way.
+        layout: how it is sharded as it trains.
+        cluster: where.
+    """
+    nbytes, device, ranks = _ITEMSIZE * model.numel, cluster.device, layout.shard_size
+    inside, network = device.link * device.link_efficiency, device.network * device.link_efficiency
+    gathered = 0.0
+    if ranks > 1:
+        cuts = (ranks - 1) * sum(len(unit.buckets) for unit in layout.units)  # a parameter with a cut has two owners
+        broadcasts = sum(len(unit.parameters) for unit in model.units) + cuts
+        gathered = broadcasts * (BASE_LATENCY + (ranks - 1) * STEP_LATENCY) + nbytes / inside
+        if ranks > cluster.per_host:
+            gathered += max(0.0, nbytes / (cluster.per_host * network) - nbytes / inside)
+    return Streaming(nbytes, gathered, nbytes / network)
