@@ -136,7 +136,7 @@ def test_a_block_runs(page: str, number: int, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.full
 @pytest.mark.parametrize(
     "code",
-    blocks(DOCS / "tutorials" / "your-loop.md", "python"),
+    list(blocks(DOCS / "tutorials" / "your-loop.md", "python")),
     ids=["fully_shard", "Accelerator", "accelerate", "checkpoint"],
 )
 def test_code_of_the_tutorial_runs_as_a_file(code: str, tmp_path: Path) -> None:
