@@ -109,7 +109,7 @@ ELSEWHERE = {
     "docs/tour.md": "test_tour.py",
     "docs/tutorials/your-loop.md": "below",
     "docs/tutorials/first-run.md": "test_docs_pages.py, test_the_first_run",
-    "docs/xla.md": "xla/test_xla_training.py has its calls: PyTorch/XLA needs an environment of its own",
+    "docs/xla.md": "xla/test_xla_training.py, test_the_code_of_the_page",
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from collections import OrderedDict
@@ -257,6 +258,20 @@ def test_the_engine_says_what_to_use_here(xla: Any) -> None:
 
     with pytest.raises(VersionError, match=rf"(?s)fullshard needs torch {oldest} or later.*fullshard.integrations.xla"):
         import fullshard.engine  # noqa: F401
+
+
+def test_the_code_of_the_page(xla: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    page = (ROOT / "docs" / "xla.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(DOCUMENTED)
+    size = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    batch = {"input_ids": torch.arange(32).view(4, 8), "labels": torch.arange(32).view(4, 8)}
+    exec(code, {"model": GPT2LMHeadModel(size), "torch": torch, "train_dataloader": [batch, batch]})
+    assert (tmp_path / "out" / "step-100" / "manifest.json").is_file()
 
 
 DOCUMENTED = "xla: True # must be set\nxla_fsdp_settings: # more\nxla_fsdp_grad_ckpt: True # recompute\n"
