@@ -46,16 +46,24 @@ PREPARED = OPTIMIZER + "model, optimizer, loader = accelerator.prepare(model, op
 TRAINED = "loss_of(model, batch).backward(); optimizer.step()\n"
 LLAMA = "from tests.trainers import build\nmodel = build()\nids = torch.arange(12).view(1, 12)\n"
 SAVED = LLAMA + "model.save_pretrained('path/or/hub-name')\n"
-TORCHACC = (
-    "from fullshard import torchacc\nclass GPT2Block(nn.Sequential): pass\nmodel = nn.Sequential(GPT2Block(*layers))\n"
-)
+TORCHACC = """
+from fullshard import torchacc
+class GPT2Block(nn.Sequential): pass
+model = nn.Sequential(GPT2Block(*layers))
+loader = DataLoader(list(torch.arange(256.0).view(32, 8) / 256), batch_size=2)
+"""
 MESHES = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from fullshard import ParallelismConfig, fully_shard
 dp, tp, ep = 1, 2, 2
-block = lambda: nn.ModuleDict({"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)})
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, hidden):
+        return self.down(self.up(hidden).tanh())
 """
 
 # For each page what its blocks stand on, one after the other.
@@ -65,16 +73,18 @@ BEFORE: dict[str, list[str]] = {
     "docs/launch.md": [
         SHARDED,
         "accelerator = Accelerator()\n" + PREPARED + "save_checkpoint(directory + '/step-2', model=model, "
-        "optimizer=optimizer.optimizer, state={'step': 2})\n",
+        "optimizer=optimizer.optimizer, extra={'step': 2})\n",
     ],
     "docs/lora.md": [
         SAVED + "import peft\nfrom transformers import AutoModelForCausalLM\nname = 'path/or/hub-name'\n"
         "LoraConfig = lambda _: peft.LoraConfig(target_modules=['q_proj'])\n"
     ],
-    "docs/memory.md": [LLAMA, "", "", SHARDED],
+    "docs/memory.md": [LLAMA, "", "", SHARDED + "scheduler = types.SimpleNamespace(step=lambda: None)\n"],
     "docs/optimizers.md": [
         "",
-        SHARDED + TRAINED + "evaluate = lambda model: loss_of(model, batch)\n" + LLAMA + SHARDED,
+        LLAMA
+        + "shard_model(model, unit_modules=list(model.model.layers))\nevaluate = lambda model: model(ids)\n"
+        + OPTIMIZER,
         "",
         "",
     ],
@@ -83,21 +93,19 @@ BEFORE: dict[str, list[str]] = {
         "accelerator = Accelerator(gradient_accumulation_steps=8)\n" + OPTIMIZER,
     ],
     "docs/tensor_parallelism.md": [
-        MESHES + "model.blocks = nn.ModuleList(block() for _ in range(2))\n",
+        MESHES + "model.blocks = nn.ModuleList(Block() for _ in range(2))\n",
         MESHES
-        + "model, plan = block(), {'up': ColwiseParallel(), 'down': RowwiseParallel()}\n"
+        + "model, plan = Block(), {'up': ColwiseParallel(), 'down': RowwiseParallel()}\n"
         + OPTIMIZER
         + SCHEDULER,
         MESHES + "experts = nn.Module(); experts.weight = nn.Parameter(torch.zeros(4, 8)); model.experts = experts\n",
     ],
-    "docs/torchacc.md": [
-        TORCHACC,
-        TORCHACC,
-        TORCHACC,
-    ],
+    "docs/torchacc.md": [TORCHACC, SCHEDULER + TRAINED, ""],
     "docs/tracking.md": ["", ""],
     "docs/trainer.md": [""],
 }
+TOGETHER = ("docs/torchacc.md",)
+"""Pages of which a block needs those before it."""
 RANKS = {"docs/tensor_parallelism.md": 2, "docs/torchacc.md": 2}
 HERE = {
     '"cuda"': '"cpu"',
@@ -121,10 +129,13 @@ def test_every_page_is_run() -> None:
 
 def _run(page: str, number: int, directory: str) -> None:
     os.chdir(directory)
-    code = list(blocks(ROOT / page, "python"))[number]
+    shown = list(blocks(ROOT / page, "python"))
+    code = WORLD
+    for block in range(0 if page in TOGETHER else number, number + 1):
+        code += BEFORE[page][block] + shown[block]
     for there, here in HERE.items():
         code = code.replace(there, here)
-    exec(compile(f"{WORLD}{BEFORE[page][number]}{code}", f"{page}, block {number}", "exec"), {"__name__": "block"})
+    exec(compile(code, f"{page}, block {number}", "exec"), {"__name__": "block"})
 
 
 @pytest.mark.parametrize(("page", "number"), [(page, i) for page, before in BEFORE.items() for i in range(len(before))])

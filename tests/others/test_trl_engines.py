@@ -24,7 +24,7 @@ from fullshard.engine import shard_model
 from fullshard.integrations.transformers.inference import _ending
 from tests.distributed import run_ranks
 from tests.launching import free_port, launch, started
-from tests.test_checkpoint_export import _model
+from tests.test_checkpoint_export import _layers, _model
 from tests.trl_runs import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,8 @@ def test_an_engine_that_dies_lets_nobody_wait(model: Path, tmp_path: Path) -> No
 
 
 def _gone_before_the_first() -> str:
-    stream = stream_weights(shard_model(_model("llama")))
+    model = _model("llama")
+    stream = stream_weights(shard_model(model, unit_modules=_layers(model)))
     try:
         with _ending(stream):
             if dist.get_rank() == 0:
