@@ -197,6 +197,8 @@ def test_prune(tmp_path: Path) -> None:
 
 def test_errors_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
     """And help needs no torch."""
+    with pytest.raises(CheckpointError, match="there is no checkpoint at nowhere"):
+        _run("verify", "nowhere")
     failed = run_here("ckpt", "inspect", str(tmp_path / "none"))
     assert failed.returncode == 2
     assert failed.stderr.startswith("CheckpointError: there is no checkpoint at")

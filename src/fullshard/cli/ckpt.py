@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.cli.options import path_word
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
 
 if TYPE_CHECKING:
@@ -90,9 +90,13 @@ def verify(
     as_json: _Json = False,
 ) -> None:
     """Read every byte and prove it. Exit code 0: whole; 1: damaged, with all that is wrong."""
+    from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.verify import verify_parts
 
-    found = verify_parts(checkpoint)
+    where = location(checkpoint)
+    if isinstance(where, Path) and not where.exists():
+        raise CheckpointError(f"there is no checkpoint at {where}")
+    found = verify_parts(where)
     is_valid = all(one.is_valid for one in found)
     if as_json:
         problems = [problem for one in found for problem in one.problems]
