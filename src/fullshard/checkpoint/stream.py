@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ _DOING = "streaming the weights"
 
 def stream_weights(
     model: nn.Module, *, dtype: torch.dtype | str | None = None, rank0_only: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Every tensor that `export_hf` would write, under the same name, with the same values. A collective.
 
         for name, tensor in fullshard.stream_weights(model, dtype="bfloat16"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from fullshard.api import Accelerator
 from fullshard.checkpoint import stream_weights
 
-_Weights = Iterator[tuple[str, torch.Tensor]]
+_Weights = Generator[tuple[str, torch.Tensor], None, None]
 
 
 def stream_into_engines() -> None:
@@ -39,10 +39,12 @@ def stream_into_engines() -> None:
 
 @contextlib.contextmanager
 def _ending(stream: _Weights) -> Iterator[_Weights]:
-    """A stream that ends with this, so that no other rank waits for one whose engine is gone."""
-    with contextlib.closing(stream):  # type: ignore[type-var]
-        try:
-            yield stream
-        except Exception:
-            next(stream, None)  # one that has not begun would tell nobody that it was closed
-            raise
+    """A stream that ends with this. By an error it ends on all ranks: none waits for a rank whose engine is gone."""
+    try:
+        yield stream
+    except Exception as error:
+        next(stream, None)  # one that has not begun would tell nobody
+        stream.throw(error)
+        raise
+    finally:
+        stream.close()
