@@ -136,7 +136,7 @@ def data(step: int, part: int, parts: int) -> torch.Tensor:
     return tokens.chunk(parts)[part]
 
 
-def train(model: nn.Module, part: int, parts: int, *, steps: int = 4, norm: float | None = 0.3) -> list[float]:
+def train(model: nn.Module, part: int, parts: int, *, steps: int = 2, norm: float | None = 0.3) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
     for step in range(steps):
