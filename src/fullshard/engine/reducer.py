@@ -9,7 +9,7 @@ Which bucket is next is the business of `core.schedule`, when one is complete th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from fullshard.core.events import EventKind
@@ -42,8 +42,12 @@ class Reducer:
     def __init__(self, guard: FiniteGuard) -> None:
         self._guard = guard
         self.order: Reductions[Bucket] = Reductions()
-        self.steppers: list[BucketStepper] = []
+        self.steppers: Sequence[BucketStepper] = ()
         self.published: set[Bucket] = set()
+
+    def begin(self, steppers: Sequence[BucketStepper]) -> None:
+        """A backward begins, in which these step."""
+        self.steppers = steppers
 
     def launch(self, bucket: Bucket) -> None:
         """Reduce its gradients. Every rank does so in the same order."""
@@ -87,7 +91,7 @@ class Reducer:
         """A backward is over, or given up."""
         self.order.clear()
         self.published.clear()
-        self.steppers = []
+        self.steppers = ()
 
     def _is_over(self, bucket: Bucket) -> bool:
         return self.order.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)

@@ -76,13 +76,12 @@ class Schedule:
         self.event_sink: EventSink | None = None
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
-        self.steps = 0
-        self.rounds = Rounds()
+        self.steps, self.rounds = 0, Rounds()
         self.after_step: Callable[[int], None] | None = None
         self.lockstep = Lockstep(mesh)
         self.guard = FiniteGuard(mesh, self._parameters)
         self.reducer = Reducer(self.guard)
-        self.checkup = Checkup(mesh, self._buckets, self._optimizers)
+        self.checkup = Checkup(mesh, self._buckets, lambda: self.lockstep.optimizers)
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False
@@ -270,7 +269,7 @@ class Schedule:
             if self.rounds.count is not None:
                 keeps = self.keeps_gradients or not all(each.reduce_gradients for each in self.units)
                 self.rounds.check_backward([u.reducing for u in self.units], keeps=keeps, steps=bool(self.steppers))
-            self._begin_stepping()
+            self.reducer.begin(self._steppers_at_work())
             self._in_backward = True
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
@@ -283,9 +282,8 @@ class Schedule:
         if unit not in self._queued:
             self._enqueue(unit)
 
-    def _begin_stepping(self) -> None:
-        steppers = [each for each in self.steppers if each.begin(self, is_last=self.is_last_backward)]
-        self.reducer.steppers = list[BucketStepper](steppers)
+    def _steppers_at_work(self) -> list[StepsInBackward]:
+        return [each for each in self.steppers if each.begin(self, is_last=self.is_last_backward)]
 
     def _enqueue(self, unit: Unit) -> None:
         self._queued.add(unit)
@@ -302,7 +300,7 @@ class Schedule:
                 f"rank {self.mesh.rank}: gradients are to be reduced within a backward that has not ended",
                 hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
             )
-        self._begin_stepping()
+        self.reducer.begin(self._steppers_at_work())
         self._in_backward = True
         for unit in sorted(self.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
             self._enqueue(unit)
@@ -414,9 +412,6 @@ class Schedule:
     def _buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return list(self.lockstep.optimizers)
-
     def _end_backward(self) -> None:
         for unit in self.units:
             for bucket in unit.buckets:
@@ -446,7 +441,10 @@ class Schedule:
         steps = self.steps + self._stepped_since_forward
         ends = [gradient_of(bucket).unsharded.end(is_reduced=bucket in launched) for bucket in trainable]
         message = self.lockstep.exchange(ends, ran, steps, last=self._forward[-1] if self._forward else self.units[-1])
-        STOPPING.is_agreed |= self._is_wanted_anywhere(message.wants_to_stop)
+        is_wanted = message.wants_to_stop
+        if STOPPING.is_listened_to:  # on ranks of other axes, too
+            is_wanted = bool(self.guard.largest_outside(is_wanted))
+        STOPPING.is_agreed |= is_wanted
         self.lockstep.check_loads(message)
         used: dict[Bucket, bytearray] = {}
         for bucket, anywhere in zip(trainable, message.buckets(), strict=True):
@@ -463,10 +461,6 @@ class Schedule:
         if not message.agrees_on_steps:
             self.lockstep.compare(ran, steps)
         return used
-
-    def _is_wanted_anywhere(self, is_wanted: bool) -> bool:
-        """Whether a stop is, on ranks of other axes, too."""
-        return bool(self.guard.largest_outside(is_wanted)) if STOPPING.is_listened_to else is_wanted
 
     # -- whole model --------------------------------------------------------------------------------------------
 
