@@ -159,6 +159,24 @@ def test_what_is_fixed_stays() -> None:
         assert all(getattr(plan.job, name) == getattr(job, name) for name in fixed)
 
 
+def test_what_saves_memory_is_tried_together() -> None:
+    """On a device that is too small for all but three things that are switched on at once."""
+    model, cluster = load_model("Qwen2.5-0.5B")[0], parse_cluster("8xA100")
+    values: dict[str, Any] = {"checkpointing": "full", "seq_len": 32768, "optimizer": "adamw-fused"}
+    saving: dict[str, Any] = {"loss": "fused", "offload_activations": True, "offload_main_weights": True}
+    fixed = ("strategy", "checkpointing", "wrap_embeddings", "offload", "optimizer")
+
+    def needed(more: dict[str, Any]) -> int:
+        return evaluate(model, Job.of({**values, **more}), cluster).memory.needed
+
+    memory = round(needed(saving) / MARGIN) + 1
+    for left in saving:
+        assert needed({name: value for name, value in saving.items() if name != left}) > MARGIN * memory
+    small = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
+    found = search(model, Job.of(values), small, fixed=fixed)[0].job
+    assert {name: getattr(found, name) for name in saving} == saving
+
+
 def test_what_rounds_is_taken_where_it_helps() -> None:
     """On slow links messages in int8, on one card the 8-bit state; and nothing that brings less than a hundredth."""
     model, _ = load_model("Qwen2.5-1.5B")

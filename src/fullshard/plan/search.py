@@ -343,7 +343,8 @@ class _Waiting:
         wrapped = _Way((*plain.values, ("wrap_embeddings", True)))
         ways = [plain, wrapped] if may_wrap and self._bound(wrapped, self._sizes[0]) is not None else [plain]
         parts = [name for name in self._saving if name in _ONE_OF]
-        without, most = (self._reach_of(ways[-1], "chunks", "activations", name) for name in ("step", "all"))
+        without = self._reach_of(ways[-1], "chunks", "activations", "step")
+        most = self._reach_of(ways[-1], "chunks", "activations", *parts[-1:])
         for place, size in enumerate(self._sizes[: max(without, most)]):
             candidate = self._bound(plain, size)
             if candidate is None:
@@ -358,7 +359,7 @@ class _Waiting:
     def _reach_of(self, way: _Way, *names: str) -> int:
         """How many of the micro-batches may fit with these switched on, as far as they go together."""
         saving = frozenset(names) & frozenset(self._saving)
-        fullest = [dataclasses.replace(way, saving=saved) for saved in (saving, saving - {"step", "all"})]
+        fullest = [dataclasses.replace(way, saving=saved) for saved in (saving, saving - {"step"} - _ONE_OF)]
         known = [way for way in fullest if self._bound(way, self._sizes[0]) is not None]
         if not known:
             return len(self._sizes)
