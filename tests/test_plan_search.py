@@ -151,6 +151,19 @@ def test_layers_that_take_turns(name: str, first: int, period: int) -> None:
     assert few % period == 0 and few >= 3 and more == 2 * few
 
 
+def test_an_encoder_and_a_decoder_are_shortened_alike() -> None:
+    from fullshard.plan.search import _Bounds
+
+    model, _ = load_model("Flan-T5-XL")
+    bounds = _Bounds(model, parse_cluster("4xA100"), 1.0)
+    assert [len(shorter.blocks) for _, shorter in bounds._models] == [2 * (1 + 3), 2 * (1 + 6)]
+    job = Job.of({"seq_len": 512, "micro_batch": 8})
+    bound, plan = bounds.of(job), evaluate(model, job, parse_cluster("4xA100"))
+    assert bound is not None
+    assert 0.9 * plan.memory.needed <= bound.needed <= 1.03 * plan.memory.needed
+    assert plan.time.tokens_per_second <= bound.tokens_per_second * 1.001 <= 1.1 * plan.time.tokens_per_second
+
+
 def test_what_is_fixed_stays() -> None:
     model, _ = load_model("GPT-2")
     job = Job.of({"strategy": "FULL_SHARD", "checkpointing": "full", "optimizer": "adamw"})

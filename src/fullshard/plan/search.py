@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,13 +210,12 @@ class _Bounds:
         self.cluster, self._available = cluster, margin * cluster.device.memory
         self._models = [(1.0, model)]
         layers = [unit for unit in model.units if unit.block is not None]
-        first, period = _turns(layers)
-        few_layers = period * -(-_FEW // period)
-        rest = len(layers) - first
-        if 0 < 2 * few_layers < rest:
-            few, more = (_with_layers(model, first + count) for count in (few_layers, 2 * few_layers))
-            beyond = rest / few_layers - 2
-            self._models = [(-beyond, few), (1 + beyond, more)]
+        # An encoder and a decoder are two parts, which are shortened alike.
+        parts = [list(part) for _, part in itertools.groupby(layers, lambda unit: unit.name.rstrip("0123456789"))]
+        few, more, beyond = zip(*map(_shortened, parts), strict=True) if parts else ((), (), ())
+        if len(set(beyond)) == 1 and beyond[0] > 0:
+            shorter = (_with_layers(model, itertools.chain(*kept)) for kept in (few, more))
+            self._models = list(zip((-beyond[0], 1 + beyond[0]), shorter, strict=True))
 
     def of(self, job: Job) -> _Candidate | None:
         """None: it cannot be run."""
@@ -253,9 +252,17 @@ def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
     return min(pairs, key=sum, default=(0, max(1, len(row))))
 
 
-def _with_layers(model: ModelShape, count: int) -> ModelShape:
-    layers = [unit for unit in model.units if unit.block is not None]
-    dropped = {unit.name for unit in layers[count:]}
+def _shortened(layers: Sequence[UnitShape]) -> tuple[Sequence[UnitShape], Sequence[UnitShape], float]:
+    """A few of them, twice as many that repeat, and how often more they do in all of them; 0 or less: no more often."""
+    first, period = _turns(layers)
+    few = period * -(-_FEW // period)
+    return layers[: first + few], layers[: first + 2 * few], (len(layers) - first) / few - 2
+
+
+def _with_layers(model: ModelShape, kept: Iterable[UnitShape]) -> ModelShape:
+    """The model without its other layers."""
+    names = {unit.name for unit in kept}
+    dropped = {unit.name for unit in model.units if unit.block is not None and unit.name not in names}
     return dataclasses.replace(
         model,
         units=tuple(unit for unit in model.units if unit.name not in dropped),
