@@ -514,8 +514,12 @@ def check_failure(place: str, first: bool) -> None:
     for parameter in model.parameters():
         assert parameter.grad is None
     assert_trains_alike(model, reference, run_squared, steps=2, first=2, optimizers=optimizers)
+    schedule = schedule_of(units_of(model)[0])
     # An order that is not agreed on would be one that ranks may see differently.
-    assert schedule_of(units_of(model)[0]).lockstep.is_order_verified
+    assert schedule.lockstep.is_order_verified
+    # A forward that would be taken for one inside another would neither count nor begin a step.
+    assert not schedule.is_in_forward
+    assert schedule.steps == (1 if first else 3)
     assert_at_rest(model)
 
 
