@@ -69,8 +69,8 @@ FORWARD_PREFETCHED = """
 """
 BACKWARD = {
     "BACKWARD_PRE": """
-        backward root
-        issue 2, ready 2, issue 1, backward 2, reduce 2, passed 2, reshard 2
+        issue 2, backward root
+        ready 2, issue 1, backward 2, reduce 2, passed 2, reshard 2
         ready 1, issue 0, backward 1, reduce 1, passed 1, reshard 1
         ready 0, backward 0, reduce 0, passed 0, reshard 0
         reduce root, reshard root

@@ -39,7 +39,8 @@ class Call(Generic[UnitT]):
     """One forward of a unit whose backward may come.
 
     Attributes:
-        previous: the unit whose forward began just before; backward will want it next.
+        previous: the unit whose forward ended just before this one did; backward will want it next. Of a unit around
+            others that is the last of them.
         page: the activations that backward needs when it reaches the outputs, if any are on the host (the schedule's).
         is_active: backward has reached the outputs and not yet all inputs.
         inputs_left: inputs whose gradient is not there yet; None if no input wants one.
@@ -47,8 +48,8 @@ class Call(Generic[UnitT]):
 
     __slots__ = ("__weakref__", "inputs_left", "is_active", "is_done", "page", "previous")
 
-    def __init__(self, previous: UnitT | None) -> None:
-        self.previous = previous
+    def __init__(self) -> None:
+        self.previous: UnitT | None = None
         self.is_active = self.is_done = False
         self.inputs_left: int | None = None
         self.page: object = None

@@ -95,7 +95,7 @@ class Schedule:
         self._order: list[Unit] = []
         self._reduce_order: dict[Unit, int] = {}
         self._forward: list[Unit] = []
-        self._last_called: Unit | None = None
+        self._last_ended: Unit | None = None
         self._participants: dict[Unit, None] = {}
         self._in_backward = False
         self._thread = threading.get_ident()
@@ -199,15 +199,18 @@ class Schedule:
                 if bucket.gradient is not None:
                     bucket.gradient.main.release_if_cleared()
         self.rounds.begin_forward()
-        self._last_called = None
+        self._last_ended = None
         self._forward = []
         if self._activations is not None:
             self._activations.begin(ahead=self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
 
-    def note_call(self, unit: Unit) -> Unit | None:
-        """A forward that backward may come back to has begun; returns the unit of the one before."""
-        previous, self._last_called = self._last_called, unit
+    def begin_call(self, unit: Unit) -> None:
+        """A forward that backward may come back to has begun."""
         self._participants[unit] = None
+
+    def end_call(self, unit: Unit) -> Unit | None:
+        """It has ended; returns the unit of the one that did before."""
+        previous, self._last_ended = self._last_ended, unit
         return previous
 
     def prefetch_forward(self, unit: Unit) -> None:
@@ -419,7 +422,7 @@ class Schedule:
                     bucket.gradient.unsharded.end_backward()
         self._in_backward = False
         self._participants.clear()
-        self._last_called = None
+        self._last_ended = None
         self._queued.clear()
         self._unannounced.clear()
         self.reducer.clear()

@@ -47,8 +47,11 @@ class UnitSchedule(UnitOwner, Protocol):
     def begin_forward(self, unit: Unit) -> None:
         """The unit is about to run forward (not as a recompute)."""
 
-    def note_call(self, unit: Unit) -> Unit | None:
-        """A forward that backward may come back to has begun; returns the unit of the one before."""
+    def begin_call(self, unit: Unit) -> None:
+        """A forward that backward may come back to has begun."""
+
+    def end_call(self, unit: Unit) -> Unit | None:
+        """It has ended; returns the unit of the one that did before."""
 
     def prefetch_forward(self, unit: Unit) -> None:
         """The unit's own parameters are there."""
@@ -211,7 +214,8 @@ class Unit(UnitParameters):
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if torch.is_grad_enabled() and not (in_backward and self.has_live_calls):
             # In backward with a live call this is checkpointing's recompute: its graph is never run backward.
-            call = Call(self.schedule.note_call(self))
+            self.schedule.begin_call(self)
+            call: Call[Unit] = Call()
             self._current.append(call)
             args, kwargs = call.watch_inputs(self, args, kwargs)
         return args, kwargs
@@ -226,8 +230,10 @@ class Unit(UnitParameters):
         # Called although forward raised: see always_call.
         failed = output is None and sys.exc_info()[0] is not None
         call = self._current.pop() if self._current else None
-        if call is not None and not failed and not self._watch_outputs(call, output):
-            self.is_kept_for_backward = True  # nothing will announce its backward
+        if call is not None and not failed:
+            call.previous = self.schedule.end_call(self)
+            if not self._watch_outputs(call, output):
+                self.is_kept_for_backward = True  # nothing will announce its backward
         try:
             if len(self._ran) == len(self.modules):  # modules that are unsharded together are resharded by the last
                 self._ran.clear()

@@ -185,7 +185,7 @@ class _Run:
         if head is not None and has_begun:
             self.begin_backward(head, previous=calls[-2])
         if root.name in self.awaiting:
-            self.begin_backward(root, previous=None)
+            self.begin_backward(root, previous=calls[-1])
             if head is None and not root.feeds_units:
                 self.complete(root, reduces=reduces)
         for position in range(len(inner) - 1, -1, -1):
