@@ -60,6 +60,8 @@ class Coded(torch.Tensor):
         first = args[0]
         if name in ("detach", "alias", "clone"):
             return cls(func(first.codes), func(first.scales))
+        if name == "_to_copy" and kwargs.pop("dtype", None) in (None, first.dtype):  # to another device
+            return cls(func(first.codes, **kwargs), func(first.scales, **kwargs))
         if name == "view":
             assert tuple(args[1]) == first.shape
             return cls(first.codes, first.scales)

@@ -12,28 +12,8 @@ import torch
 from tests.simulated.mutations import MUTATIONS, SOURCE, Mutation, run
 from tests.simulated.process import on_device
 from tests.simulated.programs import PROGRAMS
-from tests.simulated.steps import collectives, train_with_torch, use_different_parameters, waits_of_a_step
+from tests.simulated.steps import WAITS, collectives, train_with_torch, use_different_parameters, waits_of_a_step
 from tests.simulated.training import Case, as_with_nccl, small_activations
-
-ALARM = "aten::_local_scalar_dense in engine/finite.py:is_alarmed"
-"""Whether gradients are finite decides whether the optimizer steps."""
-SETTLED = "event.synchronize in engine/offload.py:settle"
-"""The script may change what was gathered from, on the host, after a forward and after a backward."""
-GRADIENT = "event.synchronize in engine/offload.py:wait"
-"""A gradient goes to the host, where anybody may read it: one for each unit."""
-NORM = {
-    "copy to the device in engine/interop.py:_group_norm": 1,
-    "copy to the host in engine/interop.py:clip_grad_norm_": 1,
-}
-"""The norm of gradients on the host is summed on the device."""
-
-WAITS = {
-    Case(): {ALARM: 1},
-    Case(activations="on host"): {ALARM: 1},
-    Case(offload="optimizer state"): {ALARM: 1, "stream.synchronize in engine/offload.py:finish": 1},
-    Case(offload="main weights"): {ALARM: 1, SETTLED: 1, GRADIENT: 4, **NORM},
-    Case(offload="everything"): {ALARM: 1, SETTLED: 2, GRADIENT: 4, **NORM},
-}
 
 
 def _waits(cases: list[Case]) -> list[dict[str, int]]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from tests.simulated.features import go_on_from, save_to, shard_what_loses_its_class
 from tests.simulated.process import on_device
 from tests.simulated.programs import PROGRAMS
-from tests.simulated.training import CHOICES, Case, differences, pairwise, train
+from tests.simulated.training import CHOICES, OTHERS, Case, differences, pairwise, train
 
 SLICES = 6
 CASES = pairwise()
+MORE = pairwise(3, **OTHERS)
+STRATEGIES = (*CHOICES["strategy"], "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
 def _all_differences(cases: list[Case], seed: int) -> dict[str, list[str]]:
@@ -22,6 +28,9 @@ def test_every_pair_of_choices_is_among_the_cases() -> None:
     assert all(case.is_allowed for case in CASES) and 30 < len(CASES) < 60
     together = {(case.offload, case.loop) for case in CASES}
     assert {(offload, "no_sync") for offload in CHOICES["offload"]} < together
+    for name, choices in OTHERS.items():
+        assert {getattr(case, name) for case in MORE} == set(choices)
+    assert {(case.optimizer, case.ranks) for case in MORE} == {(o, r) for o in OTHERS["optimizer"] for r in (1, 2)}
 
 
 @pytest.mark.parametrize("part", range(SLICES))
@@ -30,25 +39,68 @@ def test_every_order_of_the_streams_gives_the_same(part: int) -> None:
     assert on_device(_all_differences, CASES[part::SLICES], 1) == {}
 
 
+@pytest.mark.parametrize("part", range(2))
+def test_parameters_of_other_kinds_and_optimizers_of_whole_matrices_do(part: int) -> None:
+    """Every two choices of `OTHERS` meet."""
+    assert on_device(_all_differences, MORE[part::2], 1) == {}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_every_order_of_the_streams_gives_the_same_in_other_cases(seed: int) -> None:
-    assert on_device(_all_differences, pairwise(seed), seed, timeout=1200) == {}
+    assert on_device(_all_differences, [*pairwise(seed), *pairwise(seed, **OTHERS)], seed, timeout=2400) == {}
 
 
 @pytest.mark.full
 def test_every_order_of_the_streams_gives_the_same_on_four_ranks() -> None:
-    strategies = (*CHOICES["strategy"], "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-    cases = pairwise(7, ranks=(4,), strategy=strategies)
-    assert on_device(_all_differences, cases, 7, timeout=1200) == {}
+    reshard = (*CHOICES["reshard"], 2)
+    cases = pairwise(7, ranks=(4,), strategy=STRATEGIES, reshard=reshard)
+    cases += pairwise(7, **{**OTHERS, "ranks": (4,), "strategy": STRATEGIES, "reshard": reshard})
+    assert on_device(_all_differences, cases, 7, timeout=2400) == {}
 
 
 def _wrong_programs(names: list[str]) -> dict[str, list[str]]:
     return {name: wrong for name in names if (wrong := differences(PROGRAMS[name][1], 1, PROGRAMS[name][0]))}
 
 
-def test_a_script_may_change_weights_save_them_and_hook_gradients_at_once() -> None:
-    """With parts of the model on the host, where copies may still be under way."""
-    others = [name for name, (program, _) in PROGRAMS.items() if program is not train]
-    assert len(others) == 8
-    assert on_device(_wrong_programs, others) == {}
+OTHER_PROGRAMS = [name for name, (program, _) in PROGRAMS.items() if program is not train]
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_what_a_script_does_beside_training(part: int) -> None:
+    """Weights changed, read, saved and loaded at once, gradients hooked, text generated, while copies are under way."""
+    assert len(OTHER_PROGRAMS) == 21
+    assert on_device(_wrong_programs, OTHER_PROGRAMS[part::2]) == {}
+
+
+def _moved(folders: list[str], sizes: tuple[int, int]) -> list[list[list[torch.Tensor]]]:
+    """What training goes on with at another number of ranks, on the CPU and in each order."""
+    from tests.simulated.device import ORDERS, begin
+    from tests.simulated.group import run_ranks
+
+    case, found = Case(offload="main weights", precision="bf16"), []
+    for folder, order, kind in zip(folders, (ORDERS[0], *ORDERS), ("cpu", *["simulated"] * len(ORDERS)), strict=True):
+        begin(order, seed=1)
+        run_ranks(save_to, sizes[0], folder, case, kind)
+        found.append(run_ranks(go_on_from, sizes[1], folder, case, kind))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((4, 1), marks=pytest.mark.full)])
+def test_a_checkpoint_is_loaded_at_another_number_of_ranks(sizes: tuple[int, int], tmp_path: Path) -> None:
+    expected, *runs = on_device(_moved, [str(tmp_path / str(number)) for number in range(5)], sizes)
+    assert len(runs) == 4
+    for ranks in runs:
+        for values, right in zip(ranks, expected, strict=True):
+            assert all(map(torch.equal, values, right))
+
+
+def _lost_class() -> None:
+    from tests.simulated.group import run_ranks
+
+    run_ranks(shard_what_loses_its_class, 1)
+
+
+def test_a_parameter_whose_class_is_lost_on_the_way_to_the_device_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="of type Losing becomes a Tensor on its way to simulated"):
+        on_device(_lost_class)

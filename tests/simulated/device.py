@@ -64,7 +64,8 @@ def pending(device: int = 0) -> int:
 
 # -- where the host waits ---------------------------------------------------------------------------------------
 
-_counting: Counter[str] | None = None
+_counting: dict[int, Counter[str]] = {}
+"""By device: ranks count apart."""
 
 
 def _place(frame: FrameType | None) -> str:
@@ -79,21 +80,23 @@ def _place(frame: FrameType | None) -> str:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 def _on_block(reason: bytes) -> None:
-    if _counting is not None:
-        _counting[f"{reason.decode()} in {_place(sys._getframe(1))}"] += 1
+    counter = _counting.get(torch.accelerator.current_device_index())
+    if counter is not None:
+        counter[f"{reason.decode()} in {_place(sys._getframe(1))}"] += 1
 
 
 @contextmanager
 def host_waits() -> Iterator[Counter[str]]:
-    """Counts how often the host waits for the device inside, by reason and place."""
-    global _counting
-    _counting = Counter()
+    """Counts how often the host waits for this rank's device inside, by reason and place."""
+    index = torch.accelerator.current_device_index()
+    counter = _counting[index] = Counter()
     _C.simulated_on_block(_on_block)
     try:
-        yield _counting
+        yield counter
     finally:
-        _C.simulated_on_block(None)
-        _counting = None
+        del _counting[index]
+        if not _counting:
+            _C.simulated_on_block(None)
 
 
 # -- torch.simulated --------------------------------------------------------------------------------------------

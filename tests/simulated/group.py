@@ -29,12 +29,14 @@ class _Work(_c10d.Work):
 
     def __init__(self, group: SimulatedGroup, stream: torch.Stream, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._event = stream.record_event()
-        group.keep(self._event, tensors)
+        self._event, self._tensors = stream.record_event(), tensors
+        if group.keeps:
+            group.keep(self._event, tensors)
         self._group, self._device = group, stream.device
 
     def wait(self, timeout: Any = None) -> bool:
         torch.accelerator.current_stream(self._device).wait_event(self._event)
+        self._tensors = []
         self._group.let_go(self._event)
         return True
 
@@ -58,7 +60,13 @@ class _HostWork(_c10d.Work):
 
 
 class SimulatedGroup(_c10d.ProcessGroup):
-    """One communicator as one of its members has it."""
+    """One communicator as one of its members has it.
+
+    Attributes:
+        keeps: the tensors of work that is dropped before anybody has waited, as NCCL's does.
+    """
+
+    keeps = True
 
     def __init__(self, communicator: int, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -104,6 +112,11 @@ class SimulatedGroup(_c10d.ProcessGroup):
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Any:
         return self._meet("all_gather", outputs[0], inputs)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Any:
+        is_here = self._member == options.rootRank
+        there = outputs[0] if is_here else [torch.empty_like(inputs[0]) for _ in range(self._members)]
+        return self._meet("all_gather", there, inputs)
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> Any:
         return self._meet("all_gather", [output], [given])

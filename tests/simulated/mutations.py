@@ -19,7 +19,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 TORCH_DIST, BASE = "comm/torch_dist.py", "comm/base.py"
-OFFLOAD, ACTIVATIONS = "engine/offload.py", "engine/activations.py"
+OFFLOAD, ACTIVATIONS, STAGING = "engine/offload.py", "engine/activations.py", "checkpoint/staging.py"
+_STAGED = "block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)"
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a save does not wait for its copies",
-        "checkpoint/staging.py",
+        STAGING,
         "            torch.accelerator.synchronize()\n",
         "            pass\n",
         "staged",
@@ -234,6 +235,88 @@ MUTATIONS = (
         "                pass\n",
         "scaled, fused",
         is_race=False,
+    ),
+    Mutation(
+        "pieces of matrices are not waited for",
+        "engine/step/matrices.py",
+        "            received = self.work.wait()\n",
+        "            received = self.work.wait.__closure__[0].cell_contents\n",
+        "matrices",
+    ),
+    Mutation(
+        "what a parameter is put together of is not waited for",
+        "engine/extended.py",
+        "        for work in works:\n            work.wait()\n        rows",
+        "        rows",
+        "composed",
+    ),
+    Mutation(
+        "what was gathered ahead and is not used goes before it is there",
+        "engine/unit_parameters.py",
+        "                for bucket in self.buckets:\n                    bucket.wait_unshard()\n"
+        "        if self.state is UnitState.UNSHARDED:",
+        "                pass\n        if self.state is UnitState.UNSHARDED:",
+        "left out",
+    ),
+    Mutation(
+        "a gather does not wait for who changes main weights elsewhere",
+        "engine/schedule.py",
+        "            self.post_optim_event.wait()  # gathers",
+        "            # gathers",
+        "updated beside",
+    ),
+    Mutation(
+        "what ranks have seen of gradients that are not finite is not waited for",
+        "engine/finite.py",
+        "                work.wait()\n            self._alarm",
+        "                pass\n            self._alarm",
+        "not finite on one rank",
+    ),
+    Mutation(
+        "an earlier message about gradients that are not finite is dropped on its way",
+        "engine/finite.py",
+        "            self._message[1].wait()\n",
+        "            pass\n",
+        "kept by nobody",
+    ),
+    Mutation(
+        "a reduction is dropped on its way, after a backward that failed",
+        "engine/gradient.py",
+        "                work.wait()  # it writes into memory that is about to be let go\n",
+        "                pass\n",
+        "failed half-way",
+    ),
+    *(
+        Mutation(f"the host waits {what}", file, old, new, found_by, is_race=False)
+        for what, file, old, new, found_by in (
+            ("as its memory is not page-locked", OFFLOAD, ", pin_memory=self._pins)", ")", "host waits"),
+            ("for gradients", OFFLOAD, "non_blocking=self._to_host is not None", "non_blocking=False", "host waits"),
+            ("for optimizer state", OFFLOAD, "non_blocking=self._pins", "non_blocking=False", "host waits"),
+            ("for activations", OFFLOAD, "non_blocking=stream is not None", "non_blocking=False", "host waits"),
+            ("to gather", BASE, "non_blocking=is_apart and main.is_pinned()", "non_blocking=False", "host waits"),
+            (
+                "to pack",
+                BASE,
+                "(self.full.device, non_blocking=main.is_pinned())",
+                "(self.full.device)",
+                "host waits, two ranks",
+            ),
+            (
+                "for a compute shard",
+                "engine/bucket.py",
+                "non_blocking=cast.is_pinned()",
+                "non_blocking=False",
+                "host waits",
+            ),
+            ("for each tensor of a save", STAGING, "non_blocking=True", "non_blocking=False", "host waits"),
+            (
+                "to save to what is not page-locked",
+                STAGING,
+                _STAGED,
+                _STAGED.replace(", pin_memory=pinned", ""),
+                "host waits",
+            ),
+        )
     ),
 )
 

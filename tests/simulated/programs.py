@@ -9,6 +9,18 @@ from pathlib import Path
 
 import torch
 
+from tests.simulated.features import (
+    compare_replicas,
+    fail_half_way,
+    kept_by_nobody,
+    leave_out,
+    look_at_whole,
+    not_finite_on_one_rank,
+    pretrained,
+    save_meanwhile,
+    update_beside,
+)
+from tests.simulated.steps import host_waits_as_known
 from tests.simulated.training import (
     Case,
     Program,
@@ -42,6 +54,23 @@ PROGRAMS: dict[str, tuple[Program, Case]] = {
     "staged": (stage, Case()),
     "hook": (hook, Case()),
     "hook, main weights": (hook, Case(offload="main weights")),
+    "matrices": (train, Case(ranks=2, optimizer="Muon")),
+    "matrices of replicas": (train, Case(ranks=2, strategy="NO_SHARD", optimizer="SOAP")),
+    "extended": (train, Case(ranks=2, parameters="extended")),
+    "composed": (train, Case(ranks=2, parameters="composed")),
+    "left out": (leave_out, Case(ranks=2)),
+    "updated beside": (update_beside, Case(ranks=2)),
+    "kept by nobody": (kept_by_nobody, Case(ranks=2)),
+    "failed half-way": (fail_half_way, Case(ranks=2)),
+    "not finite on one rank": (not_finite_on_one_rank, Case(ranks=2)),
+    "replicas": (compare_replicas, Case(ranks=3, strategy="NO_SHARD")),
+    "looked at whole": (look_at_whole, Case(ranks=2, precision="bf16")),
+    "looked at whole, everything": (look_at_whole, Case(offload="everything")),
+    "saved meanwhile": (save_meanwhile, Case(offload="main weights")),
+    "saved": (save_meanwhile, Case(ranks=2)),
+    "host waits": (host_waits_as_known, Case()),
+    "host waits, two ranks": (host_waits_as_known, Case(ranks=2)),
+    "pretrained": (pretrained, Case(ranks=2)),
 }
 
 

@@ -15,8 +15,40 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional
 
+from fullshard.checkpoint.staging import HostMemory
 from fullshard.engine import clip_grad_norm_, shard_model
-from tests.simulated.training import Case, Model, batch, made, optimizer_of
+from tests.simulated.training import MATRICES, Case, Model, batch, made, optimizer_of
+
+ALARM = "aten::_local_scalar_dense in engine/finite.py:is_alarmed"
+"""Whether gradients are finite decides whether the optimizer steps."""
+SETTLED = "event.synchronize in engine/offload.py:settle"
+"""The script may change what was gathered from, on the host, after a forward and after a backward."""
+GRADIENT = "event.synchronize in engine/offload.py:wait"
+"""A gradient goes to the host, where anybody may read it: one for each unit."""
+NORM = {
+    "copy to the device in engine/interop.py:_group_norm": 1,
+    "copy to the host in engine/interop.py:clip_grad_norm_": 1,
+}
+"""The norm of gradients on the host is summed on the device."""
+
+MESSAGE = "collective between hosts in engine/end_of_backward.py:exchange"
+"""Which parameters were used on any rank."""
+
+WAITS: dict[Case, dict[str, int]] = {
+    Case(): {ALARM: 1},
+    Case(activations="on host"): {ALARM: 1},
+    Case(reshard="auto", loss="in chunks"): {ALARM: 1},
+    Case(offload="optimizer state"): {ALARM: 1, "stream.synchronize in engine/offload.py:finish": 1},
+    Case(offload="main weights"): {ALARM: 1, SETTLED: 1, GRADIENT: 4, **NORM},
+    Case(offload="main weights", precision="bf16"): {ALARM: 1, SETTLED: 1, GRADIENT: 4, **NORM},
+    Case(offload="everything"): {ALARM: 1, SETTLED: 2, GRADIENT: 4, **NORM},
+    Case(ranks=2): {ALARM: 1, MESSAGE: 1},
+    **{Case(ranks=2, optimizer=name): {ALARM: 1, MESSAGE: 1} for name in MATRICES},
+    **{Case(ranks=2, parameters=kind): {ALARM: 1, MESSAGE: 1} for kind in ("extended", "composed")},
+    Case(ranks=2, offload="everything", precision="packed"): {ALARM: 1, MESSAGE: 1, SETTLED: 2, GRADIENT: 4, **NORM},
+}
+STAGED = {"device.synchronize in checkpoint/staging.py:copy": 1}
+"""Of a save."""
 
 
 def waits_of_a_step(case: Case, clips: bool = True) -> dict[str, int]:
@@ -36,9 +68,28 @@ def waits_of_a_step(case: Case, clips: bool = True) -> dict[str, int]:
                 clip_grad_norm_(model, 0.5)
             optimizer.step()
             optimizer.zero_grad()
-            found = Counter(waits)  # of all ranks
+            found = Counter(waits)
         dist.barrier()
     return dict(found)
+
+
+def host_waits_as_known(case: Case, kind: str) -> list[torch.Tensor]:
+    """Whether the host waits where it is known to, with so many ranks, one in a save, too; on the CPU: that it does."""
+    some = [each for each in WAITS if each.ranks == case.ranks]
+    found = [kind == "cpu" or waits_of_a_step(each) == WAITS[each] for each in some]
+    if case.ranks == 1:
+        found.append(kind == "cpu" or _waits_of_a_save() == STAGED)
+    return [torch.tensor(is_known) for is_known in found]
+
+
+def _waits_of_a_save() -> dict[str, int]:
+    from tests.simulated.device import host_waits
+
+    model: Any = made(Case(), torch.device("simulated", dist.get_rank()))
+    state = {name: parameter.to_local().detach() for name, parameter in model.named_parameters()}
+    with host_waits() as waits:
+        HostMemory().copy({"model": state})
+    return {place: times for place, times in waits.items() if not place.startswith(" in ")}  # of each stream again
 
 
 @contextlib.contextmanager

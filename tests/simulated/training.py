@@ -28,26 +28,45 @@ from fullshard.engine import (
     ShardedTensor,
     activations,
     clip_grad_norm_,
+    keep_unsharded,
     no_sync,
     shard_model,
     step_in_backward,
 )
+from fullshard.optim import SOAP, Muon, Shampoo
+from fullshard.wrap.chunked_loss import chunked_cross_entropy
 from fullshard.wrap.policies import checkpoint_modules
+from tests.test_composed import Coded
+from tests.test_extended import Halved
 
 WIDTH, DEPTH, TOKENS = 16, 3, 11
+KEPT_NBYTES = 16_000
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "ranks": (1, 2),
     "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "SHARD_GRAD_OPTIMIZER", "SHARD_OPTIMIZER"),
     "precision": ("fp32", "bf16", "fp16", "bf16 stored", "packed"),
     "prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
-    "reshard": (None, True, False),
+    "reshard": (None, True, False, "auto"),
     "offload": ("nothing", "main weights", "optimizer state", "compute shards", "everything"),
     "activations": ("kept", "on host", "checkpointed", "reentrant", "selective", "on host, checkpointed"),
     "loop": ("plain", "accumulating", "no_sync", "in backward"),
     "parameters": ("all", "frozen", "tied", "unused", "adapters"),
     "optimizer": ("AdamW", "fused", "foreach", "SGD"),
+    "loss": ("whole", "in chunks"),
 }
+
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+    "precision": ("fp32", "bf16"),
+    "offload": ("nothing",),
+    "loop": ("plain", "accumulating", "no_sync"),
+    "activations": ("kept", "on host", "checkpointed"),
+    "parameters": ("all", "extended", "composed"),
+    "optimizer": ("AdamW", "Muon", "SOAP", "Shampoo"),
+}
+"""In place of those: parameters that say how they are gathered, and optimizers of whole matrices, whose exchanges go on
+beside computing."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +77,26 @@ class Case:
     strategy: str = "FULL_SHARD"
     precision: str = "fp32"
     prefetch: str = "BACKWARD_PRE"
-    reshard: bool | None = None
+    reshard: bool | str | int | None = None
     offload: str = "nothing"
     activations: str = "kept"
     loop: str = "plain"
     parameters: str = "all"
     optimizer: str = "AdamW"
+    loss: str = "whole"
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the engine does not refuse it."""
+        """Whether the engine does not refuse it, nor the parameters' class."""
+        if self.parameters in ("extended", "composed") and (self.precision != "fp32" or self.optimizer != "AdamW"):
+            return False
         if self.offload == "compute shards" and self.parameters not in ("frozen", "adapters"):
             return False
         if self.loop == "in backward" and (
             self.precision == "fp16" or self.offload not in ("nothing", "compute shards")
         ):
+            return False
+        if self.reshard == 2 and "FULL_SHARD" not in self.strategy:  # neighbours are a part of the ranks that shard
             return False
         return not (self.ranks == 1 and self.precision == "packed")
 
@@ -132,8 +156,15 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    """A language model.
+
+    Attributes:
+        used: layers that forward runs.
+    """
+
     def __init__(self, case: Case) -> None:
         super().__init__()
+        self.used, self.chunk = DEPTH, 5 if case.loss == "in chunks" else 0
         self.embedding = nn.Embedding(TOKENS, WIDTH)
         self.layers = nn.ModuleList(Layer(case) for _ in range(DEPTH))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
@@ -144,16 +175,45 @@ class Model(nn.Module):
             kept = ("left", "right") if case.parameters == "adapters" else ("mix", "norm", "down")
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(any(f".{part}." in name for part in kept))
+        for layer in self.layers if case.parameters in ("extended", "composed") else ():
+            layer.up.weight = nn.Parameter(_wrapped(case, layer.up.weight))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits; the loss, where there are targets."""
         x = self.embedding(tokens)
         if not x.requires_grad:
             x = x.detach().requires_grad_()  # as for checkpointing adapters
-        for layer in self.layers:
+        for layer in list(self.layers)[: self.used]:
             x = layer(x)
-        out: torch.Tensor = self.head(self.norm(x))
-        return out
+        x = self.norm(x)
+        if targets is not None and self.chunk:
+            flat = targets.flatten()
+            total = chunked_cross_entropy(x.flatten(0, 1), self.head.weight, None, flat, tokens=self.chunk)
+            return total / flat.numel()
+        out: torch.Tensor = self.head(x)
+        return out if targets is None else functional.cross_entropy(out.float().flatten(0, 1), targets.flatten())
 
+
+def _wrapped(case: Case, weight: torch.Tensor) -> torch.Tensor:
+    """A parameter that says how it is gathered, or one of several tensors."""
+    return Halved(weight.detach()) if case.parameters == "extended" else Coded.of(weight)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor can be compared."""
+    return tensor.plain() if isinstance(tensor, Coded) else tensor
+
+
+def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """All of them, by all ranks together."""
+    return [plain(parameter.full_tensor()).detach() for parameter in model.parameters()]  # type: ignore[operator]
+
+
+MATRICES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Muon": lambda model: Muon(model, lr=0.01),
+    "SOAP": lambda model: SOAP(model, lr=0.01, precondition_frequency=2),
+    "Shampoo": lambda model: Shampoo(model, lr=0.01, precondition_frequency=2),
+}
 
 _PRECISION = {
     "fp32": None,
@@ -180,7 +240,7 @@ def made(case: Case, place: torch.device, **more: Any) -> nn.Module:
     if "reentrant" in case.activations or "checkpointed" in case.activations or case.activations == "selective":
         how = {"reentrant": case.activations == "reentrant", "selective": case.activations == "selective"}
         checkpoint_modules(model, model.layers, **how)
-    return shard_model(
+    sharded = shard_model(
         model,
         unit_modules=list(model.layers),
         device=place,
@@ -191,16 +251,21 @@ def made(case: Case, place: torch.device, **more: Any) -> nn.Module:
             "offload_policy": _OFFLOAD[case.offload](activations="on host" in case.activations),
             "backward_prefetch": case.prefetch,
             "forward_prefetch": case.prefetch != "NO_PREFETCH",
-            "reshard_after_forward": case.reshard,
+            "reshard_after_forward": None if case.reshard == "auto" else case.reshard,
             **more,
         },
     )
+    if case.reshard == "auto":  # enough for one layer in float32, and for two in half precision
+        keep_unsharded(sharded, budget_nbytes=KEPT_NBYTES, ranks_on_host=case.ranks, say=lambda _: None)
+    return sharded
 
 
 def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if case.optimizer == "SGD":
         return torch.optim.SGD(trained, lr=0.05, momentum=0.9, foreach=False)
+    if case.optimizer in MATRICES:
+        return MATRICES[case.optimizer](model)
     if case.optimizer == "fused":
         return torch.optim.AdamW(trained, lr=0.01, fused=True)
     return torch.optim.AdamW(trained, lr=0.01, foreach=case.optimizer == "foreach")
@@ -242,8 +307,7 @@ def train(case: Case, kind: str) -> list[torch.Tensor]:
             last = micro == count - 1
             model.set_is_last_backward(last)
             with no_sync(model) if case.loop == "no_sync" and not last else contextlib.nullcontext():
-                tokens, targets = batch(step, micro, place)
-                loss = functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()) / count
+                loss = model(*batch(step, micro, place)) / count
                 (loss if scaler is None else scaler.scale(loss)).backward()
             found.append(loss.detach())
         if case.loop != "in backward":
@@ -256,7 +320,7 @@ def train(case: Case, kind: str) -> list[torch.Tensor]:
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
-    return [value.cpu() for value in (*found, *(parameter.full_tensor().detach() for parameter in model.parameters()))]
+    return [value.cpu() for value in (*found, *whole_parameters(model))]
 
 
 def change(case: Case, kind: str) -> list[torch.Tensor]:
@@ -285,7 +349,7 @@ def change(case: Case, kind: str) -> list[torch.Tensor]:
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad)
                     parameter.grad = None
-    return [value.cpu() for value in (*found, *(parameter.full_tensor().detach() for parameter in model.parameters()))]
+    return [value.cpu() for value in (*found, *whole_parameters(model))]
 
 
 def hook(case: Case, kind: str) -> list[torch.Tensor]:

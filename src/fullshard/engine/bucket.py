@@ -272,13 +272,12 @@ class Bucket(BucketSpec):
                 self.originals.validate()
 
     def reshard(self, *, kept_by: Collectives | None = None) -> None:
-        """Free the memory of `full`, unless its gather has failed: other ranks may write into it still.
+        """Free the memory of `full`, whose gather is over, unless that has failed: other ranks may write into it still.
 
         Args:
             kept_by: neighbours, each of which keeps a part of it; the next gather is among them, if `main` does not
                 change before. Where staying whole costs nothing, or a parameter says how it is gathered, nobody does.
         """
-        self.wait_unshard()  # what is under way would arrive in memory that is somebody else's by then
         if self._is_lost:
             return
         self._kept = None

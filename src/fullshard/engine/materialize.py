@@ -139,6 +139,12 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     plain = plain_of(parameter)
     data = plain.to(device)
     if is_composed(parameter):
+        if type(data) is not type(plain):
+            raise WrapError(
+                f"a parameter of type {type(plain).__name__} becomes a {type(data).__name__} on its way to {device}: "
+                "its class does not say what a copy on another device is",
+                hint="implement aten._to_copy in its __torch_dispatch__, or make the parameter on the device",
+            )
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
     if torch_private.may_hold(plain, data):
         set_plain(parameter, data)
