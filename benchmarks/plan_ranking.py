@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,16 @@ def predict(configuration: Configuration, calibration: Path) -> float:
     return float(evaluate(shape, Job.of(configuration.job), cluster).time.total)
 
 
-def measure(configurations: Sequence[Configuration], *, steps: int) -> dict[str, float]:
-    """Seconds of a step of each: the least of rank 0's. One launch for those with equally many ranks."""
+def measure(
+    configurations: Sequence[Configuration], *, steps: int, module: str = "benchmarks.plan_ranking"
+) -> dict[str, float]:
+    """Seconds of a step of each: the least of rank 0's. One launch for those with equally many ranks.
+
+    Args:
+        configurations: to run.
+        steps: of each.
+        module: whose `--worker` runs them.
+    """
     found: dict[str, float] = {}
     root = Path(__file__).parent.parent
     for ranks in dict.fromkeys(c.ranks for c in configurations):
@@ -112,7 +120,7 @@ def measure(configurations: Sequence[Configuration], *, steps: int) -> dict[str,
             command = [
                 *(sys.executable, "-c", "from fullshard.cli.main import main; main()", "launch", "--quiet", "--cpu"),
                 *("--config_file", "none", "--num_processes", str(ranks), "--num_cpu_threads_per_process", "1"),
-                *("-m", "benchmarks.plan_ranking", "--worker", wanted, str(steps), str(out)),
+                *("-m", module, "--worker", wanted, str(steps), str(out)),
             ]
             done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
             if done.returncode:
@@ -122,20 +130,35 @@ def measure(configurations: Sequence[Configuration], *, steps: int) -> dict[str,
     return found
 
 
-def work(configurations: Sequence[Configuration], steps: int, out: Path) -> None:
-    """One rank: each configuration in turn."""
+def work(configurations: Sequence[Configuration], steps: int, out: Path, **how: Any) -> None:
+    """One rank: each configuration in turn, as `run_steps` is told."""
     import torch
 
     from fullshard.launch import init_process_group_from_environment
 
     environment = init_process_group_from_environment(torch.device("cpu"))
-    seconds = {c.name: run_steps(c, steps, seed=1 + environment.rank) for c in configurations}
+    seconds = {c.name: run_steps(c, steps, seed=1 + environment.rank, **how) for c in configurations}
     if environment.is_main:
         out.write_text(json.dumps(seconds), encoding="utf-8")
 
 
-def run_steps(configuration: Configuration, steps: int, *, seed: int) -> list[float]:
-    """Seconds of `steps` steps; two more before are not counted."""
+def run_steps(
+    configuration: Configuration,
+    steps: int,
+    *,
+    seed: int,
+    clock: Callable[[], float] = time.perf_counter,
+    fused: bool | None = None,
+) -> list[float]:
+    """Seconds of `steps` steps; two more before are not counted.
+
+    Args:
+        configuration: what is run.
+        steps: how many.
+        seed: of the tokens.
+        clock: tells seconds.
+        fused: AdamW in one operation; None: as torch chooses.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -151,18 +174,18 @@ def run_steps(configuration: Configuration, steps: int, *, seed: int) -> list[fl
         checkpoint_modules(model, units)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if configuration.precision == "bf16" else None)
     shard_model(model, unit_modules=units, strategy=configuration.strategy, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(MODEL["vocab_size"], (configuration.micro_batch, TOKENS), generator=generator)
     seconds = []
     for _ in range(steps + 2):
-        begin = time.perf_counter()
+        begin = clock()
         for _ in range(configuration.accumulation):
             loss = model(input_ids=tokens, labels=tokens).loss / configuration.accumulation
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return seconds[2:]
 
 

@@ -75,9 +75,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Of the three products of a linear layer that is trained, two of which read an operand across its rows."""
     side = _SIDE.get(device.type, _SIDE["other"])
-    one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return _rate(lambda: one @ other, 2 * side**3, device)
+    data, weight, gradient = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
+    return _rate(lambda: (data @ weight.t(), gradient @ weight, gradient.t() @ data), 6 * side**3, device)
 
 
 def _memory_bandwidth(device: torch.device) -> float:
@@ -98,6 +99,12 @@ def _op_seconds(device: torch.device) -> float:
     """Of an operation on eight numbers, with its gradient function."""
     tensor = torch.zeros(8, device=device, requires_grad=True)
     return 1 / _rate(lambda: tensor * 2, 1, device)
+
+
+def _function_seconds(device: torch.device) -> float:
+    """Of an activation that computes an exponential, per element, on what the cache holds."""
+    tensor = torch.zeros(2**16, device=device)
+    return 1 / _rate(lambda: nn.functional.silu(tensor), tensor.numel(), device)
 
 
 def _links(mesh: Mesh) -> tuple[float, float]:
@@ -193,6 +200,7 @@ def measure() -> Device:
         fresh_bandwidth=_fresh_bandwidth(mesh.device) if is_cpu else 0.0,
         replicate_link=replicate_link,
         op_seconds=_op_seconds(mesh.device) if is_cpu else 0.0,
+        function_seconds=_function_seconds(mesh.device) if is_cpu else 0.0,
         unit_seconds=_unit_seconds(mesh) if is_cpu else 0.0,
     )
 

@@ -67,8 +67,12 @@ def part_of_peak(block: Block, kernel: Kernel, seq_len: int, *, flash: float, ne
         newest: the newest version that is made for it.
     """
     version = _VERSION[kernel] if _OF_ONE_KIND.get(kernel, newest) == newest else 1.0
-    keys = min(seq_len, block.window or seq_len)
-    return flash * version * _OF_HEAD_SIZE.get(block.head_dim, 1.0) * keys / (keys + _HALF)
+    return version * part_of_size(block.head_dim, min(seq_len, block.window or seq_len), flash=flash)
+
+
+def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
+    """What version 2 reaches with heads and rows of such sizes; `flash` as in `part_of_peak`."""
+    return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
 
 
 def is_computed_whole(block: Block, kernel: Kernel, seq_len: int) -> bool:

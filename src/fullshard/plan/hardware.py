@@ -40,6 +40,7 @@ class Device:
         fresh_bandwidth: bytes per second at which memory new to the process is written, on a CPU; 0: not counted.
         replicate_link: bytes per second in an all-reduce inside a host, where that takes another way; 0: `link`.
         op_seconds: what an operation costs however small it is, where nothing else runs meanwhile: on a CPU.
+        function_seconds: what an exponential, or a function like it, costs per element, on a CPU.
         unit_seconds: what the engine costs per unit and micro-batch, hooks and starting collectives, on a CPU.
         rack: devices that `link` reaches though they are in several hosts; 0: none.
         has_bfloat16: whether `flops` are there in bfloat16, or in float16 alone.
@@ -65,6 +66,7 @@ class Device:
     fresh_bandwidth: float = 0.0
     replicate_link: float = 0.0
     op_seconds: float = 0.0
+    function_seconds: float = 0.0
     unit_seconds: float = 0.0
     rack: int = 0
     has_bfloat16: bool = True
@@ -340,7 +342,7 @@ def read_calibration(path: Path) -> Device:
         for name in ("memory", "flops", "flops_fp32", "memory_bandwidth", "link", "network", "per_host", "efficiency")
         if not isinstance(getattr(device, name), int | float) or getattr(device, name) <= 0
     ]
-    optional = ("fresh_bandwidth", "replicate_link", "op_seconds", "unit_seconds", "rack")
+    optional = ("fresh_bandwidth", "replicate_link", "op_seconds", "function_seconds", "unit_seconds", "rack")
     wrong += [name for name in optional if not isinstance(getattr(device, name), int | float)]
     if wrong:
         raise ConfigError(f"{path}: {', '.join(wrong)} must be positive", hint="calibrate again")

@@ -1,4 +1,7 @@
-"""What an operation costs: the larger of its FLOP and its bytes, each at the speed that training reaches."""
+"""What an operation costs: the larger of its FLOP and its bytes, each at the speed that training reaches.
+
+On a CPU both, one after the other, and what its functions take.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from fullshard.comm import torch_private
+from fullshard.plan.attention import part_of_size
 from fullshard.plan.hardware import Device
 
 aten = torch.ops.aten
@@ -20,6 +24,10 @@ _NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, a
 
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 """Read as much as they write, whatever the size of what they look it up in."""
+
+_FUNCTIONS = {aten.exp, aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward, aten.sigmoid, aten.tanh, aten.cos,
+              aten.sin, aten._softmax, aten._log_softmax, aten._log_softmax_backward_data}  # fmt: skip
+"""Compute one for each element."""
 
 _ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, torch_private.copy_all, torch_private.zero_all}
 """Their first argument is not read."""
@@ -41,11 +49,26 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
 
 def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any, device: Device) -> float:
     """What it takes of the device, if it has it to itself."""
-    kind = operation.overloadpacket
     flops = _flops(operation, given, named, made)
-    peak = device.flops_fp32 if _is_wide(given) else device.flops
-    moved = _moved(kind, operation.name(), given, named, made)
-    return max(flops / (peak * device.efficiency), moved / (device.memory_bandwidth * device.link_efficiency))
+    is_attention = "attention" in operation.name()
+    is_wide = _is_wide(given[:1] if is_attention else given)  # attention keeps sums in float32 beside
+    peak, part = device.flops_fp32 if is_wide else device.flops, device.efficiency
+    if is_attention and not device.is_cpu and not is_wide:
+        part = part_of_size(given[0].shape[-1], given[1].shape[-2], flash=device.flash)
+    moved = _moved(operation, given, named, made)
+    each = flops / (peak * part), moved / (device.memory_bandwidth * device.link_efficiency)
+    if not device.is_cpu:
+        return max(each)
+    return sum(each) + device.function_seconds * _functions(operation, given, made)
+
+
+def _functions(operation: Any, given: Sequence[Any], made: Any) -> int:
+    """How many exponentials and their like it computes, which take a CPU longer than reading what they are of."""
+    kind = operation.overloadpacket
+    if "attention" in operation.name():
+        *_, heads, queries, _ = given[0].shape
+        return int(given[0].shape[0] * heads * queries * given[1].shape[-2])  # of scores that a mask leaves out, too
+    return max((t.numel() for t in tensors_of(made)), default=0) if kind in _FUNCTIONS else 0
 
 
 def _flops(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
@@ -73,8 +96,9 @@ def _is_wide(given: Sequence[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in given)
 
 
-def _moved(kind: Any, name: str, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
-    written = {id(t): t for t in tensors_of(made)}
+def _moved(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
+    kind, name = operation.overloadpacket, operation.name()
+    written = {id(t): t for t in tensors_of(made) or tensors_of(_changed(operation, given))}
     read = {id(t): t for t in tensors_of((given, list(named.values())))}
     if kind in _LOOKUPS:
         return 2.0 * sum(map(_nbytes, written.values()))
@@ -86,6 +110,12 @@ def _moved(kind: Any, name: str, given: Sequence[Any], named: dict[str, Any], ma
             _nbytes(t) for key, t in read.items() if key not in targets
         )
     return float(sum(map(_nbytes, [*read.values(), *written.values()])))
+
+
+def _changed(operation: Any, given: Sequence[Any]) -> list[Any]:
+    """What an operation that returns nothing changes in place. The fused ones change gradients only to scale them."""
+    changed = torch_private.written(operation)
+    return [given[place] for place, name in changed if place < len(given) and name != "grads"]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

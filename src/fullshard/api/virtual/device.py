@@ -18,9 +18,10 @@ from fullshard.api.virtual import costs
 from fullshard.api.virtual.allocator import Allocator, SegmentPart
 from fullshard.api.virtual.clock import DEVICE, Clock, Stream, Task
 from fullshard.comm import torch_private
+from fullshard.comm.cpu.heap import OWN_PAGES_NBYTES
 from fullshard.comm.values import answered
 from fullshard.core.events import Event, EventKind
-from fullshard.plan.hardware import Cluster
+from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged
 
@@ -40,6 +41,11 @@ class HostCosts:
     view: float = 1.5e-6
     collective: float = 25e-6
     message: float = 30e-6
+
+    @classmethod
+    def of(cls, device: Device) -> HostCosts:
+        """None where the host itself computes: there each operation takes the device's `op_seconds`."""
+        return cls(0.0, 0.0, 0.0, 0.0) if device.is_cpu else cls()
 
 
 class VirtualEvent:
@@ -128,7 +134,7 @@ class VirtualDevice(torch_private.DispatchMode):
 
     Args:
         cluster: of which it is one.
-        host: what the host takes.
+        host: what the host takes. A CPU is its own host, which goes on when an operation is over.
 
     Attributes:
         clock, memory: of it.
@@ -141,7 +147,7 @@ class VirtualDevice(torch_private.DispatchMode):
 
     def __init__(self, cluster: Cluster, host: HostCosts | None = None) -> None:
         super().__init__()
-        self.cluster, self.host = cluster, host or HostCosts()
+        self.cluster, self.host = cluster, host or HostCosts.of(cluster.device)
         self.clock = Clock(CONTENTION)
         self.memory = Allocator(cluster.device.memory - cluster.device.framework)
         self.current = self.default = VirtualStream(self, "compute")
@@ -172,6 +178,8 @@ class VirtualDevice(torch_private.DispatchMode):
         """The engine is at a unit now: a sink of its events."""
         if event.kind in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN):
             self.phase = f"{self.phase.partition(' ')[0]} {event.unit}"
+        elif event.kind is EventKind.FORWARD_END and self.cluster.device.unit_seconds:
+            self.clock_task("hooks of a unit", DEVICE, self.cluster.device.unit_seconds)
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -192,6 +200,8 @@ class VirtualDevice(torch_private.DispatchMode):
             return made
         if costs.is_view(function):
             self.clock.host += self.host.view
+            if self.cluster.device.op_seconds:
+                self.clock_task(str(function.overloadpacket._qualified_op_name), DEVICE, self.cluster.device.op_seconds)
         else:
             self.run(
                 str(function.overloadpacket._qualified_op_name),
@@ -205,18 +215,25 @@ class VirtualDevice(torch_private.DispatchMode):
         """A kernel on the current stream."""
         self.clock.host += self.host.launch
         self.launches += 1
-        return self.clock_task(name, DEVICE, work)
+        return self.clock_task(name, DEVICE, work + self.cluster.device.op_seconds)
 
     def clock_task(self, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
         """Anything on the current stream."""
         task = self.clock.launch(self.current.queue, name, resource, work, latency)
         task.phase = self.phase
+        if self.cluster.device.is_cpu:
+            self.clock.block(task)
         return task
 
     # -- collectives --------------------------------------------------------------------------------------------
 
+    def gather_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
+        """Which link, seconds of it, and latency of an all-gather, for which ranks that share memory do nothing."""
+        is_shared = self.cluster.device.is_cpu and self.cluster.shares_memory and ranks <= self.cluster.per_host
+        return self.collective_cost(0 if is_shared else nbytes, ranks, stride=stride, times=times)
+
     def collective_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
-        """Which link, seconds of it, and latency of an all-gather or reduce-scatter (twice: an all-reduce)."""
+        """The same of a reduce-scatter (twice: an all-reduce)."""
         return self._link_cost(carried, nbytes, ranks, stride, times)
 
     def exchange_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
@@ -228,7 +245,8 @@ class VirtualDevice(torch_private.DispatchMode):
     ) -> tuple[str, float, float]:
         device = self.cluster.device
         inside, across = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
-        inside /= device.link * device.link_efficiency
+        link = device.replicate_link if times == 2 and device.replicate_link else device.link
+        inside /= link * device.link_efficiency
         across /= device.network * device.link_efficiency
         return (
             "link" if inside >= across else "link between hosts",
@@ -255,6 +273,10 @@ class VirtualDevice(torch_private.DispatchMode):
             memory = self._known[key] = _Memory(None, self.current.queue)
             memory.death = weakref.ref(storage, lambda _: self._die(key))
         memory.block, memory.stream = self.memory.take(nbytes, self.current.queue), self.current.queue
+        device = self.cluster.device
+        if nbytes >= OWN_PAGES_NBYTES and device.fresh_bandwidth:  # what writing it costs is the operation's
+            seconds = nbytes / device.fresh_bandwidth - nbytes / device.memory_bandwidth
+            self.clock_task("new pages", DEVICE, max(0.0, seconds))
         self.curve.append((self.clock.host, self.memory.allocated))
 
     def _die(self, key: int) -> None:

@@ -77,9 +77,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         """For torch."""
         return self.name
 
-    def _meet(
-        self, what: str, whole: list[torch.Tensor], options: Any, *, times: int = 1, is_exchange: bool = False
-    ) -> VirtualWork:
+    def _meet(self, what: str, whole: list[torch.Tensor], options: Any, *, times: int = 1) -> VirtualWork:
         """A collective of all that `whole` has, over the ranks; in an exchange each has something else."""
         device, nbytes = self._device, sum(t.nbytes for t in whole)
         if whole and not whole[0].is_meta:
@@ -95,7 +93,8 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
             stream = self._stream
             stream.wait_stream(device.current)
         device.clock.have_wait(stream.queue, self._last)
-        cost = device.exchange_cost if is_exchange else device.collective_cost
+        costs = {"all-gather": device.gather_cost, "all-to-all": device.exchange_cost}
+        cost = costs.get(what, device.collective_cost)
         resource, work, latency = cost(nbytes, self._members, stride=self._stride, times=times)
         with stream:
             self._last = device.clock_task(what, resource, work, latency)
@@ -127,7 +126,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         self, output: torch.Tensor, given: torch.Tensor, source: list[int], to: list[int], options: Any = None
     ) -> Any:
         """See `torch.distributed`."""
-        return self._meet("all-to-all", [max(output, given, key=torch.numel)], options, is_exchange=True)
+        return self._meet("all-to-all", [max(output, given, key=torch.numel)], options)
 
     def barrier(self, opts: Any = None) -> Any:
         """See `torch.distributed`."""

@@ -24,7 +24,7 @@ from fullshard.config.switches import HEAP
 
 TRIM_NBYTES = 2**26
 """Between one time and the next, of what was newly allocated."""
-_OWN_PAGES_NBYTES = 2**21
+OWN_PAGES_NBYTES = 2**21
 """Tensors of so many bytes or more do not go into the heap. Less would save more memory, and take more time."""
 _M_MMAP_THRESHOLD = -3
 """From malloc.h."""
@@ -66,7 +66,7 @@ class Heap:
     def trim(self) -> None:
         """Give back whole free pages."""
         if self._set_option is not None:
-            self._set_option(_M_MMAP_THRESHOLD, _OWN_PAGES_NBYTES)
+            self._set_option(_M_MMAP_THRESHOLD, OWN_PAGES_NBYTES)
             self._set_option = None
         if self._trim is not None:
             self._trim(ctypes.c_size_t(0))
