@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.simulated.features import compare_replicas, look_at_whole, not_finite_on_one_rank
 from tests.simulated.mutations import MUTATIONS, SOURCE, Mutation, run
 from tests.simulated.process import on_device
 from tests.simulated.programs import PROGRAMS
@@ -34,15 +35,28 @@ def _collectives() -> list[str]:
     from tests.simulated.group import run_ranks
 
     cases = [Case(ranks=2), Case(ranks=2, precision="packed"), Case(ranks=2, strategy="NO_SHARD", offload="everything")]
+    cases += [Case(ranks=2, parameters="extended"), Case(ranks=2, parameters="composed")]
+    cases += [Case(ranks=2, optimizer="Muon"), Case(ranks=2, strategy="NO_SHARD", optimizer="SOAP")]
     with small_activations(), as_with_nccl(), collectives() as seen:
         for case in cases:
             run_ranks(waits_of_a_step, case.ranks, case)
     return sorted(seen)
 
 
+def _other_collectives() -> list[str]:
+    from tests.simulated.group import run_ranks
+
+    with as_with_nccl(), collectives() as seen:
+        for program in (compare_replicas, look_at_whole, not_finite_on_one_rank):
+            run_ranks(program, 3, Case(ranks=3, strategy="NO_SHARD"), "simulated")
+    return sorted(seen)
+
+
 def test_a_step_needs_collectives_that_every_backend_has() -> None:
     """What NCCL, XCCL and HCCL have in common; of reductions the sum (0) and the maximum (4)."""
-    assert on_device(_collectives) == ["all_gather", "all_reduce 0", "all_reduce 4", "all_to_all", "reduce_scatter 0"]
+    everywhere = ["all_gather", "all_reduce 0", "all_reduce 4", "all_to_all", "reduce_scatter 0"]
+    assert on_device(_collectives) == everywhere
+    assert set(on_device(_other_collectives)) <= {*everywhere, "broadcast", "barrier"}
 
 
 def test_cuda_is_spoken_to_in_one_file() -> None:

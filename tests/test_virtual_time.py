@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import virtual_time
+from benchmarks import virtual_cpu, virtual_published, virtual_time
 from benchmarks.virtual_time import CASES, RECORD, measure
 from fullshard.api.virtual.allocator import MIB, Allocator
 from fullshard.api.virtual.clock import DEVICE, Clock
@@ -21,10 +21,12 @@ from fullshard.api.virtual.device import HostCosts
 from fullshard.api.virtual.rehearsal import time_step
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError
+from fullshard.plan.attention import forward_flops, part_of_peak
 from fullshard.plan.evaluate import evaluate
-from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.hardware import Cluster, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import MODELS, load_model
+from fullshard.plan.optimizers import OPTIMIZERS
 from fullshard.plan.traffic import exchanged
 
 SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2,
@@ -104,6 +106,70 @@ def test_a_step_waits_for_its_links_and_is_within_memory() -> None:
     assert fast.collectives == 2 + 2 + 1 + 3 + 1
     assert fast.seconds == pytest.approx(fast.compute + fast.exposed + fast.idle)
     assert fast.peak_allocated <= fast.peak_reserved
+
+
+def test_an_optimizer_reads_and_writes_what_the_plan_says() -> None:
+    """Although its kernel returns nothing: weights, gradients and two moments read, all but the gradients written."""
+    cluster = parse_cluster("8xH100")
+    step = time_step(SMALL, FEW, cluster)
+    [update] = [s for s in step.slices if "_fused_adamw_" in s.name]
+    shard_nbytes = step.state / 4  # between steps there are weights, gradients and two moments
+    bandwidth = cluster.device.memory_bandwidth * cluster.device.link_efficiency
+    seconds = OPTIMIZERS["adamw-fused"].passes * shard_nbytes / bandwidth
+    assert update.end - update.start == pytest.approx(seconds, rel=0.02)
+
+
+def test_attention_reaches_what_its_kernel_does() -> None:
+    cluster = parse_cluster("8xH100")
+    job, model = Job.of({"seq_len": 4096}), load_model("Llama-2-7B")[0]
+    step = time_step({**MODELS["Llama-2-7B"], "num_hidden_layers": 1}, job, cluster)
+    [there] = [s for s in step.slices if s.name.endswith("flash_attention")]
+    flops = forward_flops(model.blocks[0], 4096, 4096)
+    part = part_of_peak(model.blocks[0], "sdpa", 4096, flash=cluster.device.flash, has_flash3=False)
+    assert there.end - there.start == pytest.approx(flops / (cluster.device.flops * part), rel=0.02)
+
+
+def _cpu(**figures: float) -> Cluster:
+    """Two ranks of a host that share its memory."""
+    device = dataclasses.replace(parse_cluster("2xH100").device, framework=0, per_host=2, fresh_bandwidth=0.0)
+    return Cluster(dataclasses.replace(device, **figures), 2, 1)
+
+
+def test_on_a_cpu_nothing_runs_beside_anything_else() -> None:
+    plain = time_step(SMALL, FEW, _cpu())
+    assert plain.seconds == pytest.approx(sum(s.end - s.start for s in plain.slices))
+    assert plain.host == pytest.approx(0.0, abs=1e-9)  # it is the host that computes
+    gathers = [s for s in plain.slices if s.name == "all-gather"]
+    reductions = [s for s in plain.slices if s.name == "reduce-scatter"]
+    assert max(s.end - s.start for s in gathers) < 1e-5 < min(s.end - s.start for s in reductions)
+    slow = {"op_seconds": 1e-5, "unit_seconds": 1e-3, "fresh_bandwidth": 1e9, "function_seconds": 1e-9}
+    for name, value in slow.items():
+        assert time_step(SMALL, FEW, _cpu(**{name: value})).seconds > 1.01 * plain.seconds, name
+
+
+def test_steps_of_this_engine_on_a_cpu_are_timed_as_they_were_measured() -> None:
+    """`benchmarks.virtual_cpu`: six configurations, with the machine's own numbers: within 15 %."""
+    ratios = json.loads(virtual_cpu.RECORD.read_text())["ratios"]
+    assert set(ratios) == {configuration.name for configuration in virtual_cpu.CHOSEN} and len(ratios) == 6
+    assert all(abs(ratio - 1) <= 0.15 for ratio in ratios.values()), ratios
+
+
+def test_published_speeds_are_met_as_well_as_by_the_plan() -> None:
+    """`benchmarks.virtual_published`."""
+    rows = json.loads(virtual_published.RECORD.read_text())
+    assert set(rows) == {row.name for row in virtual_published.ROWS}
+    for row in virtual_published.ROWS:
+        assert rows[row.name]["planned"] == pytest.approx(virtual_published.predicted_speed(row), rel=0.001), (
+            "run it again"
+        )
+    assert virtual_published.median_error(rows, "simulated") <= virtual_published.median_error(rows, "planned")
+
+
+@pytest.mark.full
+def test_the_record_of_published_speeds_is_of_the_code_as_it_is() -> None:
+    row = virtual_published.ROWS[0]
+    recorded = json.loads(virtual_published.RECORD.read_text())[row.name]["simulated"]
+    assert virtual_published.simulated_speed(row) == pytest.approx(recorded, rel=0.002)
 
 
 def test_embeddings_of_their_own_are_not_kept_through_the_step() -> None:

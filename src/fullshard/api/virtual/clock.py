@@ -102,6 +102,7 @@ class Clock:
     def block(self, task: Task | None) -> None:
         """The host waits for `task`."""
         if task is not None:
+            self._start()  # what takes no time is over then
             while task.end > self.device:
                 self._next()
             self.blocked += max(0.0, task.end - self.host)

@@ -55,7 +55,8 @@ def time_step(
         model = transformers_model({**values, **_positions(values, job)}, attention=register())().float()
     device = VirtualDevice(cluster, host)
     with playing(device, rank, cluster.count), fused_optimizers():
-        mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, job.shard_size)[1], device=torch.device("meta"))
+        shard_size = job.row.shard_size_on(cluster.per_host, job.shard_size)
+        mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, shard_size)[1], device=torch.device("meta"))
         name_groups(mesh)
         _shard(model, job, mesh, device.note_event)
         batch = TokenBatch(job.micro_batch, job.seq_len, job.accumulation)
