@@ -273,13 +273,6 @@ MUTATIONS = (
         "not finite on one rank",
     ),
     Mutation(
-        "an earlier message about gradients that are not finite is dropped on its way",
-        "engine/finite.py",
-        "            self._message[1].wait()\n",
-        "            pass\n",
-        "kept by nobody",
-    ),
-    Mutation(
         "a reduction is dropped on its way, after a backward that failed",
         "engine/gradient.py",
         "                work.wait()  # it writes into memory that is about to be let go\n",

@@ -12,7 +12,6 @@ import torch
 from tests.simulated.features import (
     compare_replicas,
     fail_half_way,
-    kept_by_nobody,
     leave_out,
     look_at_whole,
     not_finite_on_one_rank,
@@ -60,7 +59,6 @@ PROGRAMS: dict[str, tuple[Program, Case]] = {
     "composed": (train, Case(ranks=2, parameters="composed")),
     "left out": (leave_out, Case(ranks=2)),
     "updated beside": (update_beside, Case(ranks=2)),
-    "kept by nobody": (kept_by_nobody, Case(ranks=2)),
     "failed half-way": (fail_half_way, Case(ranks=2)),
     "not finite on one rank": (not_finite_on_one_rank, Case(ranks=2)),
     "replicas": (compare_replicas, Case(ranks=3, strategy="NO_SHARD")),

@@ -126,11 +126,12 @@ class FiniteGuard:
         return seen
 
     def announce(self) -> None:
-        """Tell the other ranks whether this one has seen any. Each does at the end of each backward; nobody waits."""
+        """Tell the other ranks whether this one has seen any. Each does at the end of each backward; nobody waits.
+
+        Not for an earlier message either: this one says what that has said, and arrives after it.
+        """
         if self.policy == "off" or not has_values(self._mesh.device):
             return
-        if self._message is not None and self._message[1] is not None:
-            self._message[1].wait()
         mesh, flag, work = self._mesh, self._flag(), None
         group = mesh.control_group if mesh.device.type == "cpu" else mesh.world_group
         if group is not None:
