@@ -129,7 +129,7 @@ def test_attention_reaches_what_its_kernel_does() -> None:
     assert there.end - there.start == pytest.approx(flops / (cluster.device.flops * part), rel=0.02)
 
 
-def _cpu(**figures: float) -> Cluster:
+def _cpu(**figures: Any) -> Cluster:
     """Two ranks of a host that share its memory."""
     device = dataclasses.replace(parse_cluster("2xH100").device, framework=0, per_host=2, fresh_bandwidth=0.0)
     return Cluster(dataclasses.replace(device, **figures), 2, 1)

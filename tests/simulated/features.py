@@ -86,9 +86,9 @@ def not_finite_on_one_rank(case: Case, kind: str) -> list[torch.Tensor]:
         gradient[-1] = math.nan if is_bad else gradient[-1]
         return gradient
 
-    def before(head: nn.Module, _: object) -> None:
-        if not head.weight._backward_hooks:  # type: ignore[union-attr]
-            head.weight.register_hook(spoil)  # type: ignore[operator]
+    def before(head: Any, _: object) -> None:
+        if not head.weight._backward_hooks:
+            head.weight.register_hook(spoil)
 
     model.head.register_forward_pre_hook(before)
     found = []

@@ -175,8 +175,9 @@ class Model(nn.Module):
             kept = ("left", "right") if case.parameters == "adapters" else ("mix", "norm", "down")
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(any(f".{part}." in name for part in kept))
-        for layer in self.layers if case.parameters in ("extended", "composed") else ():
-            layer.up.weight = nn.Parameter(_wrapped(case, layer.up.weight))
+        if case.parameters in ("extended", "composed"):
+            for layer in self.layers.children():
+                layer.up.weight = nn.Parameter(_wrapped(case, layer.up.weight))  # type: ignore[union-attr, arg-type]
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits; the loss, where there are targets."""
@@ -206,7 +207,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
     """All of them, by all ranks together."""
-    return [plain(parameter.full_tensor()).detach() for parameter in model.parameters()]  # type: ignore[operator]
+    parameters: list[Any] = list(model.parameters())
+    return [plain(parameter.full_tensor()).detach() for parameter in parameters]
 
 
 MATRICES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -19,7 +19,7 @@ from fullshard.plan.hardware import Device
 aten = torch.ops.aten
 
 _NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach,
-              aten.lift_fresh, torch_private.read_item, aten.record_stream, aten.set_, aten.resize_}  # fmt: skip
+              aten.lift_fresh, aten._unsafe_view, torch_private.read_item, aten.record_stream, aten.set_, aten.resize_}  # fmt: skip
 """Allocate, or look at a tensor, and launch nothing."""
 
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
