@@ -791,6 +791,23 @@ def every_operation_is_seen() -> None:
     assert hasattr(torch_private.grouped_matmul, "default")
 
 
+@check("view_of_a_product", "softmaxes")
+def kernels_of_products_and_of_softmax() -> None:
+    seen: list[Any] = []
+
+    class Seen(torch_private.DispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            seen.append(function.overloadpacket)
+            return function(*given, **(named or {}))
+
+    rows = torch.zeros(2, 3, 4, requires_grad=True)
+    with Seen():
+        product = torch.matmul(rows.transpose(0, 1), torch.zeros(4, 5))
+        (product.softmax(-1) + product.log_softmax(-1)).sum().backward()
+    assert {torch_private.view_of_a_product, *torch_private.softmaxes} <= set(seen)
+    assert not torch_private.schema_of(torch_private.view_of_a_product.default).returns[0].alias_info
+
+
 @check("shapes_learnt", "is_for_shapes")
 def tensors_made_to_learn_a_shape() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -154,15 +154,24 @@ def test_steps_of_this_engine_on_a_cpu_are_timed_as_they_were_measured() -> None
     assert all(abs(ratio - 1) <= 0.15 for ratio in ratios.values()), ratios
 
 
-def test_published_speeds_are_met_as_well_as_by_the_plan() -> None:
-    """`benchmarks.virtual_published`."""
+def test_published_speeds_are_met_as_the_plan_meets_them() -> None:
+    """`benchmarks.virtual_published`: no run is further off than the plan's worst, and none 5 % from its plan.
+
+    The median is the plan's where all or nothing is recomputed. Selective checkpointing computes everything again but
+    half of the products, of which the plan counts four tenths.
+    """
     rows = json.loads(virtual_published.RECORD.read_text())
     assert set(rows) == {row.name for row in virtual_published.ROWS}
     for row in virtual_published.ROWS:
         assert rows[row.name]["planned"] == pytest.approx(virtual_published.predicted_speed(row), rel=0.001), (
             "run it again"
         )
-    assert virtual_published.median_error(rows, "simulated") <= virtual_published.median_error(rows, "planned")
+    errors = {
+        of: sorted(abs(row[of] / row["published"] - 1) for row in rows.values()) for of in ("planned", "simulated")
+    }
+    assert errors["simulated"][-1] <= errors["planned"][-1]
+    assert virtual_published.median_error(rows, "simulated") <= 0.04
+    assert all(row["simulated"] == pytest.approx(row["planned"], rel=0.05) for row in rows.values())
 
 
 @pytest.mark.full

@@ -149,13 +149,15 @@ def init_mesh(
 
     Args:
         shard_size: ranks per shard group; divides the world size.
-        device: where to compute; the accelerator if there is one.
+        device: where to compute; the accelerator if there is one, unless `device_mesh` is of CPUs.
         device_mesh: a torch mesh to use instead: 1-D is the shard axis, 2-D is (replicate, shard).
 
     Raises:
         ConfigError: the size does not divide the world size, or the mesh has other than 1 or 2 axes.
     """
-    device = device or default_device()
+    if device is None:
+        is_of_cpus = isinstance(device_mesh, DeviceMesh) and device_mesh.device_type == "cpu"
+        device = torch.device("cpu") if is_of_cpus else default_device()
     ranks = world_size()
     require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:

@@ -523,6 +523,12 @@ read_item = torch.ops.aten._local_scalar_dense
 copy_all, zero_all = torch.ops.aten._foreach_copy_, torch.ops.aten._foreach_zero_
 """Write their first argument, and do not read it. Since 2.0."""
 
+view_of_a_product = torch.ops.aten._unsafe_view
+"""Another shape of what a product has just made; it does not say so, and launches nothing. Since 2.0."""
+
+softmaxes = (torch.ops.aten._softmax, torch.ops.aten._log_softmax, torch.ops.aten._log_softmax_backward_data)
+"""Compute an exponential for each element. Since 2.0."""
+
 grouped_matmul = torch.ops.aten._grouped_mm
 """Rows with the weights of experts; the counter of FLOP does not know it. Since 2.8."""
 

@@ -19,14 +19,15 @@ from fullshard.plan.hardware import Device
 aten = torch.ops.aten
 
 _NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach,
-              aten.lift_fresh, aten._unsafe_view, torch_private.read_item, aten.record_stream, aten.set_, aten.resize_}  # fmt: skip
+              aten.lift_fresh, torch_private.view_of_a_product, torch_private.read_item, aten.record_stream, aten.set_,
+              aten.resize_}  # fmt: skip
 """Allocate, or look at a tensor, and launch nothing."""
 
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 """Read as much as they write, whatever the size of what they look it up in."""
 
 _FUNCTIONS = {aten.exp, aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward, aten.sigmoid, aten.tanh, aten.cos,
-              aten.sin, aten._softmax, aten._log_softmax, aten._log_softmax_backward_data}  # fmt: skip
+              aten.sin, *torch_private.softmaxes}  # fmt: skip
 """Compute one for each element."""
 
 _ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, torch_private.copy_all, torch_private.zero_all}
