@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from fullshard.comm.mesh import init_mesh
 from tests.simulated.process import on_device
 
 
@@ -369,3 +371,19 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     message = on_device(_error_of, _left)
     assert "rank 1 waits for its collective between hosts, in barrier" in message
     assert "member 0 was not launched" in message
+
+
+def _devices_of_meshes() -> list[tuple[str, str]]:
+    from tests.simulated.group import run_ranks
+
+    def devices() -> tuple[str, str]:
+        meshes = [init_mesh(device_mesh=init_device_mesh(kind, (2,))) for kind in ("cpu", "simulated")]
+        return meshes[0].device.type, meshes[1].device.type
+
+    found: list[tuple[str, str]] = run_ranks(devices, 2)
+    return found
+
+
+def test_a_mesh_of_cpus_is_one_although_there_is_an_accelerator() -> None:
+    """As under torch's `fully_shard`."""
+    assert on_device(_devices_of_meshes) == [("cpu", "simulated")] * 2
