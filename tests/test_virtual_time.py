@@ -125,7 +125,7 @@ def test_attention_reaches_what_its_kernel_does() -> None:
     step = time_step({**MODELS["Llama-2-7B"], "num_hidden_layers": 1}, job, cluster)
     [there] = [s for s in step.slices if s.name.endswith("flash_attention")]
     flops = forward_flops(model.blocks[0], 4096, 4096)
-    part = part_of_peak(model.blocks[0], "sdpa", 4096, flash=cluster.device.flash, has_flash3=False)
+    part = part_of_peak(model.blocks[0], "sdpa", 4096, flash=cluster.device.flash, newest=cluster.device.newest_flash)
     assert there.end - there.start == pytest.approx(flops / (cluster.device.flops * part), rel=0.02)
 
 
