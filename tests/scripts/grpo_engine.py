@@ -51,7 +51,11 @@ def watched():
 
 
 trainer.vllm_generation.sync_weights = watched
+before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
 trainer.train()
+after = dict(trainer.model.named_parameters())
+if not all(torch.equal(after[name].full_tensor(), weight) for name, weight in before.items()):
+    raise SystemExit("the engine's weights were merged into those that train")
 for entry in trainer.state.log_history:
     if trainer.is_world_process_zero() and "sampling/sampling_logp_difference/max" in entry:
         print("differs by", entry["sampling/sampling_logp_difference/max"], flush=True)

@@ -158,10 +158,10 @@ class Plan:
         device, memory = self.cluster.device, self.memory
         needs = f"needs {format_nbytes(memory.needed)} of {format_nbytes(device.memory)} per {device.name}"
         spare = f"{format_nbytes(self.spare)} to spare" if self.fits else f"{format_nbytes(-self.spare)} too much"
-        least, most = (f"{nbytes / GIB:.1f}" for nbytes in self.expected)
+        least, most = map(format_nbytes, self.expected)
         return (
             f"{self.confidence}: {needs}, {spare}; fullest in {memory.peak_phase}; "
-            f"four of five published runs would need {least} to {most} GiB"
+            f"four of five published runs would need {least} to {most}"
         )
 
 
