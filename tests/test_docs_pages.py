@@ -121,7 +121,7 @@ def test_plans_that_are_shown_are_made(command: str, tmp_path: Path, monkeypatch
 
 
 TRAININGS = sorted({shlex.join(words[1:]) for page in PAGES for words in commands(page) if words[1] == "train"})
-FEW = {"--nproc": "2", "--steps": "2", "--seq-len": "16", "--batch-size": "4"}
+FEW = {"--nproc": "2", "--steps": "2", "--seq-len": "16", "--batch-size": "4", "--max-data-mb": "0.5"}
 
 
 @pytest.mark.full
