@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 LAUNCH = [sys.executable, "-c", "from fullshard.cli.main import main; main()", "launch"]
 
@@ -65,13 +67,15 @@ def launch(*arguments: str, cwd: Path, timeout: float = 120, **variables: str) -
 
 
 @contextmanager
-def started(*command: str, cwd: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, killed at the end if it is still there; its output is in `output`."""
+def started(
+    *command: str, cwd: Path, stdout: IO[str] | int = subprocess.PIPE, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, killed at the end if it is still there; what it says is in `stdout`."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
         env=environment(**variables),
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
@@ -82,6 +86,33 @@ def started(*command: str, cwd: Path, **variables: str) -> Iterator[subprocess.P
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def lines_of_each(
+    commands: Sequence[list[str]], cwd: Path, seconds: float, **variables: str
+) -> list[list[tuple[float, str]]]:
+    """Run the launchers of one job to their end: the lines of each, with the moment at which they came.
+
+    All have ended well, or it is an error with what the first has said.
+    """
+    output: list[list[tuple[float, str]]] = [[] for _ in commands]
+
+    def listen(stream: IO[str], lines: list[tuple[float, str]]) -> None:
+        lines.extend((time.monotonic(), line) for line in stream)
+
+    with ExitStack() as stack:
+        processes = [stack.enter_context(started(*command, cwd=cwd, **variables)) for command in commands]
+        readers = [
+            threading.Thread(target=listen, args=(process.stdout, lines), daemon=True)
+            for process, lines in zip(processes, output, strict=True)
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(seconds)
+        codes = [process.wait(60) for process in processes]
+    assert set(codes) == {0}, "".join(line for _, line in output[0])[-5000:]
+    return output
 
 
 def alive(pid: int) -> bool:

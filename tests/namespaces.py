@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a cable between them. Needs root and `ip` (package iproute2)."""
+"""Hosts on one machine: network namespaces with cables to one bridge. Needs root and `ip` (package iproute2)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-CABLE = tuple(f"fv{os.getpid() % 100000}{letter}" for letter in "ab")
-"""The interfaces at its ends."""
+_OWN = os.getpid() % 100000
 
 
 def can_have_namespaces() -> bool:
@@ -17,22 +16,31 @@ def can_have_namespaces() -> bool:
     return os.geteuid() == 0 and shutil.which("ip") is not None
 
 
+def cable_of(host: int) -> str:
+    """The interface of a host, the first of which is 0."""
+    return f"fv{_OWN}n{host}"
+
+
 @contextmanager
-def two_namespaces() -> Iterator[tuple[str, str]]:
-    """Their names; the addresses are 10.77.0.1 and 10.77.0.2."""
-    first, second = names = (f"fs{os.getpid()}a", f"fs{os.getpid()}b")
-    for name in names:
+def namespaces(count: int) -> Iterator[list[str]]:
+    """Their names; the addresses are 10.77.0.1, 10.77.0.2 and so on."""
+    # The bridge has a namespace of its own, so nothing of it is seen outside.
+    bridge, *names = (f"fs{os.getpid()}{letter}" for letter in ("bridge", *map(str, range(count))))
+    for name in (bridge, *names):
         ip("netns", "add", name)
     try:
-        ip("link", "add", CABLE[0], "type", "veth", "peer", "name", CABLE[1])
-        for number, (name, end) in enumerate(zip(names, CABLE, strict=True), 1):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
+        ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
+        ip("-n", bridge, "link", "set", "bridge", "up")
+        for host, name in enumerate(names):
+            end = cable_of(host)
+            ip("-n", bridge, "link", "add", f"to{host}", "type", "veth", "peer", "name", end, "netns", name)
+            ip("-n", bridge, "link", "set", f"to{host}", "master", "bridge", "up")
+            ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", end)
             ip("-n", name, "link", "set", end, "up")
             ip("-n", name, "link", "set", "lo", "up")
-        yield first, second
+        yield names
     finally:
-        for name in names:
+        for name in (bridge, *names):
             ip("netns", "del", name)
 
 

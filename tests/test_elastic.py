@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.train import for_any_size, train
 from tests.launching import LAUNCH, free_port, launch, read, started, wait_until
+from tests.namespaces import can_have_namespaces, namespaces
 
 STEPS = 50
 Host = subprocess.Popen[str]
@@ -121,7 +122,7 @@ def starts(output: Path) -> list[int]:
 def check_same(output: Path, reference: list[StepMetrics], *, tolerance: float = 1e-4) -> None:
     """Step by step as if nothing had happened: losses, samples, learning rates."""
     found = list(read_metrics(output / "metrics.jsonl"))
-    assert [record.step for record in found] == list(range(1, STEPS + 1))
+    assert [record.step for record in found] == [record.step for record in reference]
     assert [record.loss for record in found] == pytest.approx(
         [record.loss for record in reference], rel=tolerance, abs=0
     )
@@ -154,6 +155,57 @@ def test_a_host_is_killed_and_another_comes(inputs: Path) -> None:
     assert "another host has come; the processes save" in said[0]
     stopped, resumed = (re.findall(rf"{words} (\d+)", said[0]) for words in ("after step", ", after step"))
     assert stopped[-1] == resumed[-1]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not can_have_namespaces(), reason="network namespaces need root and the program `ip`")
+@pytest.mark.parametrize("count", [2, 3])
+def test_hosts_are_lost_and_come_back_again_and_again(inputs: Path, count: int) -> None:
+    """Ten times on two and on three hosts, once two together: the losses of a run in which nothing happened."""
+    changes = {"steps": 3000, "save_every": 20, "keep_checkpoints": 2}
+    train(TrainArguments.parse(settings(inputs, inputs / "alone", **changes)))
+    output, losses = inputs / "out", int(os.environ.get("LOSSES", 10))
+    flags = ["--nnodes", f"1:{count}", "--nproc_per_node", "1", "--main_process_ip", "10.77.0.1", "--cpu"]
+    words = [*LAUNCH, *flags, *trainer(settings(inputs, output, **changes))]
+    with namespaces(count) as names, ExitStack() as processes, (inputs / "said").open("w") as said:
+
+        def start(name: str) -> Host:
+            return processes.enter_context(started("ip", "netns", "exec", name, *words, cwd=inputs, stdout=said))
+
+        def come_to(size: int, attempts: int) -> None:
+            wait_until(
+                lambda: starts(output)[attempts:][-1:] == [size], 200, f"{size} ranks; {read(inputs / 'said')[-4000:]}"
+            )
+            before = steps_done(output)
+            wait_until(lambda: steps_done(output) >= before + 3, 100, "three steps")
+
+        hosts = [start(name) for name in names]
+        come_to(count, 0)
+        lost, cycles = 0, 0
+        while lost < losses:
+            numbers = [1, 2] if count == 3 and lost == 4 else [1 + cycles % (count - 1)]
+            attempts = len(starts(output))
+            for number in numbers:
+                os.killpg(hosts[number].pid, signal.SIGKILL)
+            come_to(count - len(numbers), attempts)
+            attempts = len(starts(output))
+            for number in numbers:
+                hosts[number] = start(names[number])
+            come_to(count, attempts)
+            lost, cycles = lost + len(numbers), cycles + 1
+        for host in hosts:
+            host.send_signal(signal.SIGTERM)
+        assert [host.wait(100) for host in hosts] == [PREEMPTED] * count, read(inputs / "said")[-4000:]
+    reference = list(read_metrics(inputs / "alone" / "metrics.jsonl"))
+    check_same(output, reference[: steps_done(output)])
+    kinds = [event["kind"] for event in read_journal(output)]
+    assert kinds.count("shrink") == cycles and kinds.count("growth") >= cycles
+    assert "Traceback" not in read(inputs / "said")
+    worst = max(
+        abs(a.loss / b.loss - 1) for a, b in zip(read_metrics(output / "metrics.jsonl"), reference, strict=False)
+    )
+    print(f"{count} hosts: {lost} lost and back, {steps_done(output)} steps, {worst:.1e} at most between losses")
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import LAUNCH, TRAIN, alive, listening, norms, read, started, wait_until
-from tests.namespaces import CABLE, can_have_namespaces, ip, two_namespaces
+from tests.namespaces import cable_of, can_have_namespaces, ip, namespaces
 
 pytestmark = pytest.mark.skipif(not can_have_namespaces(), reason="network namespaces need root and the program `ip`")
 
@@ -22,9 +22,9 @@ GONE_SECONDS = 20
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[str, str]]:
-    """Two namespaces, joined by one cable: 10.77.0.1 and 10.77.0.2."""
-    with two_namespaces() as names:
+def hosts() -> Iterator[list[str]]:
+    """Two namespaces: 10.77.0.1 and 10.77.0.2."""
+    with namespaces(2) as names:
         yield names
 
 
@@ -42,7 +42,7 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("static", [False, True])
-def test_two_hosts_train_together_and_listen_on_one_address(hosts: tuple[str, str], job: Path, *, static: bool) -> None:
+def test_two_hosts_train_together_and_listen_on_one_address(hosts: list[str], job: Path, *, static: bool) -> None:
     """By arrival and by machine rank; while they run, nothing listens on every interface."""
     flags = [["--machine_rank", str(rank)] if static else [] for rank in (0, 1)]
     first = started(*_command(hosts[0], job, 15, 0.2, *flags[0]), cwd=job)
@@ -65,7 +65,7 @@ def test_two_hosts_train_together_and_listen_on_one_address(hosts: tuple[str, st
 
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [1, 0])
-def test_a_host_that_is_gone_ends_the_other(hosts: tuple[str, str], job: Path, killed: int) -> None:
+def test_a_host_that_is_gone_ends_the_other(hosts: list[str], job: Path, killed: int) -> None:
     first = started(*_command(hosts[0], job, 1000, 0.1), cwd=job)
     second = started(*_command(hosts[1], job, 1000, 0.1), cwd=job)
     with first as a, second as b:
@@ -83,7 +83,7 @@ def test_a_host_that_is_gone_ends_the_other(hosts: tuple[str, str], job: Path, k
 
 
 @pytest.mark.full
-def test_both_hosts_restart_when_the_lost_one_comes_back(hosts: tuple[str, str], job: Path) -> None:
+def test_both_hosts_restart_when_the_lost_one_comes_back(hosts: list[str], job: Path) -> None:
     """The first waits for the second, whose launcher is started again, and then all ranks begin anew."""
     restarts = ("--max_restarts", "1")
     with started(*_command(hosts[0], job, 25, 0.1, *restarts), cwd=job) as a:
@@ -100,11 +100,11 @@ def test_both_hosts_restart_when_the_lost_one_comes_back(hosts: tuple[str, str],
 
 
 @pytest.mark.full
-def test_a_host_that_falls_silent_is_gone_on_without(hosts: tuple[str, str], job: Path) -> None:
+def test_a_host_that_falls_silent_is_gone_on_without(hosts: list[str], job: Path) -> None:
     """Of one to two: the cable between them is cut, and the first goes on alone; the script listens to nothing."""
     flags = ["--nnodes", "1:2", "--nproc_per_node", "2", "--main_process_ip", "10.77.0.1", "train.py", str(job)]
     commands = [["ip", "netns", "exec", name, *LAUNCH, *flags, "60", "0.2"] for name in hosts]
-    cable = CABLE[1]
+    cable = cable_of(1)
     with started(*commands[0], cwd=job) as a, started(*commands[1], cwd=job) as b:
         wait_until(lambda: all(read(job / f"step{rank}") for rank in range(4)), 90, "the first step")
         ip("-n", hosts[1], "link", "set", cable, "down")
@@ -120,7 +120,7 @@ def test_a_host_that_falls_silent_is_gone_on_without(hosts: tuple[str, str], job
 
 
 @pytest.mark.full
-def test_the_first_failure_is_last_on_every_host(hosts: tuple[str, str], job: Path) -> None:
+def test_the_first_failure_is_last_on_every_host(hosts: list[str], job: Path) -> None:
     (job / "train.py").write_text(TRAIN.replace("    time.sleep(pause)", FAILING))
     first = started(*_command(hosts[0], job, 20, 0.1), cwd=job)
     second = started(*_command(hosts[1], job, 20, 0.1), cwd=job)
@@ -139,7 +139,7 @@ FAILING = """
 
 
 @pytest.mark.full
-def test_hosts_with_other_settings_are_told(hosts: tuple[str, str], job: Path) -> None:
+def test_hosts_with_other_settings_are_told(hosts: list[str], job: Path) -> None:
     first = started(*_command(hosts[0], job, 1, 0.1), cwd=job)
     second = started(*_command(hosts[1], job, 1, 0.1, "--strategy", "SHARD_GRAD_OP"), cwd=job)
     with first as a, second as b:
@@ -152,7 +152,7 @@ def test_hosts_with_other_settings_are_told(hosts: tuple[str, str], job: Path) -
 
 
 @pytest.mark.full
-def test_a_host_that_stays_alone_says_what_it_waits_for(hosts: tuple[str, str], job: Path) -> None:
+def test_a_host_that_stays_alone_says_what_it_waits_for(hosts: list[str], job: Path) -> None:
     for name, words in (
         (hosts[0], "have not joined at 10.77.0.1:29500"),
         (hosts[1], "no launcher answers at 10.77.0.1"),

@@ -23,7 +23,7 @@ from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.resume import find_checkpoints
 from fullshard.recipes.train import train
 from tests.launching import LAUNCH, read, started, wait_until
-from tests.namespaces import can_have_namespaces, two_namespaces
+from tests.namespaces import can_have_namespaces, namespaces
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_host_is_killed(run: Path, comes_back: bool) -> None:
     count = ["--num_processes", "4"] if comes_back else ["--nproc_per_node", "2"]
     flags = [*LAUNCH, *hosts, *count, "--main_process_ip", "10.77.0.1", "--cpu"]
     words = [*flags, *_train_words(_settings(run, output) | {"max_lost_steps": 6})]
-    with two_namespaces() as names, contextlib.ExitStack() as processes:
+    with namespaces(2) as names, contextlib.ExitStack() as processes:
         first, second = (
             processes.enter_context(started("ip", "netns", "exec", name, *words, cwd=run)) for name in names
         )

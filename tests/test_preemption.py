@@ -5,8 +5,10 @@ pytest tests/test_preemption.py. Real processes over Gloo.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,34 @@ def test_a_signal(tmp_path: Path, number: signal.Signals, to: str, grace: int, s
         assert "the 2 processes on this host have stopped because of a signal; start again to go on" in said
     if not second and code != PREEMPTED:
         assert "the grace period of 1 s is over; the last checkpoint is from before" in said
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_20_signals_that_come_apart(tmp_path: Path) -> None:
+    """To every process, up to half a second between the first and the last: each is one request, of one step."""
+    (tmp_path / "own.py").write_text(OWN_LOOP)
+    asked_steps = []
+    for case in range(20):
+        number, skew = PASSED_ON[case % 4], 0.5 * case / 19
+        directory = tmp_path / str(case)
+        directory.mkdir()
+        with started(*LAUNCH, "--num_processes", "3", "--cpu", "own.py", str(directory), "0", cwd=tmp_path) as launcher:
+            wait_until(lambda d=directory: all(read(d / f"listens{rank}") for rank in range(3)), 90, "the start")
+            targets = [launcher.pid, *(int(read(directory / f"listens{rank}")) for rank in range(3))]
+            targets = targets[case % 3 :] + targets[: case % 3]
+            for target in targets:
+                with contextlib.suppress(ProcessLookupError):  # it has saved and ended meanwhile
+                    os.kill(target, number)
+                time.sleep(skew / (len(targets) - 1))
+            assert launcher.wait(timeout=60) == PREEMPTED, (case, launcher.communicate()[0])
+        saved = {read(directory / f"saved{rank}") for rank in range(3)}
+        assert len(saved) == 1 and "" not in saved, (case, saved)
+        asked_steps.append(int(saved.pop()))
+    print(f"20 signals: one step each, {asked_steps}")
+
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Signal(TrainerCallback):

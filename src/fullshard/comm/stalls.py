@@ -113,13 +113,14 @@ class Stalls:
         if idle < stall / 3:
             return
         self._leave_word()
-        if not PLACE.is_waiting or idle < min(self._next_line, limit):
+        reading = 2.5 * _pause(stall)  # so long before the end, or it would come as much later
+        if not PLACE.is_waiting or idle < min(self._next_line, limit - reading):
             return
         self._next_line = 2 * max(idle, stall)
-        words = self._words(2.5 * _pause(stall))
+        words = self._words(reading)
         if self._moves != PLACE.moves:
             return  # somebody has come meanwhile
-        if idle >= limit:
+        if idle >= limit - reading:
             self._give_up(limit, words)
         elif not any(word.get("is_waiting") for rank, word in words.items() if rank < dist.get_rank()):
             self._say(f"has waited {idle:.0f} s", words)

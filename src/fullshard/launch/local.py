@@ -41,7 +41,7 @@ from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
 from fullshard.launch.preemption import PREEMPTED
 from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, threads_of_each
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
-from fullshard.launch.rendezvous_server import LAST_CALL_SECONDS, RendezvousClient, RendezvousServer
+from fullshard.launch.rendezvous_server import LAST_CALL_SECONDS, RendezvousClient, RendezvousServer, RootCause
 from fullshard.launch.scene import Scene, is_of_a_hang
 from fullshard.launch.streams import STREAMS, StreamPlan
 from fullshard.launch.tpu import prepare_host
@@ -267,7 +267,7 @@ class Agent(LocalElasticAgent):
         if cause is not None and not cause.here:
             # Noted there; where hosts share no disk, it is not in this one's file.
             say(f"the {self._job.nproc} processes on this host were ended, because of another host:")
-            sys.stderr.write(cause.text + (self._missing() if is_of_a_hang(cause.text) else ""))
+            sys.stderr.write(self._told(cause))
             return 1
         rank, failure = root_cause(result.failures, self._scene.ended)
         sys.stderr.write(self._report(rank, failure, result.failures))
@@ -290,6 +290,10 @@ class Agent(LocalElasticAgent):
         if left_report(failure)[1] is None:
             return text + what_others_said(rank, failures)
         return text + (self._missing() if is_of_a_hang(text) else "")
+
+    def _told(self, cause: RootCause) -> str:
+        """What to print of a failure on another host: of a rank that hangs here, it knows no stack there."""
+        return cause.text + (self._missing() if is_of_a_hang(cause.text) else "")
 
     def _missing(self) -> str:
         workers = self.get_worker_group().workers
@@ -398,7 +402,7 @@ class Agent(LocalElasticAgent):
             self._stop_workers(worker_group)
         cause = self._client.root_cause if self._client is not None else None
         if cause is not None and not cause.here:
-            sys.stderr.write(cause.text)
+            sys.stderr.write(self._told(cause))
         elif self._failures:
             rank, failure = root_cause(self._failures, self._scene.ended)
             sys.stderr.write(self._report(rank, failure, self._failures))
