@@ -67,10 +67,15 @@ def launch(*arguments: str, cwd: Path, timeout: float = 120, **variables: str) -
 
 
 @contextmanager
-def started(
-    *command: str, cwd: Path, stdout: IO[str] | int = subprocess.PIPE, **variables: str
-) -> Iterator[subprocess.Popen[str]]:
+def started(*command: str, cwd: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A process in a session of its own, killed at the end if it is still there; what it says is in `stdout`."""
+    with started_into(subprocess.PIPE, *command, cwd=cwd, **variables) as process:
+        yield process
+
+
+@contextmanager
+def started_into(stdout: IO[str] | int, *command: str, cwd: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The same with what it says in a file: of a process that says more than a pipe holds before anybody reads."""
     process = subprocess.Popen(
         command,
         cwd=cwd,

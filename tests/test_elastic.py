@@ -26,7 +26,7 @@ from fullshard.launch.preemption import PREEMPTED
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.train import for_any_size, train
-from tests.launching import LAUNCH, free_port, launch, read, started, wait_until
+from tests.launching import LAUNCH, free_port, launch, read, started, started_into, wait_until
 from tests.namespaces import can_have_namespaces, namespaces
 
 STEPS = 50
@@ -171,7 +171,7 @@ def test_hosts_are_lost_and_come_back_again_and_again(inputs: Path, count: int) 
     with namespaces(count) as names, ExitStack() as processes, (inputs / "said").open("w") as said:
 
         def start(name: str) -> Host:
-            return processes.enter_context(started("ip", "netns", "exec", name, *words, cwd=inputs, stdout=said))
+            return processes.enter_context(started_into(said, "ip", "netns", "exec", name, *words, cwd=inputs))
 
         def come_to(size: int, attempts: int) -> None:
             wait_until(
