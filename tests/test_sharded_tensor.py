@@ -240,6 +240,63 @@ def test_changes_in_place_are_those_of_one_process() -> None:
     assert run_ranks(check_in_place, 2) == [{}, {}]
 
 
+def check_data() -> None:
+    """Who has taken values before `.data =`, by `.data` or in a state dict, has those, and puts them back."""
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    for each in (model, plain):
+        states, backups = each.state_dict(), [p.data for p in each.parameters()]
+        for p in each.parameters():
+            p.data = p.data * 0.5
+        assert all(torch.equal(whole(b), whole(p) * 2) for b, p in zip(backups, each.parameters(), strict=True))
+        assert all(torch.equal(whole(states[n]), whole(p) * 2) for n, p in each.named_parameters())
+        for p, backup in zip(each.parameters(), backups, strict=True):
+            p.data = backup
+    assert_trains_alike(model, plain, run_squared)
+
+
+def test_what_data_was_before_is_kept() -> None:
+    run_ranks(check_data, 2)
+
+
+def check_views() -> None:
+    """A view that is a copy follows no change, so it is an error to read it after one; a row is a view."""
+    model: Any = build_sharded(Stack, BLOCKS)
+    weight = model.embed.weight.data
+    transposed, row = weight.T, weight[1]
+    before = whole(transposed)
+    assert torch.equal(whole(transposed), before)
+    weight.mul_(2)
+    assert torch.equal(whole(row), before.T[1] * 2)
+    uses: list[Callable[[Any], Any]] = [whole, torch.sum, lambda t: t[0], lambda t: t.to_local()]
+    for use in uses:
+        with pytest.raises(LifecycleError, match=r"a view of embed.weight .* out of date"):
+            use(transposed)
+    with torch.inference_mode():
+        assert torch.equal(whole((weight * 2).T), before * 4)
+
+
+def test_copies_for_views_are_not_read_after_a_change() -> None:
+    run_ranks(check_views, 2)
+
+
+def check_compiled() -> None:
+    """A compiled function leaves what is done for sharded tensors as it is."""
+    own, other = (m.get_parameter("cube").detach() for m in (build_sharded(Weighted, BLOCKS), build(Weighted)))
+    functions: list[Callable[[Any], Any]] = [
+        torch.norm,
+        lambda p: p.norm() + p.abs().mean(),
+        lambda p: torch._foreach_norm([p, p * 2]),
+    ]
+    for function in functions:
+        for backend in ("eager", "aot_eager"):
+            compiled: Any = torch.compile(function, backend=backend)
+            torch.testing.assert_close(whole(compiled(own)), function(other), rtol=1e-9, atol=1e-9)
+
+
+def test_compiled_functions_are_of_the_whole() -> None:
+    run_ranks(check_compiled, 2)
+
+
 # -- in a loss --------------------------------------------------------------------------------------------------------
 
 RIGHT: dict[str, Callable[[Any], Any]] = {
@@ -409,6 +466,11 @@ def change_a_column(model: Any) -> None:
         model.embed.weight[:, 0].zero_()
 
 
+def sort_into(model: Any) -> None:
+    weight = model.embed.weight.data
+    torch.sort(weight, out=(torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.int64)))
+
+
 def remove_norm(model: Any) -> None:
     changed: Any = build_sharded(Normed, BLOCKS)
     nn.utils.remove_weight_norm(changed.normed)
@@ -442,6 +504,14 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "an unsharded average": (lambda _: average_unsharded(build_sharded(Stack, BLOCKS)), "plain tensor"),
     "remove_weight_norm": (remove_norm, "normed.weight.*was put into the model"),
     "a column": (change_a_column, "would change a copy of embed.weight"),
+    "an element of a column": (lambda m: m.embed.weight.data[:, 0][1].zero_(), "would change a copy of embed.weight"),
+    "a transposed row": (lambda m: m.embed.weight.data.T[0].zero_(), "would change a copy of embed.weight"),
+    "a copy among several": (lambda m: torch._foreach_zero_([m.embed.weight.data.T]), "would change a copy of embed"),
+    "transposed in place": (lambda m: m.embed.weight.data.t_(), "`t_` of embed.weight would change more than"),
+    "two results": (sort_into, "`sort` of embed.weight would change more than"),
+    "noise": (lambda m: functional.rrelu(m.embed.weight.data, training=True), "rrelu.* of embed.weight would change"),
+    "gradients from autograd": (lambda m: torch.autograd.grad(m(batch(0, 0)).sum(), [*m.parameters()]), "no graph has"),
+    "dlpack": (lambda m: torch.from_dlpack(m.embed.weight.data), "embed.weight has no memory of its own"),
     "other data": (lambda m: setattr(m.embed.weight, "data", torch.zeros(WIDTH, WIDTH)), "cannot give"),
     "another gradient": (lambda m: setattr(m.embed.weight, "grad", torch.zeros(2)), "gradient of embed.weight: got a"),
     "pickle": (lambda m: pickle.dumps(m.embed.weight), "cannot pickle embed.weight"),

@@ -68,6 +68,7 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
+    norm_type = float(norm_type)  # torch takes "inf", too
     clipped = [_Clipped.of(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)]
     clipped = [each for each in clipped if each.grad is not None]
     norm = _norm_of([(each.span, each.grad) for each in clipped], norm_type, error_if_nonfinite, None)
@@ -111,6 +112,7 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     """Torch's total norm, with the sharded gradients' part summed over the ranks that share them."""
+    norm_type = float(norm_type)  # torch takes "inf", too
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     spans = [tensor.span if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
     span = next((span for span in spans if span is not None), None)
@@ -294,7 +296,12 @@ def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
     wanted = [(index, p) for index, p in enumerate(inputs) if isinstance(p, ShardedParameter)]
     if wanted and options.get("accumulate_grad"):
         raise _no_graph_has(wanted[0][1])
-    found = torch_private.run_backward.torchs(t_outputs, *args, **options)
+    try:
+        found = torch_private.run_backward.torchs(t_outputs, *args, **options)
+    except RuntimeError as error:
+        if wanted and "not have been used in the graph" in str(error):
+            raise _no_graph_has(wanted[0][1]) from error
+        raise
     for index, parameter in wanted:
         if found[index] is None:
             raise _no_graph_has(parameter)

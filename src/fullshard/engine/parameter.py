@@ -170,7 +170,10 @@ class ShardedParameter(ShardedTensor):
             )
         local = self.interval_of(value, "data")
         if local is not self.local and local.data_ptr() != self.local.data_ptr():
+            # Who has taken `.data` or a state dict before keeps what was in it, as that of any parameter does.
+            torch_private.put_local(self._data, self.local.detach().clone())
             self.local.copy_(local)
+            self._data = self.wrap(self.local)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """A parameter of no unit, laid out as this one."""

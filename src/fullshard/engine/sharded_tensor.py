@@ -150,6 +150,10 @@ class ShardedTensor(DTensor):
             hint=f"take .to_local() for this rank's elements; {WAY_OUT}",
         )
 
+    def __dlpack__(self, *_args: object, **_options: object) -> NoReturn:
+        """Refused for the same reason; torch's own would end the process."""
+        self.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -222,14 +226,24 @@ def dtensor_of(local: torch.Tensor, span: Span, placement: Placement | None = No
 
 
 class _WholeCopy(DTensor):
-    """What a view becomes that is no interval, a transposed matrix for example: a copy, which must not be changed."""
+    """What a view becomes that is no interval, a transposed matrix for example: a copy, which must not be changed.
+
+    Nor be read when what it was copied from has changed, as a view would have changed with it. So are views of it.
+    """
 
     span: Span
+    _source: torch.Tensor
+    _source_version: int
 
     @classmethod
-    def of(cls, dtensor: DTensor, span: Span) -> _WholeCopy:
+    def of(cls, dtensor: DTensor, held: ShardedTensor | _WholeCopy) -> _WholeCopy:
+        """A copy for a view of `held`."""
         self: _WholeCopy = torch_private.wrap(cls, torch_private.local_of(dtensor), torch_private.layout_from(dtensor))
-        self.span = span
+        self.span = held.span
+        if isinstance(held, _WholeCopy):
+            self._source, self._source_version = held._source, held._source_version
+        else:
+            self._source, self._source_version = held.local, _version(held.local)
         return self
 
     def __init__(self, *_args: object, **_options: object) -> None: ...
@@ -248,15 +262,46 @@ class _WholeCopy(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        changed = args[0] if args else None
-        if torch_private.writes(func) and isinstance(changed, _WholeCopy):
+        kwargs = kwargs or {}
+        changed = next((t for t in _written(func, args, kwargs) if isinstance(t, _WholeCopy)), None)
+        if changed is not None:
             raise LifecycleError(
                 f"`{func.overloadpacket.__name__}` would change a copy of {changed.name}, not its values: the "
                 "copy was gathered for a view that no rank has as an interval",
                 hint="change rows, or whole tensors, or work inside `with fullshard.unsharded(model, writeback=True)`",
             )
-        _refuse_plain(func, args, kwargs or {})
-        return func(*_map(args, _WholeCopy, _WholeCopy.plain), **_map(kwargs or {}, _WholeCopy, _WholeCopy.plain))
+        copies = [t for t in _tensors((args, kwargs)) if isinstance(t, _WholeCopy)]
+        for copy in copies:
+            copy.check_is_current()
+        _refuse_plain(func, args, kwargs)
+        result = func(*_map(args, _WholeCopy, _WholeCopy.plain), **_map(kwargs, _WholeCopy, _WholeCopy.plain))
+        if not torch_private.is_view(func):
+            return result
+        return _map(result, DTensor, lambda view: _WholeCopy.of(view, copies[0]))
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As torch's, which is no kernel."""
+        self.check_is_current()
+        return super().to_local(grad_placements=grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As torch's, which is no kernel."""
+        self.check_is_current()
+        return super().full_tensor(grad_placements=grad_placements)
+
+    def check_is_current(self) -> None:
+        """Raise if what it was copied from has changed since."""
+        if _version(self._source) != self._source_version:
+            raise LifecycleError(
+                f"a view of {self.name} that no rank has as an interval is out of date: what it was gathered from has "
+                "changed since",
+                hint="take the view again after a change",
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; of what was made in inference mode torch does not know."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------
@@ -264,6 +309,7 @@ class _WholeCopy(DTensor):
 
 def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = func.overloadpacket.__name__
+    _check_changes(func, name, args, kwargs)
     special = _SPECIAL.get(name)
     if special is not None:
         result = special(func, *args, **kwargs)
@@ -278,6 +324,10 @@ def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, 
     if torch_private.is_view(func):
         return _view(func, args, kwargs)
     return _gathered(func, args, kwargs)
+
+
+for _dispatched in (_compute, _WholeCopy.__torch_dispatch__.__func__):  # type: ignore[attr-defined]
+    torch_private.keep_compiler_out(_dispatched)  # it would trace half of a rule, and reduce twice
 
 
 def _map(value: Any, kind: type[torch.Tensor], function: Callable[[Any], Any]) -> Any:
@@ -302,8 +352,28 @@ def _first(value: Any) -> ShardedTensor | None:
 
 
 def _changed(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a kernel that writes writes to."""
+    """What a kernel that writes writes to; `_check_changes` has seen to it that it is nothing else."""
     return kwargs.get("out", args[0])
+
+
+def _written(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """All tensors that a kernel writes to."""
+    places = torch_private.written(func)
+    return _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+
+
+def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise for a kernel that writes to what is neither its first argument nor `out`, or changes a shape."""
+    if not torch_private.writes(func) or name.startswith(torch_private.MANY_KERNELS):
+        return
+    is_known = all(index == 0 or argument == "out" for index, argument in torch_private.written(func))
+    if is_known and (torch.Tag.inplace_view not in func.tags or name == "detach_"):
+        return
+    held = _first((args, kwargs))
+    raise LifecycleError(
+        f"`{name}` of {'a tensor' if held is None else held.name} would change more than the values of one tensor",
+        hint="compute with .full_tensor() of it, or with a function that returns a new tensor",
+    )
 
 
 def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -319,11 +389,9 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
 
 def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Torch counts changes of tensors before it comes here: of the wrappers, but not of what they wrap."""
-    for position, name in torch_private.written(func):
-        changed = args[position] if position < len(args) else kwargs.get(name)
-        locals_ = [tensor.local for tensor in _tensors(changed) if isinstance(tensor, ShardedTensor)]
-        if locals_:
-            torch.autograd.graph.increment_version(locals_)
+    locals_ = [tensor.local for tensor in _written(func, args, kwargs) if isinstance(tensor, ShardedTensor)]
+    if locals_:
+        torch.autograd.graph.increment_version(locals_)
 
 
 def _fits(tensor: torch.Tensor, span: Span) -> bool:
@@ -396,7 +464,7 @@ def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
             return made if isinstance(views, (list, tuple)) else made[0]
     held = _first((args, kwargs))
     assert held is not None  # noqa: S101 -- else this would not have been asked
-    return _map(_gathered(func, args, kwargs), DTensor, lambda copy: _WholeCopy.of(copy, held.span))
+    return _map(_gathered(func, args, kwargs), DTensor, lambda copy: _WholeCopy.of(copy, held))
 
 
 def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
