@@ -265,7 +265,7 @@ class VirtualDevice(torch_private.DispatchMode):
             return
         self._take(storage, storage.nbytes())
 
-    def _take(self, storage: Any, nbytes: int) -> None:
+    def _take(self, storage: Any, nbytes: int, *, is_kept: bool = False) -> None:
         self._collect()
         key = torch_private.storage_id(storage)
         memory = self._known.get(key)
@@ -274,7 +274,9 @@ class VirtualDevice(torch_private.DispatchMode):
             memory.death = weakref.ref(storage, lambda _: self._die(key))
         memory.block, memory.stream = self.memory.take(nbytes, self.current.queue), self.current.queue
         device = self.cluster.device
-        if nbytes >= OWN_PAGES_NBYTES and device.fresh_bandwidth:  # what writing it costs is the operation's
+        if (
+            nbytes >= OWN_PAGES_NBYTES and device.fresh_bandwidth and not is_kept
+        ):  # what writing it costs is the operation's
             seconds = nbytes / device.fresh_bandwidth - nbytes / device.memory_bandwidth
             self.clock_task("new pages", DEVICE, max(0.0, seconds))
         self.curve.append((self.clock.host, self.memory.allocated))
@@ -304,7 +306,7 @@ class VirtualDevice(torch_private.DispatchMode):
         memory = self._known.get(torch_private.storage_id(storage))
         if memory is not None and memory.block is not None:
             self._give(memory)
-        self._take(storage, nbytes)
+        self._take(storage, nbytes, is_kept=self.cluster.shares_memory)  # what is unsharded into stays where it is then
 
     def used_by(self, tensor: torch.Tensor, stream: VirtualStream) -> None:
         """`tensor.record_stream(stream)`."""
