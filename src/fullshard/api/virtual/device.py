@@ -274,9 +274,8 @@ class VirtualDevice(torch_private.DispatchMode):
             memory.death = weakref.ref(storage, lambda _: self._die(key))
         memory.block, memory.stream = self.memory.take(nbytes, self.current.queue), self.current.queue
         device = self.cluster.device
-        if (
-            nbytes >= OWN_PAGES_NBYTES and device.fresh_bandwidth and not is_kept
-        ):  # what writing it costs is the operation's
+        if nbytes >= OWN_PAGES_NBYTES and device.fresh_bandwidth and not is_kept:
+            # Without what writing it costs, which is the operation's.
             seconds = nbytes / device.fresh_bandwidth - nbytes / device.memory_bandwidth
             self.clock_task("new pages", DEVICE, max(0.0, seconds))
         self.curve.append((self.clock.host, self.memory.allocated))
