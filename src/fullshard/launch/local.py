@@ -258,7 +258,7 @@ class Agent(LocalElasticAgent):
         """Report a failure, if there is one, and give the exit code of the job."""
         self._keep_tracebacks(result.failures)
         cause = self._client.root_cause if self._client is not None else None
-        if not result.failures and cause is None:
+        if not result.failures and (cause is None or self._is_left_last):
             if not any(self._preemption.glob("stopping-*")):
                 return 0
             say(f"the {self._job.nproc} processes on this host have stopped because of a signal; start again to go on")
@@ -299,6 +299,12 @@ class Agent(LocalElasticAgent):
         workers = self.get_worker_group().workers
         ranks = {worker.id: worker.global_rank for worker in workers}
         return self._scene.missing(ranks, self._world_size)
+
+    @property
+    def _is_left_last(self) -> bool:
+        """Whether this host ends because it was asked to, and another that may go has gone before it."""
+        cause = self._client.root_cause if self._client is not None else None
+        return bool(self._membership and self._asked and cause and cause.lost)
 
     @property
     def _world_size(self) -> int:
@@ -392,7 +398,7 @@ class Agent(LocalElasticAgent):
                 torch_private.grant_restart(self)
                 self._is_regrouping, self._failures = True, {}
                 return RunResult(state=WorkerState.UNHEALTHY)
-        if client.root_cause is not None and result.state is WorkerState.HEALTHY:
+        if client.root_cause is not None and result.state is WorkerState.HEALTHY and not self._is_left_last:
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
 

@@ -49,9 +49,11 @@ class Membership:
             is_asked: whether this host itself was told to end.
             pids: theirs.
         """
+        if is_asked:  # also where another host that was asked, too, has ended first
+            return False
         cause = self._client.root_cause
         if result.state is WorkerState.SUCCEEDED:
-            return not is_asked and any(self._preemption.glob("stopping-*"))
+            return any(self._preemption.glob("stopping-*"))
         if cause is not None and cause.lost:
             self._say("going on with the hosts that are left, from the newest checkpoint")
             return True
