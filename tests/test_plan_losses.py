@@ -199,7 +199,7 @@ class Moved(TorchDispatchMode):
         kind = function.overloadpacket
         is_matrix = isinstance(out, torch.Tensor) and out.ndim == 2
         if is_matrix and kind not in PRODUCTS and kind is not torch.ops.aten.index_put_ and not costs.is_view(function):
-            self.nbytes += costs._moved(kind, function.name(), args, kwargs or {}, out)
+            self.nbytes += costs._moved(function, args, kwargs or {}, out)
         return out
 
 
