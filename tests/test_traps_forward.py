@@ -392,12 +392,14 @@ def check_over_gloo(*arguments: Any) -> None:
 
 
 def test_loss_left_on_the_module_when_parameters_are_freed() -> None:
-    """Backward reaches it before any output of its unit: torch refuses to read what is freed.
+    """Backward reaches it before any output of its unit, while the gather that is ahead is under way.
 
     Where ranks share memory nothing is taken away, and main weights do not change before all gradients are there.
     """
     run_ranks(check_make, 2, SideEffect, BLOCKS, "FULL_SHARD")
-    with pytest.raises(RuntimeError, match="storage of size 0"):
+    with pytest.raises(
+        RuntimeError, match="before it came to any of its outputs, while they were still being gathered"
+    ):
         run_ranks(check_over_gloo, 2, SideEffect, BLOCKS, "FULL_SHARD")
 
 

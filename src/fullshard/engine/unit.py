@@ -29,7 +29,7 @@ from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating
-from fullshard.engine.unit_parameters import UnitOwner, UnitParameters
+from fullshard.engine.unit_parameters import UnitOwner, UnitParameters, UnitState
 from fullshard.wrap.partition import UnitPlan
 
 
@@ -259,7 +259,18 @@ class Unit(UnitParameters):
         return not any(bucket.trainable_count for bucket in self.buckets)
 
     def begin_backward(self) -> None:
-        """A gradient has appeared, and maybe no output has told before."""
+        """A gradient has appeared, and maybe no output has told before.
+
+        Raises:
+            LifecycleError: none has, and what was read for it may not have been there: a gather ahead was under way.
+        """
+        if self.state is UnitState.GATHERING and self.freed_nbytes:
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: backward came to its parameters before it came to any of "
+                "its outputs, while they were still being gathered: their gradients would be wrong",
+                hint="return from its forward all that is in the loss, an auxiliary loss left on the module too, or "
+                "keep the unit whole: set_reshard_after_forward(False)",
+            )
         self.schedule.begin_backward(self)
 
     def pre_backward(self, call: Call[Unit]) -> None:
