@@ -150,10 +150,14 @@ def compare(record: Record, reference: Record) -> dict[str, float]:
 
 
 def check(results: Sequence[dict[str, float]], *, exact: bool, tolerance: float = TOLERANCE) -> None:
-    """Every rank's differences within the limit, all of them in the message if not."""
-    limit = 0.0 if exact else tolerance
-    if not products_are_exact():
-        limit = max(limit, PLACE_TOLERANCE)
+    """Every rank's differences within the limit, all of them in the message if not.
+
+    `exact` asks for equal bits where products have them; elsewhere for `tolerance`, or for `PLACE_TOLERANCE` if wider.
+    """
+    if products_are_exact():
+        limit = 0.0 if exact else tolerance
+    else:
+        limit = max(tolerance, PLACE_TOLERANCE)
     assert results
     for rank, result in enumerate(results):
         assert result, "nothing was compared"
