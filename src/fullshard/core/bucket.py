@@ -195,7 +195,7 @@ class BucketPlan:
     @property
     def largest_numel(self) -> int:
         """Elements of its largest parameter."""
-        return max(spec.numel for spec in self.layout.specs)
+        return self.layout.largest_numel
 
     @property
     def gather_message_nbytes(self) -> int:

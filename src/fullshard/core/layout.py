@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fullshard.core.errors import LayoutError
 from fullshard.core.sizes import round_up
@@ -65,7 +66,7 @@ class ParameterSpec:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketLayout:
     """Offsets of a bucket's parameters and the interval every rank owns. Build it with `BucketLayout.build`.
 
@@ -120,15 +121,20 @@ class BucketLayout:
         if end > self.full_numel or self.shard_numel % self.alignment:
             raise LayoutError(f"{end} elements do not fit {self.world_size} aligned intervals of {self.shard_numel}")
 
-    @property
+    @cached_property
     def full_numel(self) -> int:
         """Elements of the unsharded bucket, padding included."""
         return self.shard_numel * self.world_size
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the parameters, without padding."""
         return sum(spec.numel for spec in self.specs)
+
+    @cached_property
+    def largest_numel(self) -> int:
+        """Elements of the largest parameter."""
+        return max(spec.numel for spec in self.specs)
 
     @property
     def padding(self) -> float:

@@ -13,7 +13,7 @@ name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fullshard.core.errors import ConfigError
@@ -53,9 +53,9 @@ class Strategy:
 
     name: str
     code: int | None
-    parameters: Placements
-    gradients: Placements
-    optimizer_state: Placements
+    parameters: Placements = field(hash=False)
+    gradients: Placements = field(hash=False)
+    optimizer_state: Placements = field(hash=False)
     reshard_after_forward: bool
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.core.dtypes import Dtypes
@@ -116,6 +116,7 @@ class ModelLayout:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
 
+@lru_cache(maxsize=256)  # jobs that differ in their micro-batch, say, are laid out alike
 def lay_out(
     model: ModelShape,
     *,

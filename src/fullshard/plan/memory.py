@@ -408,7 +408,7 @@ class _Ledger:
 
     def _dequantised(self, unit: UnitLayout) -> int:
         """A 4-bit layer unpacks its weight for each product: the largest, two elements per byte, in compute dtype."""
-        packed = [max(spec.numel for spec in b.layout.specs) for b in unit.buckets if b.dtype == "uint8"]
+        packed = [bucket.largest_numel for bucket in unit.buckets if bucket.dtype == "uint8"]
         return 2 * max(packed, default=0) * itemsize(self.setting.job.compute_dtype)
 
     def _collect(self, unit: UnitLayout, working: int = 0) -> list[dict[str, int]]:

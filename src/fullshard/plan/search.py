@@ -29,7 +29,7 @@ from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import GIB, format_nbytes
-from fullshard.core.strategy import STRATEGIES, parse_strategy
+from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 from fullshard.plan.evaluate import MARGIN, Plan, changes_that_fit, evaluate
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
@@ -108,10 +108,15 @@ def _search(model: ModelShape, job: Job, cluster: Cluster, kept: frozenset[str],
             waiting.save_more(place, candidate)
     if not plans:
         raise _nothing_fits(model, job, cluster, margin)
+    plans += _smaller(plans, waiting.seen, model, cluster, margin)
     if "reshard_after_forward" not in kept:
         plans += _kept_unsharded(plans, margin)
-    plans += _smaller(plans, waiting.seen, model, cluster, margin)
-    return sorted(plans, key=lambda plan: (-plan.time.tokens_per_second, plan.memory.needed))
+    return sorted(plans, key=_fastest_first)
+
+
+def _fastest_first(plan: Plan) -> tuple[float, int]:
+    """Of those as fast the smallest."""
+    return -plan.time.tokens_per_second, plan.memory.needed
 
 
 def _with_what_costs_nothing(job: Job, cluster: Cluster, fixed: frozenset[str]) -> Job:
@@ -182,14 +187,20 @@ class _Candidate:
     def may_fit(self, available: float) -> bool:
         """Whether that is enough for what it needs at least."""
         most = available / (1 - _SLACK)
-        return self.plans[0][1].memory.needed <= most and self.needed <= most
+        return self._few[1] <= most and self.needed <= most
 
     @functools.cached_property
     def needed(self) -> float:
         """Bytes, at least."""
-        memories = [(share, plan.memory) for share, plan in self.plans]
-        whole = [sum(share * memory.peak_of(phase) for share, memory in memories) for phase in memories[0][1].phases]
-        return max(*whole, sum(share * memory.needed for share, memory in memories))
+        amounts = [self._few, *(_amounts(plan) for _, plan in self.plans[1:])]
+        parts = [(share, *amount) for (share, _), amount in zip(self.plans, amounts, strict=True)]
+        phases = range(len(self._few[0]))
+        whole = [sum(share * peaks[phase] for share, peaks, _ in parts) for phase in phases]
+        return max(*whole, sum(share * needed for share, _, needed in parts))
+
+    @functools.cached_property
+    def _few(self) -> tuple[list[int], int]:
+        return _amounts(self.plans[0][1])
 
     @functools.cached_property
     def tokens_per_second(self) -> float:
@@ -201,6 +212,15 @@ class _Candidate:
         """The same if no communication were waited for, and none took a part of the device."""
         seconds = sum(share * (plan.time.total - plan.time.exposed) for share, plan in self.plans)
         return self.plans[0][1].time.tokens / seconds * (1 + CONTENTION)
+
+
+def _amounts(plan: Plan) -> tuple[list[int], int]:
+    """Bytes of its phases at their fullest, and of all of it.
+
+    Nothing else is kept of the ledger: of thousands the garbage collector would have much to look through.
+    """
+    memory = dataclasses.replace(plan).memory
+    return [memory.peak_of(phase) for phase in memory.phases], memory.needed
 
 
 class _Bounds:
@@ -287,6 +307,16 @@ class _Place:
     is_known: bool = field(compare=False)
 
 
+def _over_all_ranks(way: _Way) -> _Way:
+    """The same with one shard group. It needs no more: what is gathered is alike, and a rank keeps less."""
+    values = dict(way.values)
+    row = parse_strategy(values["strategy"])
+    if not row.is_hybrid:
+        return way
+    values |= {"strategy": row.over(Axis.SHARD).name, "shard_size": None}
+    return dataclasses.replace(way, values=tuple(values.items()))
+
+
 class _Waiting:
     """Ways to run a job, the one that can be the fastest first.
 
@@ -316,6 +346,9 @@ class _Waiting:
         """Those that may fit, the one first that may be the fastest."""
         while self._places:
             place = heapq.heappop(self._places)
+            if not place.is_known and self._is_too_large(place.way, place.size):
+                self._push_more(place.way, place.size, self._saving, -place.key)
+                continue
             candidate = self._bound(place.way, place.size)
             if candidate is None:
                 continue
@@ -365,7 +398,7 @@ class _Waiting:
 
     def _reach_of(self, way: _Way, *names: str) -> int:
         """How many of the micro-batches may fit with these switched on, as far as they go together."""
-        saving = frozenset(names) & frozenset(self._saving)
+        way, saving = _over_all_ranks(way), frozenset(names) & frozenset(self._saving)
         fullest = [dataclasses.replace(way, saving=saved) for saved in (saving, saving - {"step"} - _ONE_OF)]
         known = [way for way in fullest if self._bound(way, self._sizes[0]) is not None]
         if not known:
@@ -374,6 +407,12 @@ class _Waiting:
         return bisect.bisect_left(
             self._sizes, True, key=lambda size: not self._bounds.may_fit(self._bound(known[0], size))
         )
+
+    def _is_too_large(self, way: _Way, size: int) -> bool:
+        """Whether it would be with one shard group: one bound for shard groups of any size."""
+        wider = _over_all_ranks(way)
+        bound = None if wider == way else self._bound(wider, size)
+        return bound is not None and not self._bounds.may_fit(bound)
 
     def _push(self, way: _Way, size: int, most: float, *, is_known: bool = False) -> None:
         heapq.heappush(self._places, _Place(-most, next(self._numbers), way, size, is_known))
@@ -418,7 +457,7 @@ def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[
 def _kept_unsharded(plans: Sequence[Plan], margin: float) -> list[Plan]:
     """The three fastest with as many units unsharded between forward and backward as the margin holds."""
     found = []
-    for plan in sorted(plans, key=lambda plan: -plan.time.tokens_per_second)[:3]:
+    for plan in sorted(plans, key=_fastest_first)[:3]:
         spare = int(10 * (margin * plan.cluster.device.memory - plan.memory.needed) / GIB) / 10
         if spare <= 0 or not plan.job.row.reshard_after_forward or plan.setting.layout.shard_size == 1:
             continue
@@ -460,7 +499,7 @@ def _nothing_fits(model: ModelShape, job: Job, cluster: Cluster, margin: float) 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
     """Those that no other beats in speed and memory both, fastest first."""
     front: list[Plan] = []
-    for plan in sorted(plans, key=lambda p: (-p.time.tokens_per_second, p.memory.needed)):
+    for plan in sorted(plans, key=_fastest_first):
         if not front or plan.memory.needed < front[-1].memory.needed:
             front.append(plan)
     return front
