@@ -241,15 +241,19 @@ def test_changes_in_place_are_those_of_one_process() -> None:
 
 
 def check_data() -> None:
-    """Who has taken values before `.data =`, by `.data` or in a state dict, has those, and puts them back."""
+    """Who has taken values before `.data =`, by `.data`, `detach` or a state dict, has those, and puts them back."""
     model, plain = build_sharded(Stack, BLOCKS), build(Stack)
     for each in (model, plain):
         states, backups = each.state_dict(), [p.data for p in each.parameters()]
+        detached = [p.detach() for p in each.parameters()]
+        for taken in detached:
+            taken.mul_(2)  # it is the same memory
         for p in each.parameters():
             p.data = p.data * 0.5
-        assert all(torch.equal(whole(b), whole(p) * 2) for b, p in zip(backups, each.parameters(), strict=True))
+        for taken in (backups, detached):
+            assert all(torch.equal(whole(b), whole(p) * 2) for b, p in zip(taken, each.parameters(), strict=True))
         assert all(torch.equal(whole(states[n]), whole(p) * 2) for n, p in each.named_parameters())
-        for p, backup in zip(each.parameters(), backups, strict=True):
+        for p, backup in zip(each.parameters(), detached if each is model else backups, strict=True):
             p.data = backup
     assert_trains_alike(model, plain, run_squared)
 

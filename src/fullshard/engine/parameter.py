@@ -64,6 +64,7 @@ class ShardedParameter(ShardedTensor):
     _bucket: ParameterOwner
     _index: int
     _data: ShardedTensor
+    _detached: weakref.WeakValueDictionary[int, torch.Tensor]
     _known_grad: ShardedTensor | None
 
     def __new__(cls, bucket: ParameterOwner, index: int, *, requires_grad: bool) -> ShardedParameter:
@@ -73,6 +74,7 @@ class ShardedParameter(ShardedTensor):
         assert isinstance(self, ShardedParameter)  # noqa: S101 -- for the type checker
         self._bucket, self._index = bucket, index
         self._data, self.gradient_hooks = self.wrap(self.local), OrderedDict()
+        self._detached = weakref.WeakValueDictionary()
         self.publish(None)
         if requires_grad:
             self._watch()
@@ -155,8 +157,14 @@ class ShardedParameter(ShardedTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same memory, without autograd."""
+        """The same memory, without autograd. What it is given is copied: no memory is shared with that."""
         return self._data
+
+    def detach(self) -> torch.Tensor:
+        """The same memory, without autograd."""
+        detached = super().detach()
+        self._detached[id(detached)] = detached
+        return detached
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -171,9 +179,12 @@ class ShardedParameter(ShardedTensor):
         local = self.interval_of(value, "data")
         if local is not self.local and local.data_ptr() != self.local.data_ptr():
             # Who has taken `.data` or a state dict before keeps what was in it, as that of any parameter does.
-            torch_private.put_local(self._data, self.local.detach().clone())
+            before = self.local.detach().clone()
+            for taken in (self._data, *self._detached.values()):
+                torch_private.put_local(taken, before)
             self.local.copy_(local)
             self._data = self.wrap(self.local)
+            self._detached.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """A parameter of no unit, laid out as this one."""
