@@ -64,7 +64,7 @@ class ShardedParameter(ShardedTensor):
     _bucket: ParameterOwner
     _index: int
     _data: ShardedTensor
-    _detached: weakref.WeakValueDictionary[int, torch.Tensor]
+    _detached: weakref.WeakValueDictionary[int, ShardedTensor]
     _known_grad: ShardedTensor | None
 
     def __new__(cls, bucket: ParameterOwner, index: int, *, requires_grad: bool) -> ShardedParameter:
@@ -160,12 +160,6 @@ class ShardedParameter(ShardedTensor):
         """The same memory, without autograd. What it is given is copied: no memory is shared with that."""
         return self._data
 
-    def detach(self) -> torch.Tensor:
-        """The same memory, without autograd."""
-        detached = super().detach()
-        self._detached[id(detached)] = detached
-        return detached
-
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         # Module.to(), half() and friends come through here; `local` must stay a view of the bucket.
@@ -185,6 +179,12 @@ class ShardedParameter(ShardedTensor):
             self.local.copy_(local)
             self._data = self.wrap(self.local)
             self._detached.clear()
+
+    def detach(self) -> ShardedTensor:
+        """The same memory, without autograd."""
+        detached: Any = super().detach()
+        self._detached[id(detached)] = detached
+        return detached  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """A parameter of no unit, laid out as this one."""
