@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sqlite3
@@ -88,10 +89,11 @@ class Reached:
             self._of_file[test.partition("::")[0]].append(test)
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """The tests that reach the statement of a mutant, the quickest first.
+        """The tests that reach the statement of a mutant, those first that are likely to tell within a short time.
 
-        One reached as a test is set up counts for all tests of its file: they may look at the same fixture. What runs
-        as a module is imported counts for all tests that reach the module.
+        These are quick ones, of files of tests that reach what few others reach of the same module. One reached as a
+        test is set up counts for all tests of its file: they may look at the same fixture. What runs as a module is
+        imported counts for all tests that reach the module.
         """
         contexts = self._data.contexts_by_lineno(mutant.file)
         first, last = mutant.statement
@@ -100,7 +102,22 @@ class Reached:
         for name in {name for line in lines for name in contexts.get(line, []) if name}:
             test, _, phase = name.rpartition(" ")
             found.update([test] if phase == "(call)" else self._of_file[test.partition("::")[0]])
-        return sorted(found & self._seconds.keys(), key=self.seconds)
+        nearness = self._nearness(mutant.file)
+
+        def sooner(test: str) -> float:
+            return self.seconds(test) / nearness[test.partition("::")[0]]
+
+        return sorted(found & self._seconds.keys(), key=sooner)
+
+    @functools.cache  # noqa: B019 -- one lives as long as the process
+    def _nearness(self, file: str) -> dict[str, float]:
+        """By file of tests: its share in the lines of a module that it reaches, added up."""
+        near: dict[str, float] = defaultdict(float)
+        for names in self._data.contexts_by_lineno(file).values():
+            files = {name.partition("::")[0] for name in names if name}
+            for each in files:
+                near[each] += 1 / len(files)
+        return near
 
     def seconds(self, test: str) -> float:
         """What the test took while it was measured."""
