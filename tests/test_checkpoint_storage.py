@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -251,6 +252,18 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     record = FileRecord(nbytes=len(data), crc32c=(google_crc32c.value(path.read_bytes()),))
     with pytest.raises(CheckpointError, match=r"f: 'a' and 'b' overlap at byte \d+"):
         _reader(path, record)
+
+
+def test_an_empty_tensor_overlaps_nothing(tmp_path: Path) -> None:
+    """Wherever its header says that it begins."""
+    path = tmp_path / "f"
+    _write(path, {"a": torch.arange(4.0), "empty": torch.empty(0, 4)})
+    data = path.read_bytes()
+    assert b"[0,0]" in data
+    path.write_bytes(data.replace(b"[0,0]", b"[4,4]"))
+    record = FileRecord(nbytes=len(data), crc32c=(google_crc32c.value(path.read_bytes()),))
+    with contextlib.closing(_reader(path, record)) as reader:
+        assert set(reader.tensors) == {"a", "empty"}
 
 
 def test_a_header_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

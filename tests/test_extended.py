@@ -7,7 +7,7 @@ import importlib
 import math
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,10 +34,11 @@ WIDTH, ROWS = 6, 5
 
 
 class Halved(torch.Tensor):
-    """Sends bfloat16. `asked` counts how often it was asked to."""
+    """Sends bfloat16. `asked` counts how often it was asked to, `made` is memory of what was made of it."""
 
     held: torch.Tensor
     asked = 0
+    made: ClassVar[list[torch.UntypedStorage]] = []
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> Halved:
@@ -70,6 +71,7 @@ class Halved(torch.Tensor):
             out.copy_(sent)
             return None
         made = sent.to(dtype)
+        Halved.made.append(made.untyped_storage())
         return made, (sent, made)
 
 
@@ -145,6 +147,7 @@ def assert_trains_as(model: Any, reference: nn.Module, steps: int = 3) -> None:
 
 def check_own_class(options: dict[str, Any]) -> None:
     Halved.asked = 0
+    Halved.made.clear()
     model = extend(stack())
     if options.pop("frozen", False):
         model[0].weight.requires_grad_(False)
@@ -157,6 +160,7 @@ def check_own_class(options: dict[str, Any]) -> None:
     gc.collect()
     assert original() is None, "the whole weight is still there"
     assert_trains_as(model, reference)
+    assert Halved.made and not any(storage.nbytes() for storage in Halved.made), "what was made beside is kept"
     at_first, per_step = 3, 6 if options.get("reshard_after_forward") is not False else 3
     if "mesh" not in options and model[0].weight.requires_grad:
         assert Halved.asked == at_first + 3 * per_step

@@ -87,6 +87,25 @@ def test_training_is_bitwise_the_same_everywhere(
         assert set(found.values()) == {0.0}, {key: value for key, value in found.items() if value}
 
 
+def bytes_per_element() -> dict[str, tuple[float, float]]:
+    found = {}
+    for name in ("optimizer state", "main weights", "everything"):
+        buckets = [bucket for unit in units_of(Case(BFLOAT16).model(POLICIES[name])) for bucket in unit.buckets]
+        numel = sum(bucket.layout.shard_numel for bucket in buckets)
+        found[name] = (
+            sum(bucket.copies_nbytes for bucket in buckets) / numel,
+            sum(bucket.host_nbytes for bucket in buckets) / numel,
+        )
+    return found
+
+
+def test_what_lasts_besides_main_weights_and_what_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16: what is gathered from is a copy where main weights are not, on the device or beside them."""
+    monkeypatch.setenv("FULLSHARD_COMM", "gloo")
+    expected = {"optimizer state": (0, 0), "main weights": (2, 4), "everything": (0, 6)}
+    assert run_ranks(bytes_per_element, 2) == [expected] * 2
+
+
 # -- main weights may change in any way ---------------------------------------------------------------------------
 
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import torch_private
-from fullshard.comm.stalls import STALLS
+from fullshard.comm.stalls import STALLS, Stalls
 from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core import patience
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.patience import seconds_to_wait, stall_seconds
-from fullshard.core.place import Whereabouts, read_place
+from fullshard.core.place import PLACE, Whereabouts, read_place
 from fullshard.engine import fully_shard
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
@@ -147,6 +147,23 @@ def wait_for_a_save() -> tuple[str, float]:
 def test_a_rank_that_saves_is_waited_for() -> None:
     (line, one), (_, other) = run_ranks(wait_for_a_save, 2)
     assert line == "" and one == other
+
+
+def leave_word() -> list[bool]:
+    """Whether there is a word of this rank in the store: at first, when it has not moved for long, when it has."""
+    stalls, store = Stalls(), torch_private.default_store()
+    found = []
+    for now in (0.0, 10.0, 11.0):
+        if now > 10:
+            PLACE.moves += 1
+        stalls._look(2.0, now)
+        found.append(store.check(["fullshard/place/0"]))
+    return found
+
+
+def test_a_word_is_taken_back_by_who_moves_again() -> None:
+    """Or others would be told where it was."""
+    assert run_ranks(leave_word, 1) == [[False, True, False]]
 
 
 def test_what_was_given_up_is_not_given_up_for_the_next_wait() -> None:

@@ -92,6 +92,8 @@ class Schedule:
         mesh.gather.pages.begin_training()
         self._stepped_since_forward = False
         self._depth = 0
+        # Of the last whole forward; empty until all ranks' were seen to be alike. Who gathers ahead in another order than
+        # others do would wait for ever.
         self._order: list[Unit] = []
         self._reduce_order: dict[Unit, int] = {}
         self._forward: list[Unit] = []
@@ -218,7 +220,7 @@ class Schedule:
         if unit.forward_prefetch is not None:
             for other in unit.forward_prefetch:
                 other.issue_unshard()
-        elif self.forward_prefetch and self.lockstep.is_order_verified:  # else each rank would wait for another gather
+        elif self.forward_prefetch:
             ahead = gathered_ahead(self._order, len(self._forward), unit)
             if ahead is not None:
                 ahead.issue_unshard()
