@@ -1,6 +1,7 @@
 """Changes critical code in a sample of places and runs, for each, the default tests that reach it.
 
-    python -m tests.mutants --measure            first: which tests reach which line (as long as the default tests)
+    python -m tests.mutants --measure [FILES]    first: which tests reach which line (as long as the default tests);
+                                                 with files of tests, only those, anew
     python -m tests.mutants [--count 300]        the sample, into the record and the page made from it
     python -m tests.mutants --deep               all tests for what has survived those of the first minutes
     python -m tests.mutants --only engine/unit   all of one file, printed only

@@ -43,13 +43,13 @@ def measure(arguments: list[str]) -> None:
     """Run the default tests once and note what each reaches. One that fails says nothing about mutants: it is left out.
 
     Args:
-        arguments: more arguments of pytest, such as files.
+        arguments: more arguments of pytest, such as files. What is known of other tests stays then.
 
     Raises:
         RuntimeError: pytest was ended, or found no tests.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for old in FOLDER.glob("reached*"):
+    for old in FOLDER.glob("reached.*" if arguments else "reached*"):
         old.unlink()
     settings = FOLDER / "coveragerc"
     settings.write_text(_SETTINGS.format(data=_DATA.resolve()))
@@ -59,6 +59,8 @@ def measure(arguments: list[str]) -> None:
     done = subprocess.run([*command, *arguments], env=environment, check=False)
     _drop_broken()
     recorder = coverage.Coverage(config_file=str(settings))
+    if arguments:
+        recorder.load()
     recorder.combine(data_paths=[str(FOLDER)])
     recorder.save()
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -105,7 +107,7 @@ class Reached:
         nearness = self._nearness(mutant.file)
 
         def sooner(test: str) -> float:
-            return self.seconds(test) / nearness[test.partition("::")[0]]
+            return self.seconds(test) / nearness[test.partition("::")[0]] ** 2
 
         return sorted(found & self._seconds.keys(), key=sooner)
 
@@ -135,4 +137,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Called by pytest at the end of each process; the one that deals the tests out has heard of all of them."""
     if not hasattr(session.config, "workerinput"):
         passed = {test: round(taken, 3) for test, taken in _TAKEN.items() if test not in _FAILED}
-        _SECONDS.write_text(json.dumps(passed))
+        known = json.loads(_SECONDS.read_text()) if _DATA.exists() else {}
+        _SECONDS.write_text(json.dumps(known | passed))
