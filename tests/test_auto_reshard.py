@@ -121,10 +121,13 @@ def test_what_is_free(tmp_path: Path) -> None:
     alone = auto_reshard.headroom_nbytes(cpu, ranks_on_host=1)
     assert 0 < alone < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert auto_reshard.headroom_nbytes(cpu, ranks_on_host=4) < alone / 3
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("900\n")
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 250\n")
-    assert 350 in auto_reshard._available_in_group(tmp_path)
+    root = tmp_path / "groups"
+    root.mkdir()
+    for limit, folder in ((1000, root), (910, tmp_path)):  # what lies above the groups is none
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("900\n")
+        (folder / "memory.stat").write_text("anon 5\ninactive_file 250\n")
+    assert auto_reshard._available_in_group(root) == [350]
 
 
 def check_ranks(comm: str) -> tuple[str, list[str]]:

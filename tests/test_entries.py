@@ -227,6 +227,21 @@ def test_lists_of_modules() -> None:
     run_ranks(lists, 2)
 
 
+def watched_parts() -> tuple[int, int, int]:
+    """How many hooks wait for a part of a unit that is called past it."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(inner)
+    alone = len(inner[0]._forward_pre_hooks)
+    outer = nn.Sequential(inner, nn.Linear(4, 4))
+    fully_shard(outer)
+    return alone, len(inner[0]._forward_pre_hooks), len(outer[1]._forward_pre_hooks)
+
+
+def test_parts_are_watched_in_the_outermost_unit() -> None:
+    """And no longer in one that was it before."""
+    assert run_ranks(watched_parts, 1) == [(1, 0, 1)]
+
+
 def test_torchscript_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(WrapError, match=r"1 \(Linear\) is TorchScript"):

@@ -129,6 +129,16 @@ def check_resume(directory: Path, library: str, name: str, tolerance: float) -> 
         assert float((value - saved[key]).abs().mean()) <= tolerance * float(saved[key].abs().mean()), key
 
 
+def test_codes_are_cut_anew_on_another_number_of_ranks(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(session, 2, "bitsandbytes", "AdamW8bit", (0, 2), None, str(first))
+    run_ranks(session, 3, "bitsandbytes", "AdamW8bit", (0, 0), str(first), str(second))
+    saved, kept = state_of(first), state_of(second)
+    assert saved.keys() == kept.keys()
+    for key, value in saved.items():
+        assert float((kept[key] - value).abs().mean()) <= 0.02 * float(value.abs().mean()), key
+
+
 @pytest.mark.full
 def test_paged_adamw_8bit(tmp_path: Path) -> None:
     check_resume(tmp_path, "bitsandbytes", "PagedAdamW8bit", 0.02)

@@ -344,7 +344,7 @@ class _Ledger:
             case EventKind.BACKWARD_END:
                 self._leave_backward()
             case EventKind.REDUCE_ISSUED:
-                return self._launch(unit, event.nbytes)
+                return self._launch(unit)
             case EventKind.REDUCE_DONE if self._steps_in_backward:
                 self._finish_one(unit)
             case EventKind.REDUCE_DONE:
@@ -441,7 +441,7 @@ class _Ledger:
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
-    def _launch(self, unit: UnitLayout, nbytes: int) -> list[dict[str, int]]:
+    def _launch(self, unit: UnitLayout) -> list[dict[str, int]]:
         moments = []
         if unit is self.root:
             self._leave_backward()
@@ -451,7 +451,7 @@ class _Ledger:
             moments = self._collect(unit)
         waiting = [g for g in self.launched if not g.is_shrunk]
         done = {id(g.bucket) for g in self.launched}
-        bucket = next(b for b in unit.trainable if b.reduce_nbytes == nbytes and id(b) not in done)
+        bucket = next(bucket for bucket in unit.trainable if id(bucket) not in done)  # they are launched in order
         shard_size = self.setting.layout.shard_size
         extra = bucket.reduced_nbytes * (shard_size - 1) if self.setting.route.receives_apart else 0
         self.now["reduce buffers"] += extra
