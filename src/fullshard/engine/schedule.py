@@ -92,8 +92,8 @@ class Schedule:
         mesh.gather.pages.begin_training()
         self._stepped_since_forward = False
         self._depth = 0
-        # Of the last whole forward; empty until all ranks' were seen to be alike. Who gathers ahead in another order than
-        # others do would wait for ever.
+        # Of the last whole forward; empty until all ranks' were seen to be alike. Who gathers ahead in another order
+        # than others do would wait for ever.
         self._order: list[Unit] = []
         self._reduce_order: dict[Unit, int] = {}
         self._forward: list[Unit] = []
