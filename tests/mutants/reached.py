@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 
 import coverage
@@ -91,25 +92,23 @@ class Reached:
             self._of_file[test.partition("::")[0]].append(test)
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """The tests that reach the statement of a mutant, those first that are likely to tell within a short time.
+        """The tests of all files that reach the statement of a mutant, those first that are likely to tell soon.
 
-        These are quick ones, of files of tests that reach what few others reach of the same module. One reached as a
-        test is set up counts for all tests of its file: they may look at the same fixture. What runs as a module is
-        imported counts for all tests that reach the module.
+        Whole files, because a fixture or a process may be made in one test and used in others. Files take turns: each
+        has time as it reaches what few others reach of the same module. What runs as a module is imported counts for
+        all that reach the module.
         """
         contexts = self._data.contexts_by_lineno(mutant.file)
         first, last = mutant.statement
         lines = contexts if mutant.at_import else range(first, last + 1)
-        found = set()
-        for name in {name for line in lines for name in contexts.get(line, []) if name}:
-            test, _, phase = name.rpartition(" ")
-            found.update([test] if phase == "(call)" else self._of_file[test.partition("::")[0]])
+        direct = {name.rpartition(" ")[0] for line in lines for name in contexts.get(line, []) if name}
         nearness = self._nearness(mutant.file)
-
-        def sooner(test: str) -> float:
-            return self.seconds(test) / nearness[test.partition("::")[0]] ** 2
-
-        return sorted(found & self._seconds.keys(), key=sooner)
+        when: dict[str, float] = {}
+        for file in {test.partition("::")[0] for test in direct}:
+            tests = sorted(self._of_file[file], key=lambda test: (test not in direct, self.seconds(test)))
+            for test, taken in zip(tests, accumulate(map(self.seconds, tests)), strict=True):
+                when[test] = taken / nearness[file] ** 2
+        return sorted(when, key=when.__getitem__)
 
     @functools.cache  # noqa: B019 -- one lives as long as the process
     def _nearness(self, file: str) -> dict[str, float]:
