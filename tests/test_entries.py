@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import register_fsdp_forward_method
 from fullshard.core.errors import WrapError
-from fullshard.engine import CPUOffloadPolicy, fully_shard
+from fullshard.core.events import Event, EventKind
+from fullshard.engine import CPUOffloadPolicy, ShardedParameter, fully_shard, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -107,6 +108,34 @@ def registered(strategy: str, method: str) -> None:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_registered_methods_unshard(strategy: str, method: str) -> None:
     run_ranks(registered, 2, strategy, method)
+
+
+def forwards_of_an_encoder() -> int:
+    """How often its unit ran forward: called, and entered by a method while it is whole for another reason."""
+    events: list[Event] = []
+    model: Any = build_sharded(Encoding, BLOCKS, events=events)
+    register_fsdp_forward_method(model.blocks[1], "encode")
+    model(batch(0, 0))
+    with unsharded(model):
+        model.blocks[1].encode(torch.ones(2, WIDTH, dtype=torch.float64))
+    return sum(event.kind is EventKind.FORWARD_BEGIN and event.unit == "blocks.1" for event in events)
+
+
+def test_a_method_after_a_forward_is_one_of_its_own() -> None:
+    assert run_ranks(forwards_of_an_encoder, 1) == [2]
+
+
+def whole_parameters() -> list[str]:
+    """While only the unit is whole that holds the parameters of the head itself."""
+    model: Any = build_sharded(Stack, BLOCKS)
+    model.head.register_parameter("later", nn.Parameter(torch.zeros(1)))  # of no unit
+    with unsharded(model.head, recurse=False):
+        return [name for name, p in model.named_parameters() if not isinstance(p, ShardedParameter)]
+
+
+def test_unsharding_may_leave_other_units_out() -> None:
+    own = ["embed.weight", "embed.bias", "head.weight", "head.bias", "head.later"]
+    assert run_ranks(whole_parameters, 1) == [own]
 
 
 def unregistered() -> None:

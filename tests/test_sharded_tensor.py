@@ -262,6 +262,19 @@ def test_what_data_was_before_is_kept() -> None:
     run_ranks(check_data, 2)
 
 
+def check_placed_as_it_is() -> None:
+    """Redistributed to where it is, it is a view, as torch's tensors are."""
+    weight = build_sharded(Stack, BLOCKS).embed.weight.data
+    same = weight.redistribute(placements=weight.placements)
+    assert isinstance(same, ShardedTensor)
+    weight.fill_(3.0)
+    assert torch.equal(same.local, weight.local) and bool((same.local == 3).all())
+
+
+def test_redistributed_to_where_it_is() -> None:
+    run_ranks(check_placed_as_it_is, 2)
+
+
 def check_views() -> None:
     """A view that is a copy follows no change, so it is an error to read it after one; a row is a view."""
     model: Any = build_sharded(Stack, BLOCKS)
