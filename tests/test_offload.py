@@ -128,6 +128,10 @@ def changed_outputs(name: str | None) -> list[torch.Tensor]:
     for parameter in model.parameters():
         parameter.data.add_(0.25)
     run()
+    torch.manual_seed(12)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    run()
     model.float().to("cpu")  # which changes nothing
     torch.manual_seed(11)
     model.load_state_dict(Model().state_dict())
