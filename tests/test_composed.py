@@ -98,8 +98,9 @@ class Coded(torch.Tensor):
 
 def model_of(*, coded: bool) -> Any:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(WIDTH, ROWS), nn.Tanh(), nn.Linear(ROWS, 4), nn.LayerNorm(4))
-    for layer in (model[0], model[2]):
+    plain = nn.LayerNorm(4), nn.Linear(4, 1)
+    model: Any = nn.Sequential(nn.Linear(WIDTH, ROWS), nn.Tanh(), nn.Linear(ROWS, 4), *plain, nn.Linear(1, 3))
+    for layer in (model[0], model[2], model[5]):  # the last one's rows are of one element
         layer.weight = nn.Parameter(Coded.of(layer.weight) if coded else Coded.of(layer.weight).plain())
     return model
 
@@ -120,7 +121,7 @@ def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:
 def rounds(model: Any) -> None:
     """What an optimizer's step does to a weight that is kept as codes."""
     with torch.no_grad():
-        for layer in (model[0], model[2]):
+        for layer in (model[0], model[2], model[5]):
             layer.weight.copy_(Coded.of(layer.weight).plain())
 
 

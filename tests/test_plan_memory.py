@@ -28,10 +28,13 @@ from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.shared_memory import MappedBuffer
 from fullshard.core.route import Route
 from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
+from fullshard.plan.evaluate import evaluate
+from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
-from fullshard.plan.memory import Memory, PlanSetting, memory_of
+from fullshard.plan.memory import Memory, PlanSetting, fragments_nbytes, memory_of
 from fullshard.plan.schedule import predict_step
+from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 from tests.distributed import run_ranks
 
 WIDTH, DEPTH, VOCAB = 320, 4, 500
@@ -296,3 +299,29 @@ def test_persistent_and_peak_bytes(name: str) -> None:
         print(f"{name}, rank {rank}: rest {rest} / {memory.persistent}, peak {most} / {peak} = {peak / most:.3f}")
         assert memory.persistent == pytest.approx(rest, rel=0.03)
         assert 0.97 * most <= peak <= 1.03 * most + spared
+
+
+def unit(name: str, role: str = "matrix") -> UnitShape:
+    parameters = ParameterShape(f"{name}.a", (64, 64), role=role), ParameterShape(f"{name}.b", (256, 8), "bfloat16")
+    return UnitShape(name, parameters if name else parameters[:1])
+
+
+@pytest.mark.parametrize("role", ["embedding", "head"])
+@pytest.mark.parametrize("values", [{}, {"step_in_backward": True}, {"accumulation": 2}])
+def test_what_comes_goes(values: dict[str, Any], role: str) -> None:
+    """Buckets of two dtypes, and a root whose gradient comes first or last."""
+    model = ModelShape("two", (unit("layers.0"), unit("layers.1"), unit("", role)), is_final=True)
+    plan = evaluate(model, Job.of({"precision": "no", **values}), parse_cluster("2xH100"))
+    timeline = plan.memory.timeline
+    assert all(nbytes >= 0 for moment in timeline for nbytes in moment.nbytes.values())
+    assert any(moment.nbytes.get("reduce buffers") for moment in timeline)
+    for name in ("gathered units", "logits", "activations", "reduce buffers"):
+        assert not timeline[-1].nbytes.get(name), name
+
+
+def test_what_the_allocator_cannot_use_is_needed_on_devices_of_their_own_memory() -> None:
+    model = ModelShape("one", (unit("layers.0"), unit("", "head")), is_final=True)
+    on_gpus, on_cpu = (evaluate(model, Job(), parse_cluster(devices)).memory for devices in ("2xH100", "2xCPU"))
+    come_and_gone = on_gpus.peak - on_gpus.persistent - on_gpus.phases["load"]["framework"]
+    assert on_gpus.needed == on_gpus.peak + fragments_nbytes(come_and_gone) > on_gpus.peak
+    assert on_cpu.needed == on_cpu.peak
