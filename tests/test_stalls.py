@@ -57,6 +57,20 @@ def test_what_a_process_did_last_outlasts_it(tmp_path: Path) -> None:
     assert len(read_place(tmp_path / "place")) == 512
 
 
+def test_how_long_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first of waits in one another to the end of it; what is not waited for does not count."""
+    place, now = Whereabouts(), iter((10.0, 13.0, 20.0, 24.5))
+    monkeypatch.setattr("fullshard.core.place.time.monotonic", lambda: next(now))
+    place.enter("a gather", 1)
+    place.enter("its last part", 1)
+    place.leave()
+    place.leave()
+    assert place.waited == 3.0
+    place.enter("a sum", 1)
+    place.leave()
+    assert place.waited == 7.5
+
+
 def until(condition: Any, seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -91,6 +91,18 @@ def scaled(model: Tied, tokens: torch.Tensor) -> None:
     model(tokens).square().mean().backward()
 
 
+def squared(model: Tied, tokens: torch.Tensor) -> None:
+    """Autograd's graph comes to the product on two ways."""
+    inner = model.head.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = inner(x)
+        return y * y
+
+    setattr(model.head, "forward", forward)  # noqa: B010 -- mypy
+    model(tokens).square().mean().backward()
+
+
 def changed_in_place(model: Tied, tokens: torch.Tensor) -> None:
     model(tokens).mul_(2).square().mean().backward()
 
@@ -131,8 +143,8 @@ def _leaves(node: torch.autograd.graph.Node | None) -> list[torch.Tensor]:
 
 
 STEPS: list[Step] = [
-    plain, without_head, without_embedding, twice, micro_batches, unreduced, checkpointed, scaled, changed_in_place,
-    looked_at, for_its_caller,
+    plain, without_head, without_embedding, twice, micro_batches, unreduced, checkpointed, scaled, squared,
+    changed_in_place, looked_at, for_its_caller,
 ]  # fmt: skip
 
 
