@@ -20,7 +20,7 @@ from fullshard.comm.cpu.two_level import TwoLevelCollectives
 from fullshard.comm.select import choices_for, collectives_for
 from fullshard.core.errors import LayoutError
 from fullshard.core.layout import BucketLayout, ParameterSpec
-from fullshard.core.matrices import Dealing, Matrix, NewtonSchulz, deal, matrices_in, matrix_shape
+from fullshard.core.matrices import Dealing, Eigenbases, Matrix, NewtonSchulz, deal, matrices_in, matrix_shape
 from fullshard.optim.newton_schulz import orthogonalized
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
@@ -191,3 +191,11 @@ def check_two_level() -> None:
 @pytest.mark.skipif(not are_possible(), reason="hosts are process namespaces, which this user may not make")
 def test_exchange_between_hosts() -> None:
     run_hosts(check_two_level, [2, 2])
+
+
+def test_a_side_of_the_largest_dim_still_has_a_factor() -> None:
+    """And what is made of it; one that is longer has none."""
+    eigenbases = Eigenbases(largest=4)
+    assert eigenbases.kept(4, 6) == 2 * 24 + 2 * 16
+    assert eigenbases.kept(5, 6) == 2 * 30
+    assert eigenbases.flops(4, 6) > eigenbases.flops(5, 5) == 0
