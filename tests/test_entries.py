@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import register_fsdp_forward_method
 from fullshard.core.errors import WrapError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import CPUOffloadPolicy, ShardedParameter, fully_shard, unsharded
+from fullshard.engine import CPUOffloadPolicy, ShardedParameter, describe, fully_shard, units_of, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -136,6 +136,20 @@ def whole_parameters() -> list[str]:
 def test_unsharding_may_leave_other_units_out() -> None:
     own = ["embed.weight", "embed.bias", "head.weight", "head.bias", "head.later"]
     assert run_ranks(whole_parameters, 1) == [own]
+
+
+def padding() -> tuple[float, float]:
+    """Its share as it is said, and as counted."""
+    model = build_sharded(Stack, BLOCKS)
+    numel = sum(p.numel() for p in model.parameters())
+    held = torch.tensor(sum(b.layout.shard_numel for unit in units_of(model) for b in unit.buckets))
+    dist.all_reduce(held)
+    return describe(model).padding, 1 - numel / int(held)
+
+
+def test_how_much_is_padding_is_said() -> None:
+    for said, counted in run_ranks(padding, 3):
+        assert said == pytest.approx(counted) > 0
 
 
 def unregistered() -> None:
