@@ -165,7 +165,7 @@ class _UseHook:
         if _is_looked_at(bucket, self._index):
             return None
         parameter = bucket.slots[self._index].parameter
-        inputs = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
+        inputs = {a.grad_fn for a in args if isinstance(a, torch.Tensor)}
         if not self._to_come:
             for node, _ in _givers(output.grad_fn, parameter, inputs)[:1]:
                 node.register_hook(self._wrap(self._leaving()))
@@ -378,7 +378,7 @@ class _Linear(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None
 
 
-def _givers(last: Node, parameter: nn.Parameter, stop: set[Node]) -> list[tuple[Node, int]]:
+def _givers(last: Node, parameter: nn.Parameter, stop: set[Node | None]) -> list[tuple[Node, int]]:
     """The nodes between `stop` and `last` that give a gradient of `parameter`, with its place among what they give."""
     found: list[tuple[Node, int]] = []
     left, seen = [last], {last}
