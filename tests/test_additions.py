@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 
 from fullshard.core.errors import FullshardError, LifecycleError
-from fullshard.engine import fully_shard, unsharded
+from fullshard.engine import fully_shard, shard_model, unsharded
 from tests.distributed import run_ranks
 from tests.trainers import build as build_transformer
 from tests.trainers import samples
@@ -184,6 +184,22 @@ def refuse(change: Change, message: str, has_run: bool) -> None:
 @pytest.mark.parametrize("change", REFUSED)
 def test_what_nobody_would_synchronise_is_refused(change: Change, has_run: bool) -> None:
     run_ranks(refuse, 2, change, REFUSED[change], has_run)
+
+
+def give_a_bias_late() -> None:
+    """To a layer that was made without one: neither the number of parameters nor any module is another."""
+    model = build(Stack)
+    inner: Any = model.get_submodule("blocks.1.up")
+    inner.register_parameter("gain", None)
+    shard_model(model, unit_modules=[model.get_submodule(name) for name in BLOCKS])
+    run_squared(model, 0, 0)
+    inner.gain = nn.Parameter(torch.ones(WIDTH).double())
+    with pytest.raises(LifecycleError, match=r"blocks\.1\.up\.gain, of shape \(6,\), was put into the model after"):
+        run_squared(model, 1, 0)
+
+
+def test_what_is_put_where_none_was_is_refused() -> None:
+    run_ranks(give_a_bias_late, 2)
 
 
 def wrapped(model: Any) -> None:
