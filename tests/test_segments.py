@@ -73,6 +73,13 @@ def reload(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+def fall_behind(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Neighbours whose step counts differ are loaded."""
+    if step == 0:
+        list(model.parameters())[1].grad = None
+    reload(step, model, optimizer)
+
+
 def replace_state(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
     """A script changes a state behind the optimizer's back."""
     if step == 2:
@@ -103,7 +110,20 @@ def scatter(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
         optimizer.add_param_group({"params": parameters[1::2], "lr": 1e-4})
 
 
-BETWEEN = (nothing, clip, drop_one, start_late, drop_all, replace_one, reload, replace_state, restart, regroup, scatter)
+BETWEEN = (
+    nothing,
+    clip,
+    drop_one,
+    start_late,
+    drop_all,
+    replace_one,
+    reload,
+    fall_behind,
+    replace_state,
+    restart,
+    regroup,
+    scatter,
+)
 
 
 def train(make: str, between: Between, how: str, *, accumulate: bool = False) -> tuple[list[Any], list[int]]:
