@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from fullshard.checkpoint import save_checkpoint
 from fullshard.comm.cpu.track import SharedTrack
 from fullshard.comm.host_pages import OutOfStep
+from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
 from fullshard.engine import shard_model
 from tests.distributed import run_ranks
@@ -194,3 +196,26 @@ def run_without_rates() -> list[float]:
 def test_learning_rates_that_are_none() -> None:
     one, other = run_ranks(run_without_rates, 2)
     assert one == other and len(set(one)) == 3
+
+
+def run_with_rates_in_tensors() -> str:
+    """Each rank has another learning rate from the second step on, in a tensor."""
+    model: Any = Net()
+    model = shard_model(model, unit_modules=list(model.layers))
+    rate = torch.tensor(0.125)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    for step in range(3):
+        try:
+            model(torch.ones(2, WIDTH), [0, 1]).square().mean().backward()
+        except CommunicationError as error:
+            return f"{step}: {error}"
+        optimizer.step()
+        optimizer.zero_grad()
+        rate.fill_(0.25 * (1 + rank_and_size()[0]))
+    return ""
+
+
+def test_learning_rates_in_tensors_are_compared() -> None:
+    expected = r"1: ranks disagree about step 2 .*rank 0 has \[learning rates \[0\.25\]\], rank 1 has .*\[0\.5\]"
+    for found in run_ranks(run_with_rates_in_tensors, 2):
+        assert re.match(expected, found), found
