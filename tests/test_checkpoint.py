@@ -111,6 +111,19 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
         assert torch.equal(full_state_dict(other)[name], tensor), name
 
 
+def test_state_is_read_into_the_memory_that_it_had(saved: Path) -> None:
+    """What is of another dtype is made anew, as it was saved."""
+    model, optimizer, scheduler = _job(seed=1)
+    _train(model, optimizer, scheduler, steps=1)
+    states = list(optimizer.state.values())
+    states[0]["exp_avg"] = states[0]["exp_avg"].half()
+    before = [state["exp_avg"].local.data_ptr() for state in states]
+    load_checkpoint(saved, model=model, optimizer=optimizer, scheduler=scheduler)
+    now = [state["exp_avg"].local for state in optimizer.state.values()]
+    assert [tensor.data_ptr() for tensor in now][1:] == before[1:]
+    assert now[0].dtype is torch.float32
+
+
 class Counting:
     """A further object with a state."""
 
