@@ -67,3 +67,8 @@ def test_no_more_is_read_than_whole_rows() -> None:
     out = torch.empty(8)
     read_across(note, out, shape=(100, 8), source=Tiling(0, 1), target=Tiling(1, 2), wanted=Interval(40, 48))
     assert read == [Interval(80, 96)]
+
+
+def test_what_is_in_one_part_is_flattened_as_if_it_were_not_cut() -> None:
+    assert Tiling(1, 1).is_row_by_row and Tiling(0, 2).is_row_by_row
+    assert not Tiling(1, 2).is_row_by_row and not Tiling(0, 2, groups=2).is_row_by_row
