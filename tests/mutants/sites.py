@@ -52,7 +52,7 @@ class Mutant:
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-    """All changes of a file, in order; none in annotations, texts of errors, docstrings and what only types need."""
+    """All changes of a file, in order; none in annotations, assertions, texts of errors and what only types need."""
     text = _Text(source)
     found = {
         Mutant(file, part.lineno, part.col_offset, place.function, text.of(part), new, place.statement, place.at_import)
@@ -104,7 +104,7 @@ def _nodes(tree: ast.AST, place: _Place) -> Iterator[tuple[ast.AST, _Place]]:
         for node in value if isinstance(value, list) else [value]:
             if not isinstance(node, ast.AST) or isinstance(node, _LEFT_ALONE) or _only_for_types(node):
                 continue
-            if getattr(node, "name", None) in ("__repr__", "__str__"):
+            if getattr(node, "name", None) in ("__repr__", "__str__") or getattr(node, "arg", None) == "strict":
                 continue
             inner = _inner(place, node)
             yield node, inner
