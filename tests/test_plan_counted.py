@@ -90,6 +90,15 @@ def test_a_process_of_its_own_counts_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.full
+def test_numbers_that_json_has_not(tmp_path: Path) -> None:
+    """As Transformers writes them: Bamba's largest time step is infinite."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "vocab_size": 100}
+    AutoConfig.for_model("bamba", **sizes).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert "__float__" in text
+    assert count(json.loads(text)).numel > 0
+
+
 def test_what_transformers_cannot_build_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="cannot build it"):

@@ -33,7 +33,7 @@ def count(values: Mapping[str, Any]) -> ModelShape:
     """
     import transformers
 
-    config = transformers.AutoConfig.for_model(**values)
+    config = transformers.AutoConfig.for_model(**as_numbers(values))
     with torch.device("meta"):
         model = _build(transformers, config)
     shape = model_shape(model)
@@ -52,6 +52,15 @@ def count(values: Mapping[str, Any]) -> ModelShape:
         tied=has_head and not heads,
         encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
     )
+
+
+def as_numbers(value: Any) -> Any:
+    """What a `config.json` says, with the floats that JSON has not: Transformers writes `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: as_numbers(item) for key, item in value.items()}
+    return [as_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 def _build(transformers: Any, config: Any) -> Any:

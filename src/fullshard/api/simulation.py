@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.api.counting import as_numbers
 from fullshard.api.planning import model_shape
 from fullshard.api.sharding import torch_dtype
 from fullshard.comm.mesh import Mesh
@@ -233,7 +234,7 @@ def transformers_model(values: dict[str, Any], *, attention: str = "sdpa") -> Ca
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
 
     def build() -> nn.Module:
-        config = transformers.AutoConfig.for_model(**values)
+        config = transformers.AutoConfig.for_model(**as_numbers(values))
         config.use_cache = False
         if not config.is_encoder_decoder:
             kind = transformers.AutoModelForCausalLM
