@@ -246,8 +246,8 @@ def check_data() -> None:
     for each in (model, plain):
         states, backups = each.state_dict(), [p.data for p in each.parameters()]
         detached = [p.detach() for p in each.parameters()]
-        for taken in detached:
-            taken.mul_(2)  # it is the same memory
+        for each_detached in detached:
+            each_detached.mul_(2)  # it is the same memory
         for p in each.parameters():
             p.data = p.data * 0.5
         for taken in (backups, detached):
@@ -264,7 +264,8 @@ def test_what_data_was_before_is_kept() -> None:
 
 def check_placed_as_it_is() -> None:
     """Redistributed to where it is, it is a view, as torch's tensors are."""
-    weight = build_sharded(Stack, BLOCKS).embed.weight.data
+    model: Any = build_sharded(Stack, BLOCKS)
+    weight = model.embed.weight.data
     same = weight.redistribute(placements=weight.placements)
     assert isinstance(same, ShardedTensor)
     weight.fill_(3.0)
