@@ -12,6 +12,7 @@ The first signal is only noted. The ranks learn of it at the end of the next bac
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -59,6 +60,8 @@ def listen() -> None:
         return
     for name in SIGNALS:
         signal.signal(signal.Signals[name], _hear)
+    atexit.unregister(_hear_no_more)
+    atexit.register(_hear_no_more)
     _tell_launcher("listening")
 
 
@@ -72,6 +75,13 @@ def _hear(number: int, frame: FrameType | None) -> None:
                 signal.signal(signal.Signals[name], signal.SIG_DFL)
     elif now - _heard[0] > _AGAIN_SECONDS:
         os._exit(128 + number)
+
+
+def _hear_no_more() -> None:
+    """What comes late is of the same request. The interpreter takes its handlers away as it ends, but leaves this."""
+    if STOPPING.is_agreed:
+        for name in SIGNALS:
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
 def _tell_launcher(what: str) -> None:
