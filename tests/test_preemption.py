@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -145,3 +147,24 @@ def test_a_trainer_saves_and_stops(tmp_path: Path) -> None:
         end_workers()
     assert (first, is_agreed) == (["checkpoint-2"], True)
     assert second == ["checkpoint-1", "checkpoint-2"]
+
+
+ENDING = """
+import atexit, os, signal
+from fullshard.core.stopping import STOPPING
+from fullshard.launch import preemption
+
+def late():  # runs after what is registered later
+    print(signal.getsignal(signal.SIGUSR2).name, flush=True)
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+atexit.register(late)
+preemption.listen()
+STOPPING.is_agreed = True
+"""
+
+
+def test_a_signal_that_comes_while_the_process_ends_is_of_the_same_request() -> None:
+    """The interpreter takes handlers away as it ends, but none that says that a signal is to be ignored."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["SIG_IGN"]), done.stderr
