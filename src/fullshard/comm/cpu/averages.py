@@ -8,7 +8,7 @@ import torch
 
 from fullshard.comm.base import Watch
 
-_BLOCK_NBYTES = 256 * 1024
+_BLOCK_NBYTES = 512 * 1024
 """Of a sum that is made in one go: short enough that it is still in the cache when it is divided and looked at."""
 
 
