@@ -47,7 +47,7 @@ def train(
 
         kind = devices.kind_of(kind)
     count = _default_nproc(kind) if nproc is None else nproc
-    if count == 1:
+    if count == 1 and not arguments.max_restarts:
         _take_part(arguments)
     else:
         sys.exit(_launch(arguments, count, kind))
@@ -72,6 +72,7 @@ def _launch(arguments: TrainArguments, nproc: int, kind: str) -> int:
             device=kind,
             max_restarts=arguments.max_restarts,
             grace_period=arguments.grace_period,
+            warm_spares=arguments.warm_spares,
         )
 
 

@@ -64,10 +64,12 @@ OVERRIDDEN: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": frozenset(
         {"_exit_barrier", "_monitor_workers", "_restart_workers", "_shutdown", "_start_workers", "_stop_workers"}
     ),
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler": frozenset({"_popen"}),
 }
 """Methods that torch calls and that a class of fullshard's has in their place: `FSDPModule`, by which moving, casting
 and replicating a sharded model is refused, and whatever asks for the state of torch's engine; and the launcher's agent,
-which ends workers in time. Were they renamed, nothing would call them any more. Since 2.0."""
+which ends workers in time; and its workers' handler, which takes processes that wait. Were they renamed, nothing would
+call them any more. Since 2.0."""
 
 # -- autograd ---------------------------------------------------------------------------------------------------
 

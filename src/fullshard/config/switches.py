@@ -101,6 +101,7 @@ HANDED_OVER = (
     RESTARTS,
     Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
+    Switch("FULLSHARD_WARM_SPARES", "the launcher has processes wait with a rank's imports done"),
 )
 SWITCHES = {switch.name: switch for switch in (COMM, GRADIENTS, HEAP, OFFLOAD, OPTIMIZER, TIMEOUT, TOKEN, *HANDED_OVER)}
 """All of them, by name; those that the launcher sets come last."""

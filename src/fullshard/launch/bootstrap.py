@@ -35,6 +35,12 @@ STEP_IN_BACKWARD = "FULLSHARD_STEP_IN_BACKWARD"
 MAX_LOST_STEPS = "FULLSHARD_MAX_LOST_STEPS"
 """Set by the command line if these are asked for."""
 
+WARM_SPARES = "FULLSHARD_WARM_SPARES"
+"""Set by the launcher if it has processes wait with their imports done (`launch.spares`)."""
+
+IMPORTS = "imports"
+"""How a file begins in which a process leaves what it has imported."""
+
 STACK_SIGNAL = 40
 """A signal of those that nobody else uses (real-time signals of Linux): leave the stack of every thread."""
 
@@ -43,6 +49,9 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 EXIT_SECONDS = 10
 """How long a failed process may spend in exit handlers; its threads may wait for ranks that are gone."""
+
+_LOOK_SECONDS = 0.5
+"""Between two looks whether a step is over."""
 
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -82,6 +91,38 @@ def leave_stacks() -> None:
 _kept: list[TextIO] = []
 
 
+def leave_imports() -> None:
+    """Once a step is over, leave what this process has imported where the launcher looks for it, if that wants it."""
+    directory = os.environ.get(PREEMPTION_DIR)
+    if WARM_SPARES not in os.environ or directory is None:
+        return
+    import threading
+
+    threading.Thread(target=_leave_imports, args=(directory,), name="fullshard-imports", daemon=True).start()
+
+
+def _leave_imports(directory: str) -> None:
+    import contextlib
+    import json
+    import sysconfig
+    import time
+
+    while not ((place := sys.modules.get("fullshard.core.place")) and place.PLACE.slowest):
+        time.sleep(_LOOK_SECONDS)
+    # What the script brings along may have changed until it runs again, and may do things when it is imported.
+    installed = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    names = []
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+        if origin.startswith(installed) or name.partition(".")[0] == "fullshard":
+            names.append(name)
+    path = os.path.join(directory, f"{IMPORTS}-{os.getpid()}")
+    with contextlib.suppress(OSError):  # of a job that is over
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump({"modules": names, "environment": dict(os.environ)}, file)
+        os.rename(f"{path}.part", path)
+
+
 def write_report(message: str, callstack: str) -> bool:
     """Leave the report of a failure where the launcher looks for it, in torchelastic's form; False if it cannot."""
     path = os.environ.get(ERROR_FILE)
@@ -107,16 +148,17 @@ def main() -> None:
     if kind == "program":
         _become(target, arguments)
     leave_stacks()
+    leave_imports()
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(target)) if kind == "script" else os.getcwd()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)  # or the lines of ranks that write into a pipe come late
-    sys.meta_path.insert(0, _ShardTrainers())
+    watch_for_trainers()
     atexit.register(leave_process_group)  # first registered, so it runs after the script's own
     try:
-        _run_module(target) if kind == "module" else _run_script(target)
+        run_module(target) if kind == "module" else _run_script(target)
     except SystemExit as end:
         if end.code in (None, 0):
             _say_if_nothing_was_sharded()
@@ -164,6 +206,11 @@ def _gloo_threads() -> list[str]:
             if name.endswith("pt_gloo_runloop"):
                 found.append(" ".join(line for line in lines if line.startswith("State") or "ctxt_switches" in line))
     return found
+
+
+def watch_for_trainers() -> None:
+    """Have the Trainer of Transformers work on fullshard's engine when the script imports it."""
+    sys.meta_path.insert(0, _ShardTrainers())
 
 
 class _ShardTrainers:
@@ -216,7 +263,8 @@ def _run_script(target: str) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 
-def _run_module(name: str) -> None:
+def run_module(name: str) -> None:
+    """Run a module as `python -m` does."""
     import runpy
 
     _fresh_main()

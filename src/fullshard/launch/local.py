@@ -31,7 +31,7 @@ from fullshard.config.switches import ELASTIC, RESTARTS, TOKEN
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.place import read_place
-from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
+from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR, WARM_SPARES
 from fullshard.launch.copies import copies_directory
 from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause, what_others_said
 from fullshard.launch.journal import told_by_processes
@@ -43,6 +43,7 @@ from fullshard.launch.processes import adopt_orphans, descendants, end_descendan
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
 from fullshard.launch.rendezvous_server import LAST_CALL_SECONDS, RendezvousClient, RendezvousServer, RootCause
 from fullshard.launch.scene import Scene, is_of_a_hang
+from fullshard.launch.spares import Spares
 from fullshard.launch.streams import STREAMS, StreamPlan
 from fullshard.launch.tpu import prepare_host
 
@@ -96,6 +97,7 @@ class LaunchJob:
         max_restarts: how often all workers of the job are started again.
         monitor_interval: seconds between two looks at the workers.
         grace_period: seconds that workers who listen to signals (`launch.preemption`) have to save and end.
+        warm_spares: whether processes wait with their imports done to take the place of workers.
     """
 
     command: tuple[str, ...]
@@ -108,6 +110,13 @@ class LaunchJob:
     max_restarts: int = 0
     monitor_interval: float = 0.1
     grace_period: float = 30.0
+    warm_spares: bool = False
+
+    def __post_init__(self) -> None:
+        if self.warm_spares and not self.max_restarts and self.hosts.least is None:
+            raise ConfigError(
+                "warm_spares: no process would be started again", hint="add --max_restarts N, or --nnodes MIN:MAX"
+            )
 
 
 def launch_local(
@@ -118,6 +127,7 @@ def launch_local(
     device: str = "auto",
     max_restarts: int = 0,
     grace_period: float = 30.0,
+    warm_spares: bool = False,
 ) -> int:
     """Run `python -m module arguments...` in `nproc` processes on this host until all end or one fails.
 
@@ -128,6 +138,7 @@ def launch_local(
         device: what they compute on, if that wants something set before they start.
         max_restarts: how often all of them are started again after one failed.
         grace_period: see `LaunchJob`.
+        warm_spares: see there.
 
     Returns:
         The exit code; see `run_job`.
@@ -146,6 +157,7 @@ def launch_local(
             variables=variables,
             max_restarts=max_restarts,
             grace_period=grace_period,
+            warm_spares=warm_spares,
         )
     )
 
@@ -200,6 +212,7 @@ class Agent(LocalElasticAgent):
         self._job, self._logs, self._preemption = job, logs, preemption
         self._asked: list[tuple[signal.Signals, float]] = []  # to end, until when
         self._scene = Scene(preemption)
+        self._spares = Spares()
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
@@ -252,6 +265,7 @@ class Agent(LocalElasticAgent):
                 self._client.failed = result.state is not WorkerState.SUCCEEDED
             return result
         finally:
+            self._spares.end()
             self._handler.shutdown()
 
     def outcome(self, result: RunResult) -> int:
@@ -335,8 +349,11 @@ class Agent(LocalElasticAgent):
             self._membership.begin()
             least, most = self._job.hosts.least or 0, self._job.hosts.count
             own[ELASTIC.name] = f"{least * self._job.nproc}:{most * self._job.nproc}"
+        if self._job.warm_spares:
+            own[WARM_SPARES] = "1"
         self._logs.variables = {**self._job.variables, **own}
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        with self._spares.taken_first():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         self._groups |= set(pids.values())
         context = torch_private.worker_context(self)
         close = context.close
@@ -385,6 +402,8 @@ class Agent(LocalElasticAgent):
             say(f"the grace period of {self._job.grace_period:g} s is over; the last checkpoint is from before")
             raise SignalException(f"signal {number}", sigval=number)
         result: RunResult = super()._monitor_workers(worker_group)
+        if self._job.warm_spares and result.state is WorkerState.HEALTHY:
+            self._spares.look(self._preemption, torch_private.worker_context(self).pids())
         self._failures = result.failures
         client = self._client
         if client is None:
@@ -435,7 +454,7 @@ class Agent(LocalElasticAgent):
             if workers is not None:
                 workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
             super()._shutdown(death_sig)  # what else it has started; before 2.13 it gives workers half a minute
-            end_descendants(self._groups, spared=self._elsewhere)
+            end_descendants(self._groups, spared=self._elsewhere | self._spares.pids)
             self._close_files()
             self._logs.drain()
 

@@ -16,7 +16,9 @@ from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.recipes.tokenizer import transformers
 
 
-def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) -> tuple[nn.Module, str]:
+def build_model(
+    source: str | None, *, tokenizer: Any, seq_len: int, seed: int, is_loaded_later: bool = False
+) -> tuple[nn.Module, str]:
     """The model in fp32, the same on every rank, and where its weights come from: files are read when it is sharded.
 
     Args:
@@ -24,6 +26,7 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
         tokenizer: its size and its end-of-text token must fit the model.
         seq_len: must fit the model's positions.
         seed: fixes random weights, on any number of ranks alike.
+        is_loaded_later: no random weights are made, which takes long; what they are instead is undefined.
 
     Raises:
         CheckpointError: weights of a format that is not read.
@@ -39,7 +42,11 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
         return loaded, f"weights from {source}"
     torch.manual_seed(seed)
     with _own_errors(f"{source!r} is not a causal language model"):
-        model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with _no_random_weights() if is_loaded_later else contextlib.nullcontext():
+            model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if is_loaded_later:
+            model.tie_weights()
+            return model, "weights of the run so far"
     return model, f"random weights of seed {seed}"
 
 
@@ -71,6 +78,15 @@ def read_config(source: str) -> Any:
     hint = "--model takes a config.json, a Hugging Face directory or a hub name"
     with _own_errors(f"cannot read the configuration of a model from {source!r}", hint):
         return transformers().AutoConfig.from_pretrained(source)
+
+
+def _no_random_weights() -> contextlib.AbstractContextManager[None]:
+    """Within it Transformers makes models whose weights are whatever was in memory, and ties none."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # before Transformers 5
+        from transformers.modeling_utils import no_init_weights
+    return no_init_weights()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, NonFiniteError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
+from fullshard.launch.environment import is_started_again
 from fullshard.launch.journal import record_events
 from fullshard.launch.preemption import listening, should_stop
 from fullshard.launch.worker import run_worker
@@ -79,11 +80,15 @@ def train(arguments: TrainArguments) -> None:
         held.callback(JOURNAL.close)
         data = prepare_data(arguments, environment)
         console.say(f"data: {data.description}")
-        trainer = _make_trainer(arguments, data, accelerator, console)
         copies = None
         if arguments.max_lost_steps is not None:
             copies = held.enter_context(MemoryCopies(arguments.max_lost_steps, say=console.say))
+        is_loaded = bool(checkpoints) or (copies is not None and is_started_again())
+        trainer = _make_trainer(arguments, data, accelerator, console, is_loaded=is_loaded)
         first_step = _go_on(checkpoints, copies, trainer, arguments, data, console)
+        if is_loaded and not first_step:  # it was started again before there was a copy
+            accelerator.free_memory()
+            trainer = _make_trainer(arguments, data, accelerator, console)
         run_on_main(environment, lambda: console.open(accelerator, arguments))
         held.callback(accelerator.finish_trackers)
         with listening():
@@ -214,11 +219,22 @@ def _resume_line(arguments: TrainArguments, checkpoint: Location | None, first_s
     return f"resume: no complete checkpoint in {arguments.checkpoints}, starting at step 1"
 
 
-def _make_trainer(arguments: TrainArguments, data: TrainingData, accelerator: Accelerator, console: Console) -> Trainer:
-    """The sharded model with its optimizer."""
+def _make_trainer(
+    arguments: TrainArguments,
+    data: TrainingData,
+    accelerator: Accelerator,
+    console: Console,
+    *,
+    is_loaded: bool = False,
+) -> Trainer:
+    """The sharded model with its optimizer; with `is_loaded` its weights are loaded afterwards."""
     before = memory_nbytes(accelerator.device)
     model, origin = build_model(
-        arguments.model, tokenizer=data.tokenizer, seq_len=arguments.seq_len, seed=arguments.seed
+        arguments.model,
+        tokenizer=data.tokenizer,
+        seq_len=arguments.seq_len,
+        seed=arguments.seed,
+        is_loaded_later=is_loaded,
     )
     model.train()
     console.say(f"model: {type(model).__name__}, {origin}")

@@ -1,0 +1,67 @@
+"""A process that waits, with a rank's imports done, until it is to be one.
+
+    python -m fullshard.launch.spare DESCRIPTOR
+
+What it imports comes through standard input; what it becomes, through the socket with that descriptor, from
+`launch.spares`. It is started in the environment in which the rank has imported the same, and has that of a new
+process from when it becomes one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from fullshard.launch import bootstrap
+
+HEADER_NBYTES = 8
+"""Of the length of an order, big-endian; the descriptors of the three standard streams come with it."""
+
+
+def main() -> None:
+    """Import, wait, and run what a rank runs."""
+    bootstrap.die_with_launcher()
+    bootstrap.watch_for_trainers()
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working directory, where something may be called as a package is
+    for name in json.load(sys.stdin):
+        with contextlib.suppress(Exception, SystemExit):  # whoever needs it imports it again, and hears why it failed
+            import_module(name)
+    arguments = _wait(int(sys.argv[1]))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream.isatty() or stream is sys.stderr)  # type: ignore[union-attr]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        bootstrap.run_module(arguments[1])
+    else:
+        sys.argv[:] = arguments
+        bootstrap.main()
+
+
+def _wait(descriptor: int) -> list[str]:
+    """The arguments of the process it is to be, whose environment and streams it has then."""
+    with socket.socket(fileno=descriptor) as launcher:
+        with contextlib.suppress(BrokenPipeError):  # the launcher has said everything already, and gone on
+            launcher.sendall(b".")
+        header, streams, _, _ = socket.recv_fds(launcher, HEADER_NBYTES, 3)
+        if len(header) < HEADER_NBYTES:
+            sys.exit()  # the launcher has ended
+        with launcher.makefile("rb") as file:
+            order = json.loads(file.read(int.from_bytes(header, "big")))
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    return list(order["arguments"])
+
+
+if __name__ == "__main__":
+    main()

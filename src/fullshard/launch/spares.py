@@ -1,0 +1,141 @@
+"""Processes that wait with their imports done, to take the place of ranks that are started again.
+
+Once a rank has made a step it leaves what it has imported by then (`launch.bootstrap`), and a spare process of this
+host imports the same, one after the other, so that training does not feel it. When ranks are started again, the spare
+ones are given arguments, environment and standard streams of the new ranks, and are those from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.elastic.multiprocessing import api as elastic
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from fullshard.comm import torch_private
+from fullshard.launch import bootstrap
+from fullshard.launch.spare import HEADER_NBYTES
+from fullshard.launch.streams import STREAMS
+
+_SECONDS = 5.0
+"""How long a spare process may take to read what it is to be; one that still imports reads afterwards."""
+
+
+@dataclass(slots=True)
+class _Spare:
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    is_ready: bool = False
+
+
+class Spares:
+    """Those of one host, by local rank."""
+
+    def __init__(self) -> None:
+        self._spares: dict[int, _Spare] = {}
+
+    @property
+    def pids(self) -> set[int]:
+        """Processes that wait."""
+        return {spare.process.pid for spare in self._spares.values()}
+
+    def look(self, directory: Path, ranks: Mapping[int, int]) -> None:
+        """Start the next one, if it is known what it imports and those before it have done that.
+
+        Args:
+            directory: where ranks leave what they have imported.
+            ranks: the process of each local rank.
+        """
+        for spare in self._spares.values():
+            if not spare.is_ready:
+                try:
+                    spare.socket.recv(1, socket.MSG_DONTWAIT)  # nothing at all if it has ended: not waited for either
+                except BlockingIOError:
+                    return
+                spare.is_ready = True
+        for local_rank, pid in ranks.items():
+            listing = directory / f"{bootstrap.IMPORTS}-{pid}"
+            if local_rank not in self._spares and listing.exists():
+                self._spares[local_rank] = _start(json.loads(listing.read_text(encoding="utf-8")))
+                return
+
+    @contextlib.contextmanager
+    def taken_first(self) -> Iterator[None]:
+        """Within it torchelastic's workers are those that wait, and new processes where there is none."""
+        spares = self
+
+        class Handler(SubprocessHandler):
+            def _popen(self, args: Any, env: dict[str, str]) -> Any:
+                streams = [torch_private.stream_of(self, name) for name in STREAMS]
+                return spares.take(self.local_rank_id, args, env, streams) or super()._popen(args, env)
+
+        torchs = elastic.get_subprocess_handler
+        vars(elastic)["get_subprocess_handler"] = Handler
+        try:
+            yield
+        finally:
+            vars(elastic)["get_subprocess_handler"] = torchs
+
+    def take(
+        self, local_rank: int, command: Sequence[str], environment: Mapping[str, str], streams: Sequence[IO[str] | None]
+    ) -> subprocess.Popen[bytes] | None:
+        """The spare of a rank, which from now on is that rank; None if there is none that could be.
+
+        Args:
+            local_rank: see above.
+            command: of the rank.
+            environment: all of it.
+            streams: its standard output and standard error; None is this process's own.
+        """
+        spare = self._spares.pop(local_rank, None)
+        if spare is None:
+            return None
+        descriptors = [0, *(number if file is None else file.fileno() for number, file in enumerate(streams, start=1))]
+        order = json.dumps({"arguments": list(command[1:]), "environment": dict(environment)}).encode()
+        if command[0] == sys.executable and command[1] in ("-m", bootstrap.__file__):
+            with contextlib.suppress(OSError), spare.socket:  # it has ended, or there is no standard input
+                spare.socket.settimeout(_SECONDS)
+                socket.send_fds(spare.socket, [len(order).to_bytes(HEADER_NBYTES, "big")], descriptors)
+                spare.socket.sendall(order)
+                return spare.process
+        _end([spare])
+        return None
+
+    def end(self) -> None:
+        """End those that wait."""
+        _end(self._spares.values())
+        self._spares.clear()
+
+
+def _start(imported: Mapping[str, Any]) -> _Spare:
+    ours, theirs = socket.socketpair()
+    with theirs, tempfile.TemporaryFile() as listing:
+        listing.write(json.dumps(imported["modules"]).encode())
+        listing.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fullshard.launch.spare", str(theirs.fileno())],
+            env=imported["environment"],
+            stdin=listing,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return _Spare(process, ours)
+
+
+def _end(spares: Collection[_Spare]) -> None:
+    for spare in spares:
+        spare.process.kill()
+    for spare in spares:
+        spare.process.wait()
+        spare.socket.close()

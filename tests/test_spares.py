@@ -1,0 +1,190 @@
+"""Processes that wait with their imports done take the place of ranks that are started again, and are as new ones.
+
+pytest tests/test_spares.py
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.core.errors import ConfigError
+from fullshard.launch import bootstrap
+from fullshard.launch.local import Hosts, LaunchJob
+from fullshard.launch.processes import descendants
+from fullshard.launch.spares import Spares
+from tests.launching import LAUNCH, environment, launch, started, wait_until
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+
+command, place = Path("/proc/self/cmdline").read_text(), Path(os.environ["FULLSHARD_PREEMPTION_DIR"])
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+begin = time.monotonic()
+os.environ["SET_BY_THE_SCRIPT"] = "yes"
+import torch
+TRAINER
+from fullshard import fully_shard
+from fullshard.launch import init_process_group_from_environment
+import own  # beside the script
+
+main = sys.modules["__main__"]
+found = {
+    "spare": "fullshard.launch.spare" in command, "argv": sys.argv, "path": sys.path, "name": __name__,
+    "file": __file__, "spec": __spec__ and __spec__.name, "package": __package__, "same": vars(main) is globals(),
+    "trainer": "Trainer" in globals() and Trainer.__mro__[1].__module__,
+    "environment": dict(os.environ), "imports": time.monotonic() - begin,
+    "stdin": os.fstat(0).st_ino, "own": own.VALUE,
+}
+Path(sys.argv[1], f"{attempt}-{rank}.json").write_text(json.dumps(found))
+print(f"rank {rank} speaks, attempt {attempt}", flush=True)
+environment = init_process_group_from_environment(torch.device("cpu"))
+model = torch.nn.Linear(4, 4)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def spares():
+    here = [Path("/proc", p, "cmdline") for p in os.listdir("/proc") if p.isdigit()]
+    ours = [p for p in here if p.exists() and f"\\nPPid:\\t{os.getppid()}\\n" in (p.parent / "status").read_text()]
+    return sum("fullshard.launch.spare" in p.read_text() for p in ours)
+
+for step in range(2000):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.05)
+    if rank == "0" and attempt == 0 and spares() == 2:
+        time.sleep(2)  # the second is importing, or has done so
+        Path(sys.argv[1], "own.py").write_text("VALUE = 2")
+        os.kill(os.getpid(), 9)
+    if attempt == 1 and step == 3 and rank == "1":
+        raise ValueError("on purpose")
+    if attempt == 2:
+        break
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", pytest.param("module", marks=pytest.mark.full)])
+def test_it_is_as_a_new_process(tmp_path: Path, kind: str) -> None:
+    """Names, arguments, search path, environment, streams, errors, Trainer's class; the script is read anew."""
+    trainer = "" if kind == "script" else "from transformers import Trainer"
+    (tmp_path / "train_it.py").write_text(SCRIPT.replace("TRAINER", trainer))
+    (tmp_path / "own.py").write_text("VALUE = 1")
+    target = ["train_it.py"] if kind == "script" else ["-m", "train_it"]
+    flags = ["--cpu", "--num_processes", "2", "--max_restarts", "2", "--warm_spares"]
+    done = launch(*flags, *target, str(tmp_path), "--a flag", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = {
+        (attempt, rank): json.loads((tmp_path / f"{attempt}-{rank}.json").read_text())
+        for attempt in range(3)
+        for rank in range(2)
+    }
+    for rank in range(2):
+        cold, warm = ranks[0, rank], ranks[1, rank]
+        assert (cold.pop("spare"), warm.pop("spare")) == (False, True), done.stderr
+        assert warm.pop("imports") < cold.pop("imports") / 4
+        assert (cold.pop("own"), warm.pop("own")) == (1, 2)
+        before, now = cold.pop("environment"), warm.pop("environment")
+        assert {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)} <= {
+            "TORCHELASTIC_RESTART_COUNT",
+            "TORCHELASTIC_ERROR_FILE",
+            "FULLSHARD_RESTARTS",
+            "MASTER_PORT",
+            "TORCHINDUCTOR_CACHE_DIR",  # which torch sets when it is imported, to its default
+        }
+        assert warm == cold
+        assert not trainer or cold["trainer"].startswith("fullshard")
+        assert f"rank {rank} speaks, attempt 1" in done.stdout
+    assert "[rank 1] rank 1 speaks, attempt 1" in done.stdout
+    report = done.stderr[done.stderr.index("failed with exit code 1") :]
+    assert report.index("Traceback") < report.index("train_it.py") < report.index("ValueError: on purpose")
+    assert "launch/" not in report[: report.index("ValueError")], "only the script's own lines"
+
+
+def test_nothing_is_left_of_it(tmp_path: Path) -> None:
+    """Neither after the end, nor when the launcher is killed."""
+    script = SCRIPT.replace("TRAINER", "").replace("os.kill(os.getpid(), 9)", "(Path('there')).touch()")
+    (tmp_path / "train_it.py").write_text(script)
+    (tmp_path / "own.py").write_text("VALUE = 1")
+    flags = ["--cpu", "--num_processes", "2", "--max_restarts", "1", "--warm_spares"]
+    with started(*LAUNCH, *flags, "train_it.py", str(tmp_path), cwd=tmp_path) as process:
+        wait_until((tmp_path / "there").exists, 100, "spares")
+        spares = [pid for pid in descendants() if "launch.spare" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(spares) == 2
+        process.kill()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in spares), 10, "their end")
+
+
+@pytest.fixture
+def spares() -> Iterator[Spares]:
+    made = Spares()
+    yield made
+    made.end()
+    assert not made.pids
+
+
+def _leave(directory: Path, *modules: str, pid: int = 1) -> None:
+    left = {"modules": modules, "environment": {**environment(), "WHILE_IT_IMPORTS": "1"}}
+    (directory / f"{bootstrap.IMPORTS}-{pid}").write_text(json.dumps(left))
+
+
+def test_one_that_still_imports_is_taken(spares: Spares, tmp_path: Path) -> None:
+    text = "import os, sys; print(sys.argv, 'WHILE_IT_IMPORTS' in os.environ); sys.exit(3)"
+    (tmp_path / "it.py").write_text(text)
+    _leave(tmp_path, "no_such_module", "json.decoder")
+    spares.look(tmp_path, {0: 1})
+    (pid,) = spares.pids
+    command = [sys.executable, bootstrap.__file__, "script", str(tmp_path / "it.py"), "a b"]
+    with (tmp_path / "out").open("w") as out:
+        process: Any = spares.take(0, command, environment(), (out, None))
+    assert process.pid == pid and process.wait(30) == 3
+    assert (tmp_path / "out").read_text() == f"[{str(tmp_path / 'it.py')!r}, 'a b'] False\n"
+    assert spares.take(0, command, environment(), (None, None)) is None
+
+
+def _has_ended(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_they_come_one_after_the_other(spares: Spares, tmp_path: Path) -> None:
+    for rank in range(2):
+        _leave(tmp_path, "json", pid=rank)
+    spares.look(tmp_path, {0: 0, 1: 1, 2: 2})
+    assert len(spares.pids) == 1
+    spares.look(tmp_path, {0: 0, 1: 1, 2: 2})
+    assert len(spares.pids) == 1, "the first has only begun"
+    end = time.monotonic() + 30
+    while len(spares.pids) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+        spares.look(tmp_path, {0: 0, 1: 1, 2: 2})
+    assert len(spares.pids) == 2, "the third has left nothing"
+
+
+def test_what_cannot_be_taken_is_ended(spares: Spares, tmp_path: Path) -> None:
+    """Another program, and one that has ended."""
+    python = [sys.executable, "-m", "json"]
+    for command, is_killed in ((["numactl", *python], False), ([sys.executable, "it.py"], False), (python, True)):
+        _leave(tmp_path, "json")
+        spares.look(tmp_path, {0: 1})
+        (pid,) = spares.pids
+        if is_killed:
+            os.kill(pid, 9)
+            wait_until(functools.partial(_has_ended, pid), 10, "its end")
+        assert spares.take(0, command, environment(), (None, None)) is None
+        assert not Path(f"/proc/{pid}").exists() and not spares.pids
+
+
+def test_without_restarts_there_is_no_use_for_them() -> None:
+    with pytest.raises(ConfigError, match="no process would be started again"):
+        LaunchJob(("python",), 2, warm_spares=True)
+    LaunchJob(("python",), 2, warm_spares=True, max_restarts=1)
+    LaunchJob(("python",), 2, Hosts(count=2, least=1), warm_spares=True)
