@@ -81,8 +81,8 @@ def recover(kill: str, arguments: argparse.Namespace, *, has_spares: bool) -> di
             else:
                 os.kill(ranks[0], signal.SIGKILL)
             wait_until(lambda: any(e["kind"] == "load" and when(e) > now for e in read_journal(output)), 200, "a load")
-            loaded = steps_done(output)
-            wait_until(lambda: steps_done(output) > loaded, 100, "a step")
+            # Metrics of steps that are made again are taken away only then; what is printed has an order.
+            wait_until(lambda: is_going_on(directory / "said"), 100, "a step")
             end = time.time()
         events = [event for event in read_journal(output) if when(event) > now]
         first_of = {event["kind"]: when(event) for event in reversed(events)}
@@ -109,6 +109,12 @@ def explained(said: Path) -> Iterator[None]:
     except AssertionError as error:
         error.add_note(said.read_text(encoding="utf-8")[-6000:])
         raise
+
+
+def is_going_on(said: Path) -> bool:
+    """Whether a step has been made from copies."""
+    _, found, after = said.read_text(encoding="utf-8").rpartition("\nresume: from copies")
+    return bool(found) and "\nstep " in after
 
 
 def when(event: dict[str, Any]) -> float:

@@ -107,6 +107,20 @@ def test_what_a_run_has_saved_is_there_when_it_is_started_again(
     assert find_checkpoints(TrainArguments.parse(settings | {"overwrite": True})) == []
 
 
+def test_a_run_that_is_started_again_before_its_first_copy_begins_anew(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the weights of its seed: where a copy was expected, none were made at first."""
+    train(TrainArguments.parse(_settings(run, run / "alone") | {"steps": 3}))
+    for name, value in (("TORCHELASTIC_MAX_RESTARTS", "1"), ("FULLSHARD_RESTARTS", "1")):
+        monkeypatch.setenv(name, value)
+    (run / "copies").mkdir()
+    monkeypatch.setenv("FULLSHARD_COPIES_DIR", str(run / "copies"))
+    train(TrainArguments.parse(_settings(run, run / "out") | {"steps": 3, "max_lost_steps": 2}))
+    found, right = (list(read_metrics(run / name / "metrics.jsonl")) for name in ("out", "alone"))
+    assert [record.loss for record in found] == [record.loss for record in right]
+
+
 @pytest.mark.full
 def test_overwrite_is_of_earlier_runs_alone(run: Path) -> None:
     """A rank is killed after a checkpoint, in a run that has removed another's."""
