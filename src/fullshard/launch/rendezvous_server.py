@@ -49,13 +49,16 @@ TIMEOUT_SECONDS = 10.0
 """Silence after which a host counts as gone. One whose launcher was killed is known at once: the connection closes."""
 
 ROOT_CAUSE_SECONDS = 1.0
-"""How long the server listens after the first failure that it hears of."""
+"""How long the server listens after the first failure that it hears of, if not all hosts have failed before."""
 
 WAITING_SECONDS = 15.0
 """How long a host that is one too many may wait for one of the others to turn out to be gone. More than silence."""
 
 LAST_CALL_SECONDS = 30.0
 """How long a job that has as many hosts as it must have waits for further ones before it starts for the first time."""
+
+_FIRST = (-1.0,)
+"""The order of a host that is gone, before everything else: what others report is of the connections to it."""
 
 REGROUP_SECONDS = 1.0
 """The same later, when all hosts that are left have joined."""
@@ -335,7 +338,7 @@ class RendezvousServer(threading.Thread):
             if has_failed and is_known:
                 self._end(f"{peer.name} has ended, without restarts left")
             elif peer.running and not peer.done:
-                self._fail(peer, (-1,), f"{peer.name} was stopped by a signal\n")
+                self._fail(peer, _FIRST, f"{peer.name} was stopped by a signal\n")
 
     def _fits(self, peer: _Peer) -> bool:
         """Whether this host's settings are those of the others; if not, both sides are told."""
@@ -396,14 +399,16 @@ class RendezvousServer(threading.Thread):
         if not any(other.running for other in [peer, *self._peers]):
             return  # the root cause has been told
         self._failures.append((order, peer, text))
-        if self._announce_at is None:
+        heard = [failed for _, failed, _ in self._failures]
+        if order == _FIRST or all(other in heard for other in self._peers if other.running):
+            self._announce_at = time.monotonic()  # nothing that is still to come would change it
+        elif self._announce_at is None:
             self._announce_at = time.monotonic() + ROOT_CAUSE_SECONDS
 
     def _drop(self, peer: _Peer, how: str) -> None:
         self._forget(peer)
         if peer.running and not peer.done:
-            # Before everything else: the failures that others report are of the connections to it.
-            self._fail(peer, (-1,), f"{peer.name} {how}\n")
+            self._fail(peer, _FIRST, f"{peer.name} {how}\n")
 
     def _forget(self, peer: _Peer) -> None:
         self._peers.remove(peer)
