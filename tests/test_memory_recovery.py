@@ -205,3 +205,15 @@ def test_a_host_is_killed(run: Path, comes_back: bool) -> None:
 
 def _steps_done(output: Path) -> int:
     return read(output / "metrics.jsonl").count("\n")
+
+
+def test_one_process_is_started_again_too(run: Path) -> None:
+    """It has a launcher of its own then, although there is nothing to share."""
+    settings = _settings(run, run / "out") | {"steps": 6, "save_every": 1, "max_restarts": 1, "nproc": 1}
+    with started(sys.executable, *_train_words(settings), cwd=run) as process:
+        wait_until(lambda: _steps_done(run / "out") > 2, 100, "the first steps")
+        os.kill(next(event["pid"] for event in read_journal(run / "out") if event["kind"] == "start"), signal.SIGKILL)
+        said = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, said
+    assert [event["kind"] for event in read_journal(run / "out")].count("restart") == 1
+    assert _steps_done(run / "out") == 6
