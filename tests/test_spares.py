@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError
 from fullshard.launch import bootstrap
 from fullshard.launch.local import Hosts, LaunchJob
@@ -186,5 +188,14 @@ def test_what_cannot_be_taken_is_ended(spares: Spares, tmp_path: Path) -> None:
 def test_without_restarts_there_is_no_use_for_them() -> None:
     with pytest.raises(ConfigError, match="no process would be started again"):
         LaunchJob(("python",), 2, warm_spares=True)
+    done = CliRunner().invoke(app, ["train", "--nproc", "1", "--warm-spares"])
+    assert isinstance(done.exception, ConfigError) and "no process would be started again" in str(done.exception)
     LaunchJob(("python",), 2, warm_spares=True, max_restarts=1)
     LaunchJob(("python",), 2, Hosts(count=2, least=1), warm_spares=True)
+
+
+@pytest.mark.parametrize("flags", [["--warm-spares"], ["--max-restarts", "2"]])
+def test_where_others_start_processes_it_is_theirs(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    done = CliRunner().invoke(app, ["train", *flags])
+    assert isinstance(done.exception, ConfigError) and f"{flags[0]} has no effect here" in str(done.exception)

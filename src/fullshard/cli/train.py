@@ -37,6 +37,15 @@ def train(
     if "RANK" in os.environ:
         if nproc is not None:
             raise ConfigError("--nproc has no effect here: a launcher has started the processes already (RANK is set)")
+        for flag, is_given in (
+            ("--max-restarts", arguments.max_restarts > 0),
+            ("--warm-spares", arguments.warm_spares),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{flag} has no effect here: a launcher has started the processes already (RANK is set)",
+                    hint="give it to the launcher",
+                )
         _take_part(arguments)
         return
     if nproc is not None and nproc < 1:
@@ -47,7 +56,7 @@ def train(
 
         kind = devices.kind_of(kind)
     count = _default_nproc(kind) if nproc is None else nproc
-    if count == 1 and not arguments.max_restarts:
+    if count == 1 and not arguments.max_restarts and not arguments.warm_spares:
         _take_part(arguments)
     else:
         sys.exit(_launch(arguments, count, kind))
