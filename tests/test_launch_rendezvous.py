@@ -215,6 +215,22 @@ def test_a_lost_host_is_the_root_cause_of_what_others_report(where: tuple[str, i
     assert (told["host"], told["here"]) == ("host 1, b (127.0.0.1),", False)
 
 
+def test_a_cause_that_nothing_can_precede_is_told_at_once(
+    where: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost host, and the last of the hosts that could have failed; connections time out long before the minute is over."""
+    monkeypatch.setattr(rendezvous_server, "ROOT_CAUSE_SECONDS", 60.0)
+    first, second = started(where)
+    first.send("failed", order=(0, 2.0), text="later")
+    second.send("failed", order=(0, 1.0), text="sooner")
+    assert first.hear("root_cause")["text"] == second.hear("root_cause")["text"] == "sooner"
+    for host, port in ((first, 8), (second, 0)):
+        host.send("join", port=port)
+    assert [host.hear("start")["port"] for host in (first, second)] == [8, 8]
+    second.connection.close()
+    assert first.hear("root_cause")["lost"]
+
+
 def test_a_host_that_is_done_may_go(where: tuple[str, int]) -> None:
     first, second = started(where)
     second.send("done")
