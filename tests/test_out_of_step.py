@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard import fully_shard
 from fullshard.checkpoint import save_checkpoint
 from fullshard.comm.cpu.track import SharedTrack
 from fullshard.comm.host_pages import OutOfStep
@@ -219,3 +221,27 @@ def test_learning_rates_in_tensors_are_compared() -> None:
     expected = r"1: ranks disagree about step 2 .*rank 0 has \[learning rates \[0\.25\]\], rank 1 has .*\[0\.5\]"
     for found in run_ranks(run_with_rates_in_tensors, 2):
         assert re.match(expected, found), found
+
+
+def lose_step_in_a_mesh(odd_rank: int) -> str:
+    """Ranks are 1, 3 in one replica and 0, 2 in the other; one of them runs two layers the other way round."""
+    rank, _ = rank_and_size()
+    mesh = DeviceMesh("cpu", [[1, 3], [0, 2]], mesh_dim_names=("replicate", "shard"))
+    model: Any = Net()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for step in range(3):
+        order = [0, 2, 1, 3] if step and rank == odd_rank else [0, 1, 2, 3]
+        try:
+            model(torch.ones(2, WIDTH), order).square().mean().backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_is_named_as_the_job_numbers_it() -> None:
+    """Not by its place in the mesh."""
+    found = run_ranks(lose_step_in_a_mesh, 4, 2)
+    assert "this rank has come to [unit 'layers.1'], rank 2 to [unit 'layers.2']" in found[0], found
+    assert all(found), found
