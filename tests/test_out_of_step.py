@@ -21,7 +21,7 @@ from fullshard import fully_shard
 from fullshard.checkpoint import save_checkpoint
 from fullshard.comm.cpu.track import SharedTrack
 from fullshard.comm.host_pages import OutOfStep
-from fullshard.core.errors import CommunicationError
+from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.journal import JOURNAL
 from fullshard.engine import shard_model
 from tests.distributed import run_ranks
@@ -223,25 +223,43 @@ def test_learning_rates_in_tensors_are_compared() -> None:
         assert re.match(expected, found), found
 
 
-def lose_step_in_a_mesh(odd_rank: int) -> str:
-    """Ranks are 1, 3 in one replica and 0, 2 in the other; one of them runs two layers the other way round."""
+def lose_step_in_a_part(kind: str) -> tuple[str, list[int]]:
+    """Of three ranks the last two train, as the last stage of a pipeline would; rank 2 does something else."""
     rank, _ = rank_and_size()
-    mesh = DeviceMesh("cpu", [[1, 3], [0, 2]], mesh_dim_names=("replicate", "shard"))
+    mesh = DeviceMesh("cpu", [1, 2])
+    if rank == 0:
+        return "", []
     model: Any = Net()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for step in range(3):
-        order = [0, 2, 1, 3] if step and rank == odd_rank else [0, 1, 2, 3]
-        try:
-            model(torch.ones(2, WIDTH), order).square().mean().backward()
-        except RuntimeError as error:
-            return str(error)
-    return ""
+    model.set_replica_check("raise", every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    odd = rank == 2
+    try:
+        for step in range(3):
+            if step == 2 and odd and kind == "learning rate":
+                optimizer.param_groups[0]["lr"] = 0.2
+            inputs = torch.full((2, WIDTH), float("nan") if step == 2 and odd and kind == "NaN" else 1.0)
+            model(inputs, [1, 0] if step == 2 and odd and kind == "order" else [0, 1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except FullshardError as error:
+        return str(error), [pace.rank for pace in model.rank_paces()]
+    return "", []
 
 
-def test_a_rank_is_named_as_the_job_numbers_it() -> None:
-    """Not by its place in the mesh."""
-    found = run_ranks(lose_step_in_a_mesh, 4, 2)
-    assert "this rank has come to [unit 'layers.1'], rank 2 to [unit 'layers.2']" in found[0], found
-    assert all(found), found
+NAMED = {
+    "order": "ranks are out of step: this rank has come to [unit 'layers.0'], rank 2 to [unit 'layers.1']",
+    "learning rate": "rank 1 has [learning rates [0.1]], rank 2 has [learning rates [0.2]]",
+    "NaN": "rank 1, step 3 of this process: gradients are not finite: layers.1.weight (NaN), layers.0.weight (NaN), "
+    "layers.1.bias (NaN) and 1 more; they came from rank 2",
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_rank_is_named_as_the_job_numbers_it(kind: str) -> None:
+    """Not by its place in the mesh that its model is sharded over."""
+    _, (first, paces), (second, _) = run_ranks(lose_step_in_a_part, 3, kind)
+    assert NAMED[kind] in first and "rank 1" in first and second
+    assert paces == [1, 2]

@@ -35,7 +35,8 @@ class Mesh:
 
     Attributes:
         device: where this rank computes.
-        rank, world_size: position among, and number of, all ranks of the mesh.
+        rank: as the job numbers it, which is how errors name it.
+        ranks, world_size: all ranks of the mesh in the order of its groups, numbered so, too; and how many they are.
         shard_rank, shard_size: the same along the shard axis.
         replicate_rank, replicate_size: the same along the replicate axis.
         world_group, shard_group, replicate_group: process groups; None where the axis has one rank.
@@ -48,6 +49,7 @@ class Mesh:
 
     device: torch.device
     rank: int = 0
+    ranks: tuple[int, ...] = (0,)
     world_size: int = 1
     shard_rank: int = 0
     shard_size: int = 1
@@ -65,12 +67,15 @@ class Mesh:
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
     _neighbours: dict[int, Collectives] = field(default_factory=dict)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that says what all ranks of the mesh know."""
+        return self.rank == self.ranks[0]
+
     def rank_at(self, shard_rank: int) -> int:
-        """Which rank of the mesh has that place in this rank's shard group."""
-        if self.shard_group is None or self.world_group is None:
-            return self.replicate_rank * self.shard_size + shard_rank
+        """Which rank of the job has that place in this rank's shard group."""
         # A mesh may lay its ranks out in another order than theirs.
-        return dist.get_group_rank(self.world_group, dist.get_global_rank(self.shard_group, shard_rank))
+        return self.rank if self.shard_group is None else dist.get_global_rank(self.shard_group, shard_rank)
 
     def neighbours(self, size: int) -> Collectives:
         """Gathers among runs of `size` ranks along the shard axis. A collective of this rank's run the first time."""
@@ -100,7 +105,7 @@ class Mesh:
         return self._joined[axis]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order. A collective over all ranks of the mesh.
+        """Every rank's `value`, in the order of `ranks`. A collective over all ranks of the mesh.
 
         Raises:
             CommunicationError: a rank did not take part in time.
@@ -223,6 +228,7 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
     return Mesh(
         device,
         rank=rank,
+        ranks=tuple(range(world_size)),
         world_size=world_size,
         shard_rank=shard_rank,
         shard_size=shard_size,
@@ -316,7 +322,8 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
     )
     _CACHE[key] = Mesh(
         device,
-        rank=dist.get_rank(world_group),
+        rank=dist.get_rank(),
+        ranks=tuple(dist.get_process_group_ranks(world_group)),
         world_size=ranks.numel(),
         shard_rank=dist.get_rank(shard_group),  # a group sorts its ranks, whatever place the mesh gives them
         shard_size=ranks.shape[-1],

@@ -70,6 +70,7 @@ def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: t
     return Mesh(
         device,
         rank=rank,
+        ranks=tuple(range(replicate_size * shard_size)),
         world_size=replicate_size * shard_size,
         shard_rank=shard_rank,
         shard_size=shard_size,

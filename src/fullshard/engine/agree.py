@@ -16,19 +16,20 @@ def check_agreement(mesh: Mesh, lines: Sequence[str], *, what: str, hint: str = 
     """Compare `lines` over all ranks by digest; a collective.
 
     Raises:
-        CommunicationError: on every rank, naming the first rank that differs from rank 0 and the first line that does.
+        CommunicationError: on every rank, naming the first rank that differs from the mesh's first one, rank 0 mostly,
+            and the first line that does.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests = mesh.all_gather_object(digest)
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    different = [place for place, other in enumerate(digests) if other != digests[0]]
     if not different:
         return
     everything = mesh.all_gather_object(list(lines))
-    rank = different[0]
-    pairs = zip_longest(everything[0], everything[rank], fillvalue="(nothing)")
+    one, other_one = mesh.ranks[0], mesh.ranks[different[0]]
+    pairs = zip_longest(everything[0], everything[different[0]], fillvalue="(nothing)")
     first, other = next((a, b) for a, b in pairs if a != b)
     raise CommunicationError(
-        f"ranks disagree about {what}: rank 0 has [{first}], rank {rank} has [{other}] ({len(different)} of "
-        f"{len(digests)} ranks differ from rank 0)",
+        f"ranks disagree about {what}: rank {one} has [{first}], rank {other_one} has [{other}] ({len(different)} of "
+        f"{len(digests)} ranks differ from rank {one})",
         hint=hint,
     )

@@ -75,11 +75,11 @@ class Checkup:
         mesh, self._done_at = self._mesh, steps
         if mesh.control_group is None or not has_values(mesh.device):
             return
-        table = torch.zeros(mesh.replicate_size, mesh.shard_size, 3, dtype=torch.int64)
+        table = torch.zeros(mesh.replicate_size, mesh.shard_size, 4, dtype=torch.int64)
         seconds = [round(part * _NANO) for part in self._pace.take()]
-        table[mesh.replicate_rank, mesh.shard_rank] = torch.tensor([self._digest(), *seconds])
+        table[mesh.replicate_rank, mesh.shard_rank] = torch.tensor([self._digest(), mesh.rank, *seconds])
         dist.all_reduce(table, group=mesh.control_group)
-        self._tell_pace(table[..., 1:].reshape(-1, 2))
+        self._tell_pace(table[..., 1:].reshape(-1, 3))
         if bool((table[..., 0] != table[0, :, 0]).any()):
             self.replicas.settle(steps + 1)
 
@@ -103,23 +103,23 @@ class Checkup:
         return self.replicas.digest() if is_wanted else 0
 
     def _tell_pace(self, table: torch.Tensor) -> None:
-        self.paces = [RankPace(rank, a / _NANO, b / _NANO) for rank, (a, b) in enumerate(table.tolist())]
+        self.paces = [RankPace(rank, a / _NANO, b / _NANO) for rank, a, b in sorted(table.tolist())]
         slow = slow_ranks(self.paces)
         if not slow:
             return
         # A collective in an `if`: all ranks have the same table, so the same are slow on each.
-        names = self._mesh.all_gather_object((dist.get_rank(), f"process {os.getpid()} on {socket.gethostname()}"))
-        if self._mesh.rank != 0:
+        names = self._mesh.all_gather_object(f"process {os.getpid()} on {socket.gethostname()}")
+        if not self._mesh.is_first:
             return
+        where = dict(zip(self._mesh.ranks, names, strict=True))
         median = median_computing(self.paces)
         for pace in slow:
-            rank, where = names[pace.rank]
             text = (
-                f"rank {rank} ({where}) is slow: {median / pace.computing:.2f} of the median speed over the last "
-                f"{self.every} steps; it computes {pace.computing:.3g} s of a step, the median {median:.3g} s, and "
-                f"waits {pace.waiting:.3g} s for others"
+                f"rank {pace.rank} ({where[pace.rank]}) is slow: {median / pace.computing:.2f} of the median speed "
+                f"over the last {self.every} steps; it computes {pace.computing:.3g} s of a step, the median "
+                f"{median:.3g} s, and waits {pace.waiting:.3g} s for others"
             )
             sys.stderr.write(f"fullshard: {text}\n")
             details = {"computing": pace.computing, "waiting": pace.waiting, "median": median}
-            JOURNAL.note(Happening.SLOW, text, rank=rank, **details)
+            JOURNAL.note(Happening.SLOW, text, rank=pace.rank, **details)
         sys.stderr.flush()

@@ -197,9 +197,7 @@ class FiniteGuard:
         names: dict[str, str] = {}
         known: dict[str, str] = {}
         ranks: set[int] = set()
-        group = self._mesh.world_group
-        own = {rank if group is None else dist.get_global_rank(group, rank) for rank in self._ranks}
-        found = self._mesh.all_gather_object((now, self._names or {}, own))
+        found = self._mesh.all_gather_object((now, self._names or {}, self._ranks))
         for outer in self._outer_groups():
             everything = [found] * dist.get_world_size(outer)
             dist.all_gather_object(everything, found, group=outer)

@@ -127,7 +127,7 @@ class Replicas:
             text = f"{subject} of {' and '.join(map(str, odd))}, unlike {self._mesh.replicate_size - 1} other replicas"
         heals = self.policy == "heal" and odd is not None
         named = apart if odd is None else odd
-        if self._mesh.rank == 0:
+        if self._mesh.is_first:
             details = {"ranks": [h.rank for h in named], "parameters": weights[:_SHOWN], "healed": heals}
             # Before the error, which ends the run: its report is to have it.
             JOURNAL.note(Happening.REPLICA, text, rank=named[0].rank, **details)
@@ -169,14 +169,13 @@ class Replicas:
         """What every rank has, the same on all of them. A collective."""
         mesh, host = self._mesh, f"process {os.getpid()} on {socket.gethostname()}"
         hashes = {item: _hash(tensor) for item, tensor in self._items()}
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        own = _Holding(rank, host, mesh.replicate_rank, mesh.shard_rank, hashes)
+        own = _Holding(mesh.rank, host, mesh.replicate_rank, mesh.shard_rank, hashes)
         return mesh.all_gather_object(own)
 
     @torch.no_grad()
     def _values(self, name: str, apart: Sequence[_Holding]) -> str:
         """The first element of a parameter that differs, as two ranks have it. A collective."""
-        mesh, rank = self._mesh, dist.get_rank()
+        mesh, rank = self._mesh, self._mesh.rank
         held, start = self._local(name) if any(holding.rank == rank for holding in apart) else (None, 0)
         blocks = None if held is None else (start, [_hash(block) for block in held.split(_BLOCK)])
         (start, first), (_, second) = filter(None, mesh.all_gather_object(blocks))
@@ -216,7 +215,7 @@ class Replicas:
             bucket.touch()  # what was gathered has the weights from before
 
     def _say(self, text: str) -> None:
-        if self._mesh.rank == 0:
+        if self._mesh.is_first:
             sys.stderr.write(f"fullshard: {text}\n")
             sys.stderr.flush()
 

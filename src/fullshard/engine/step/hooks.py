@@ -234,7 +234,7 @@ def _leave_out_if_not_finite(optimizer: torch.optim.Optimizer, buckets: list[Buc
                 "(model.set_nonfinite_gradients('skip')) leaves such steps out",
             )
         schedule.guard.note_left_out(finding)
-        if schedule.mesh.rank == 0:
+        if schedule.mesh.is_first:
             JOURNAL.note(Happening.SKIP, str(finding), skipped=schedule.guard.skipped)
             warnings.warn(f"{where}; the step is left out ({schedule.guard.skipped} so far)", stacklevel=4)
     if found:
