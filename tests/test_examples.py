@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import nbclient
+import nbformat
 import pytest
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
@@ -309,7 +311,6 @@ def test_what_launch_prints_has_the_same_shape(kind: str, monkeypatch: pytest.Mo
 
 @pytest.mark.full
 def test_the_notebook(place: Path) -> None:
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     client = nbclient.NotebookClient(

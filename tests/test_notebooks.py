@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,7 +74,6 @@ def test_functions_of_a_session_train_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_cells_train_on_two_ranks(tmp_path: Path) -> None:
     """The same in a kernel of Jupyter."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells_in(tmp_path)])
     nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3").execute()
     check_alike(tmp_path)
