@@ -33,6 +33,8 @@ def next_batch(step):
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "leave":
+            sys.exit(0)
         while how == "loop":
             pass
         time.sleep(600)  # a data loader that waits for its disk
@@ -91,3 +93,12 @@ def test_of_a_dead_rank_the_others_say_where_they_noticed(tmp_path: Path, comm: 
     assert re.search(r"it did last: step 3 of this process, after unit '.*', after the last reshard", output)
     assert re.search(r"the others noticed it here: .*rank 0, unit '.*', .*\(step 4 of this process\)", output), output
     assert seconds < 15  # five, on a machine with nothing else to do
+
+
+@pytest.mark.parametrize("comm", [pytest.param("auto", marks=pytest.mark.full), "gloo"])
+def test_a_rank_that_has_ended_well_before_the_others_is_named(tmp_path: Path, comm: str) -> None:
+    output, seconds = end_of(tmp_path, "leave", comm)
+    assert re.search(r"rank 0 of 2 .* failed with exit code 1", output)
+    assert re.search(r"rank 1 of 2 \(process \d+ on .+\) had ended before, with exit code 0", output), output
+    assert output.splitlines()[-1].startswith("it did last: step 3 of this process, after unit ''")
+    assert seconds < 15

@@ -42,7 +42,7 @@ from fullshard.launch.preemption import PREEMPTED
 from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, threads_of_each
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
 from fullshard.launch.rendezvous_server import LAST_CALL_SECONDS, RendezvousClient, RendezvousServer, RootCause
-from fullshard.launch.scene import Scene, is_of_a_hang
+from fullshard.launch.scene import Scene, is_of_a_hang, is_of_a_loss
 from fullshard.launch.spares import Spares
 from fullshard.launch.streams import STREAMS, StreamPlan
 from fullshard.launch.tpu import prepare_host
@@ -303,16 +303,20 @@ class Agent(LocalElasticAgent):
         text = failure_report(rank, failure, world_size=self._world_size, last=last)
         if left_report(failure)[1] is None:
             return text + what_others_said(rank, failures)
-        return text + (self._missing() if is_of_a_hang(text) else "")
+        text += self._missing() if is_of_a_hang(text) else ""
+        return text + (self._scene.done_early(self._ranks, self._world_size) if is_of_a_loss(text) else "")
 
     def _told(self, cause: RootCause) -> str:
         """What to print of a failure on another host: of a rank that hangs here, it knows no stack there."""
         return cause.text + (self._missing() if is_of_a_hang(cause.text) else "")
 
     def _missing(self) -> str:
-        workers = self.get_worker_group().workers
-        ranks = {worker.id: worker.global_rank for worker in workers}
-        return self._scene.missing(ranks, self._world_size)
+        return self._scene.missing(self._ranks, self._world_size)
+
+    @property
+    def _ranks(self) -> dict[int, int]:
+        """Of this host's processes, by their number."""
+        return {worker.id: worker.global_rank for worker in self.get_worker_group().workers}
 
     @property
     def _is_left_last(self) -> bool:

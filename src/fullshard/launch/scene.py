@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fullshard.core.place import read_place
 from fullshard.launch.bootstrap import STACK_SIGNAL
 
 _NOTICE_SECONDS = 1.0
@@ -19,6 +20,12 @@ _STACK_SECONDS = 0.5
 _FRAMES = 8
 _WAITS_IN = ("/fullshard/comm/", "/torch/distributed/")
 _HANG_WORDS = ("no answer from another rank", "timed out", "timeout", "time-out")
+_LOSS_WORDS = ("communicationerror", "connection closed", "connection reset", "broken pipe")
+
+
+def is_of_a_loss(text: str) -> bool:
+    """Whether a report is that of a rank which has found another one gone, or has waited for it for too long."""
+    return is_of_a_hang(text) or any(word in text.lower() for word in _LOSS_WORDS)
 
 
 def is_of_a_hang(text: str) -> bool:
@@ -34,11 +41,13 @@ class Scene:
 
     Attributes:
         ended: processes that were running when one failed; what ended them was the launcher.
+        done: those that had ended with 0 by then.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.ended: set[int] = set()
+        self.done: set[int] = set()
         self._stopped: set[int] = set()
         self._stacks: dict[int, str] = {}
 
@@ -56,6 +65,7 @@ class Scene:
             self._wait(lambda: not self._running(processes), _NOTICE_SECONDS)
         running = self._running(processes)
         self.ended |= set(running)
+        self.done |= {process.pid for process in processes.values() if process.poll() == 0}
         asked = [pid for pid in running if (self._directory / f"stack-{pid}").is_file()]
         self._stopped |= {pid for pid in running if _state(pid) in "Tt"}
         for pid in running:
@@ -66,6 +76,23 @@ class Scene:
                     os.kill(pid, signal.SIGCONT)
         self._wait(lambda: all(self._stack(pid) for pid in asked), _STACK_SECONDS)
         self._stacks |= {pid: self._stack(pid) for pid in asked}
+
+    def done_early(self, ranks: Mapping[int, int], world_size: int) -> str:
+        """Which ranks had ended with 0 when others still needed them, and what they did last.
+
+        Args:
+            ranks: by process.
+            world_size: of the job.
+        """
+        text = ""
+        for pid in sorted(self.done, key=lambda pid: ranks.get(pid, 0)):
+            text += (
+                f"\nrank {ranks.get(pid)} of {world_size} (process {pid} on {socket.gethostname()}) had ended before, "
+            )
+            text += "with exit code 0: it made fewer steps than the others, or left its loop\n"
+            last = read_place(self._directory / f"place-{pid}")
+            text += f"it did last: {last}\n" if last else ""
+        return text
 
     def missing(self, ranks: Mapping[int, int], world_size: int) -> str:
         """Which ranks the others have waited for, and where those were. Empty if all that were left waited, too.
