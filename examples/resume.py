@@ -38,7 +38,7 @@ if newest is not None:
     step = int(newest.name.removeprefix("step-"))
     accelerator.print(f"resumed on {accelerator.num_processes} ranks after step {step}")
 
-ended = step >= args.steps
+ended = step >= args.steps or fullshard.should_stop()  # listens to signals from now on, as loaders' processes do
 while not ended:
     for batch in loader:  # after a resume: the samples of this epoch that were not used yet
         loss = model(**batch).loss

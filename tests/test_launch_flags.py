@@ -181,6 +181,17 @@ def test_plan_fills_in_what_is_not_said() -> None:
     assert plan(SLURM_GPUS_ON_NODE="8").world_size == 8
 
 
+def test_what_does_nothing_with_the_rest_is_said() -> None:
+    made = plan("--cpu", "--gpu_ids", "0,1", "--main_process_ip", "10.0.0.1", "--rdzv_conf", "join_timeout=3")
+    notes = [str(note) for note in made.resolved.notes if "no effect" in str(note)]
+    assert [note.rpartition(": ")[0] for note in notes] == [
+        "--gpu_ids: gpu_ids has no effect here",
+        "--main_process_ip: main_process_ip has no effect here",
+        "--rdzv_conf: rdzv_conf has no effect here",
+    ]
+    assert not plan("--cpu", "--num_processes", "2").resolved.notes[1:]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -188,6 +199,8 @@ def test_plan_fills_in_what_is_not_said() -> None:
         (["--gpu_ids", "0", "--num_processes", "2"], "2 processes per host, and this host has 1 GPU"),
         (["--num_processes", "15", "--num_machines", "2"], "cannot be shared equally"),
         (["--cpu", "--rdzv_conf", "read_timeout=3"], "expected join_timeout=SECONDS"),
+        (["--cpu", "--rdzv_conf", "join_timeout=nan"], "expected join_timeout=SECONDS"),
+        (["--cpu", "--rdzv_conf", "join_timeout=0"], "expected join_timeout=SECONDS"),
         (["--cpu", "--strategy", "HYBRID_SHARD"], "without shard_size"),
         (["--cpu", "--num_processes", "4", "--strategy", "HYBRID_SHARD", "--shard_size", "3"], "does not divide"),
         (["--cpu", "--num_machines", "2", "--machine_rank", "2"], "machine_rank = 2 of num_machines = 2"),

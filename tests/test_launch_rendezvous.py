@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from fullshard.core.errors import CommunicationError, ConfigError
-from fullshard.launch import rendezvous_server
+from fullshard.launch import rendezvous, rendezvous_server
 from fullshard.launch.rendezvous import MultiHostRendezvous
 from fullshard.launch.rendezvous_server import Connection, HostAssignment, RendezvousClient, RendezvousServer, RootCause
 
@@ -372,6 +372,19 @@ def test_who_does_not_know_the_token_is_told(pool: ThreadPoolExecutor) -> None:
     known = [opened(RendezvousClient(where, hello, 30, print, "secret")) for _ in range(2)]
     answers = [pool.submit(each.join, port) for each, port in zip(known, (7, 0), strict=True)]
     assert [answer.result(30).rank for answer in answers] == [0, 1]
+
+
+def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "REACH_SECONDS", 1.0)
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        port = listening.getsockname()[1]
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError, match=f"does not answer at {LOOPBACK}:{port} after 1 seconds"):
+        rendezvous.reach_store(LOOPBACK, port)
+    assert time.monotonic() - begin < 20
+    store: Any = rendezvous.open_store(LOOPBACK)
+    reached: Any = rendezvous.reach_store(LOOPBACK, store.port)
+    assert reached.timeout == store.timeout
 
 
 # -- the client -----------------------------------------------------------------------------------------------------

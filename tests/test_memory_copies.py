@@ -5,6 +5,7 @@ pytest tests/test_memory_copies.py
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from fullshard.launch import copies as places
 from fullshard.plan.copies import copies_of
 from fullshard.plan.hardware import parse_cluster
 from tests.distributed import run_ranks
-from tests.launching import alive, launch
+from tests.launching import launch
 
 STEPS = 12
 
@@ -60,23 +61,23 @@ def test_every_host_gets_what_its_ranks_want(count: int, per_host: int, data: st
 def test_what_a_killed_launcher_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "MEMORY", tmp_path)
     hold = "import time; from pathlib import Path; from fullshard.launch import copies as c; c.MEMORY = Path({!r})\n"
-    hold += "with c.copies_directory() as d: Path(*d.values()).mkdir(); print('there', flush=True); time.sleep(60)\n"
+    hold += "with c.copies_directory(): print('there', flush=True); time.sleep(60)\n"
     with subprocess.Popen([sys.executable, "-c", hold.format(str(tmp_path))], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
+        (other,) = tmp_path.iterdir()
         with places.copies_directory() as own:
-            assert len(list(tmp_path.iterdir())) == 1, "that of a launcher which is there stays, one's own is not made"
-            Path(own[COPIES_DIR.name]).mkdir()
-        assert len(list(tmp_path.iterdir())) == 1
+            assert set(tmp_path.iterdir()) == {other, Path(own[COPIES_DIR.name])}, "that of a living launcher stays"
+        assert list(tmp_path.iterdir()) == [other]
         process.kill()
         process.wait()
-        with places.copies_directory():
-            assert not list(tmp_path.iterdir())
+        with places.copies_directory() as own:
+            assert list(tmp_path.iterdir()) == [Path(own[COPIES_DIR.name])]
 
 
 def test_refused_where_it_would_be_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="fullshard's has not started this process"):
         MemoryCopies(4)
-    monkeypatch.setenv(COPIES_DIR.name, str(tmp_path / "copies"))
+    monkeypatch.setenv(COPIES_DIR.name, str(tmp_path))
     with pytest.raises(ConfigError, match="nothing starts the processes again"):
         MemoryCopies(4)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
@@ -125,6 +126,7 @@ def _as_hosts(root: Path, per_host: int) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "1",
         COPIES_DIR.name: str(root / f"host{rank // per_host}"),
     }
+    Path(os.environ[COPIES_DIR.name]).mkdir(exist_ok=True)
 
 
 def _train_and_go_on(root: Path, per_host: int, strategy: str, shard_size: int | None) -> tuple[list[float], Any]:
@@ -292,9 +294,20 @@ def _run(directory: Path, where: str, *, most: int = 4, ranks: int = 2) -> tuple
     done = launch(*words, str(most), where, cwd=directory, timeout=280)
     assert done.returncode == 0, done.stderr
     new = set(places.MEMORY.glob("fullshard-copies-*")) - before
-    assert all(alive(int(path.name.split("-")[3])) for path in new), "nothing is left; other jobs have a launcher"
+    assert all(map(_is_held, new)), "nothing is left; other jobs have a launcher"
     lines = {rank: (directory / f"losses{rank}").read_text().splitlines() for rank in range(ranks)}
     return {rank: [json.loads(line) for line in found] for rank, found in lines.items()}, done.stderr
+
+
+def _is_held(directory: Path) -> bool:
+    try:
+        with (directory / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # gone meanwhile
+        return not directory.exists()
+    return False
 
 
 def _lost(losses: dict[int, list[list[Any]]], undisturbed: dict[int, list[list[Any]]]) -> int:

@@ -90,18 +90,15 @@ def _check_run(output: Path, reference: Path) -> list[dict[str, Any]]:
     return events
 
 
-@pytest.mark.parametrize("variable", ["FULLSHARD_RESTARTS", "TORCHELASTIC_RESTART_COUNT"])
-def test_what_a_run_has_saved_is_there_when_it_is_started_again(
-    run: Path, variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_has_saved_is_there_when_it_is_started_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = _settings(run, run / "out") | {"steps": 4, "save_every": 1, "keep_checkpoints": 3}
     train(TrainArguments.parse(settings))
-    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     saved = [run / "out" / "checkpoints" / f"step-00000{step}" for step in (4, 3, 2)]
     for further in ({"overwrite": True, "resume": "auto"}, {"overwrite": True, "resume": "never"}, {"resume": "never"}):
         assert find_checkpoints(TrainArguments.parse(settings | further)) == saved, further
     assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(saved[1])})) == [saved[0], saved[1]]
-    monkeypatch.setenv(variable, "0")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     with pytest.raises(ConfigError, match="checkpoints of an earlier run"):
         find_checkpoints(TrainArguments.parse(settings | {"resume": "never"}))
     assert find_checkpoints(TrainArguments.parse(settings | {"overwrite": True})) == []
@@ -112,7 +109,7 @@ def test_a_run_that_is_started_again_before_its_first_copy_begins_anew(
 ) -> None:
     """With the weights of its seed: where a copy was expected, none were made at first."""
     train(TrainArguments.parse(_settings(run, run / "alone") | {"steps": 3}))
-    for name, value in (("TORCHELASTIC_MAX_RESTARTS", "1"), ("FULLSHARD_RESTARTS", "1")):
+    for name, value in (("TORCHELASTIC_MAX_RESTARTS", "1"), ("TORCHELASTIC_RESTART_COUNT", "1")):
         monkeypatch.setenv(name, value)
     (run / "copies").mkdir()
     monkeypatch.setenv("FULLSHARD_COPIES_DIR", str(run / "copies"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from fullshard.launch import bootstrap
 from fullshard.launch.local import Hosts, LaunchJob
 from fullshard.launch.processes import descendants
 from fullshard.launch.spares import Spares
-from tests.launching import LAUNCH, environment, launch, started, wait_until
+from tests.launching import LAUNCH, alive, environment, launch, started, wait_until
 
 SCRIPT = """
 import json, os, sys, time
@@ -57,15 +58,21 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def spares():
     here = [Path("/proc", p, "cmdline") for p in os.listdir("/proc") if p.isdigit()]
     ours = [p for p in here if p.exists() and f"\\nPPid:\\t{os.getppid()}\\n" in (p.parent / "status").read_text()]
-    return sum("fullshard.launch.spare" in p.read_text() for p in ours)
+    return [p.parent for p in ours if "fullshard.launch.spare" in p.read_text()]
+
+def are_idle(found):
+    looks = []
+    for _ in range(2):
+        looks.append([(p / "stat").read_text().rpartition(")")[2].split() for p in found])
+        time.sleep(0.5)
+    return all(a[0] == b[0] == "S" and a[11:13] == b[11:13] for a, b in zip(*looks))
 
 for step in range(2000):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     time.sleep(0.05)
-    if rank == "0" and attempt == 0 and spares() == 2:
-        time.sleep(2)  # the second is importing, or has done so
+    if rank == "0" and attempt == 0 and len(found := spares()) == 2 and are_idle(found):
         Path(sys.argv[1], "own.py").write_text("VALUE = 2")
         os.kill(os.getpid(), 9)
     if attempt == 1 and step == 3 and rank == "1":
@@ -99,7 +106,6 @@ def test_it_is_as_a_new_process(tmp_path: Path, kind: str) -> None:
         assert {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)} <= {
             "TORCHELASTIC_RESTART_COUNT",
             "TORCHELASTIC_ERROR_FILE",
-            "FULLSHARD_RESTARTS",
             "MASTER_PORT",
             "TORCHINDUCTOR_CACHE_DIR",  # which torch sets when it is imported, to its default
         }
@@ -139,18 +145,43 @@ def _leave(directory: Path, *modules: str, pid: int = 1) -> None:
     (directory / f"{bootstrap.IMPORTS}-{pid}").write_text(json.dumps(left))
 
 
-def test_one_that_still_imports_is_taken(spares: Spares, tmp_path: Path) -> None:
-    text = "import os, sys; print(sys.argv, 'WHILE_IT_IMPORTS' in os.environ); sys.exit(3)"
+def test_one_that_has_done_its_imports_is_taken(spares: Spares, tmp_path: Path) -> None:
+    text = "import os, sys; print(sys.argv, sys.orig_argv[2:], 'WHILE_IT_IMPORTS' in os.environ); sys.exit(3)"
     (tmp_path / "it.py").write_text(text)
     _leave(tmp_path, "no_such_module", "json.decoder")
     spares.look(tmp_path, {0: 1})
-    (pid,) = spares.pids
+    assert not list(tmp_path.glob("imports-*")), "with the environment of the rank, secrets too"
+    (spare,) = spares._spares.values()
+    wait_until(lambda: spare.is_ready, 30, "its imports")
     command = [sys.executable, bootstrap.__file__, "script", str(tmp_path / "it.py"), "a b"]
     with (tmp_path / "out").open("w") as out:
         process: Any = spares.take(0, command, environment(), (out, None))
-    assert process.pid == pid and process.wait(30) == 3
-    assert (tmp_path / "out").read_text() == f"[{str(tmp_path / 'it.py')!r}, 'a b'] False\n"
+    assert process is spare.process and process.wait(30) == 3
+    words = [str(tmp_path / "it.py"), "a b"]
+    assert (tmp_path / "out").read_text() == f"{words} {['script', *words]} False\n"
     assert spares.take(0, command, environment(), (None, None)) is None
+
+
+def test_one_that_still_imports_is_not_taken(spares: Spares, tmp_path: Path) -> None:
+    """It may hang there. The launcher knows what the import has started, too."""
+    (tmp_path / "slow.py").write_text("import subprocess; subprocess.run(['sleep', '600'])")
+    left = {"modules": ["slow"], "environment": {**environment(), "PYTHONPATH": str(tmp_path)}}
+    (tmp_path / f"{bootstrap.IMPORTS}-1").write_text(json.dumps(left))
+    spares.look(tmp_path, {0: 1})
+    (pid,) = spares.pids
+    wait_until(lambda: len(spares.processes) == 2, 30, "the import")
+    (below,) = spares.processes - {pid}
+    command = [sys.executable, bootstrap.__file__, "script", "it.py"]
+    assert spares.take(0, command, environment(), (None, None)) is None
+    assert not alive(pid)
+    os.kill(below, signal.SIGKILL)
+
+
+def test_one_that_cannot_be_started_is_left_out(spares: Spares, tmp_path: Path) -> None:
+    left = {"modules": [], "environment": {"TOO_LONG": "x" * (1 << 20)}}
+    (tmp_path / f"{bootstrap.IMPORTS}-1").write_text(json.dumps(left))
+    spares.look(tmp_path, {0: 1})
+    assert not spares.pids and not list(tmp_path.iterdir())
 
 
 def _has_ended(pid: int) -> bool:

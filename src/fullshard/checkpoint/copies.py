@@ -42,7 +42,7 @@ from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.auto_reshard import available_host_memory
-from fullshard.launch.copies import make_copies_directory
+from fullshard.launch.copies import find_copies_directory
 from fullshard.launch.environment import read_rank_environment
 from fullshard.plan.copies import COST
 
@@ -73,7 +73,7 @@ class MemoryCopies:
             max_lost_steps = int(MAX_LOST_STEPS.read() or 0)
         if max_lost_steps < 0:
             raise ConfigError(f"max_lost_steps = {max_lost_steps}", hint="use 1 or more, or 0 for as few as are cheap")
-        self.directory = make_copies_directory()
+        self.directory = find_copies_directory()
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" and not ELASTIC.read():
             raise ConfigError(
                 f"max_lost_steps = {max_lost_steps}, and nothing starts the processes again: copies would be of no use",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -123,6 +122,7 @@ def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
     from fullshard.launch.bootstrap import CHECK_PLAN, MAX_LOST_STEPS, STEP_IN_BACKWARD, TRAINER_HOOK
     from fullshard.launch.local import Hosts, LaunchJob, run_job
+    from fullshard.launch.scratch import scratch_directory
     from fullshard.launch.tpu import prepare_host
 
     gc.freeze()
@@ -138,8 +138,8 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
         launch.min_machines if launch.is_elastic else None,
         plan.last_call,
     )
-    with tempfile.TemporaryDirectory(prefix="fullshard-config-") as directory:
-        variables = hand_over(plan.resolved.config, Path(directory) / "config.json")
+    with scratch_directory("fullshard-config-") as directory:
+        variables = hand_over(plan.resolved.config, directory / "config.json")
         variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
         if plan.resolved.config.training.check_plan:
             variables[CHECK_PLAN] = "1"

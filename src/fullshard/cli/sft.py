@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,10 +44,12 @@ def sft(context: typer.Context) -> None:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_HELP)
         return
+    from fullshard.launch.scratch import scratch_directory
+
     launch_words = _take_launch_flags(words)
-    with tempfile.TemporaryDirectory(prefix="fullshard-sft-") as directory:
+    with scratch_directory("fullshard-sft-") as directory:
         if len(words) == 1 and not words[0].startswith("-"):
-            words = _split_file(Path(words[0]), Path(directory), launch_words)
+            words = _split_file(Path(words[0]), directory, launch_words)
         if "RANK" in os.environ:
             if launch_words:
                 raise ConfigError(f"{launch_words[0]} has no effect here: a launcher has started the processes already")

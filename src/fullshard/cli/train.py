@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -70,9 +68,10 @@ def _take_part(arguments: TrainArguments) -> None:
 
 def _launch(arguments: TrainArguments, nproc: int, kind: str) -> int:
     from fullshard.launch.local import launch_local
+    from fullshard.launch.scratch import scratch_directory
 
-    with tempfile.TemporaryDirectory(prefix="fullshard-train-") as directory:
-        path = Path(directory) / "arguments.json"
+    with scratch_directory("fullshard-train-") as directory:
+        path = directory / "arguments.json"
         path.write_text(arguments.to_json(), encoding="utf-8")
         return launch_local(
             _WORKER,

@@ -449,6 +449,11 @@ def grant_restart(agent: LocalElasticAgent) -> None:
     agent._worker_group.spec.max_restarts += 1
 
 
+def allow_no_restart(agent: LocalElasticAgent) -> None:
+    """Let workers not be started again, whatever was said. Since 2.0."""
+    agent._remaining_restarts = 0
+
+
 def forget_store(agent: LocalElasticAgent) -> None:
     """Drop the agent's reference to its store, whose port must be free before the next one listens. Since 2.0."""
     agent._store = None

@@ -89,7 +89,6 @@ PREEMPTION_DIR = Switch(
 ELASTIC = Switch("FULLSHARD_ELASTIC", "fewest and most ranks of a job whose hosts may come and go", form="MIN:MAX")
 COPIES_DIR = Switch("FULLSHARD_COPIES_DIR", "where ranks may keep copies of their state in host memory")
 MAX_LOST_STEPS = Switch("FULLSHARD_MAX_LOST_STEPS", "how many steps a kill may undo, for a script's `MemoryCopies`")
-RESTARTS = Switch("FULLSHARD_RESTARTS", "how often the launcher has started the job's processes again", form="a number")
 HANDED_OVER = (
     Switch("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan"),
     CONFIG,
@@ -98,7 +97,6 @@ HANDED_OVER = (
     MAX_LOST_STEPS,
     Switch("FULLSHARD_LAUNCHER_PID", "the launcher's process, with which workers end"),
     PREEMPTION_DIR,
-    RESTARTS,
     Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
     Switch("FULLSHARD_WARM_SPARES", "the launcher has processes wait with a rank's imports done"),

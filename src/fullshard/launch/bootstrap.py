@@ -69,9 +69,21 @@ def die_with_launcher() -> None:
     if sys.platform == "linux":
         import ctypes
 
+        # A shell script between the two ends with the launcher, and this process with that.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher_pid):  # it ended before the request was made
+        if int(launcher_pid) not in _ancestors():  # it ended before the request was made
             os._exit(1)
+
+
+def _ancestors() -> list[int]:
+    found = [os.getppid()]
+    while found[-1] > 1:
+        try:
+            with open(f"/proc/{found[-1]}/stat", encoding="utf-8", errors="replace") as file:
+                found.append(int(file.read().rpartition(")")[2].split()[1]))
+        except OSError:
+            break
+    return found
 
 
 def leave_stacks() -> None:
@@ -104,13 +116,15 @@ def leave_imports() -> None:
 def _leave_imports(directory: str) -> None:
     import contextlib
     import json
+    import site
     import sysconfig
     import time
 
     while not ((place := sys.modules.get("fullshard.core.place")) and place.PLACE.slowest):
         time.sleep(_LOOK_SECONDS)
     # What the script brings along may have changed until it runs again, and may do things when it is imported.
-    installed = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    installed = tuple(path + os.sep for path in (*places, *site.getsitepackages(), site.getusersitepackages()))
     names = []
     for name, module in list(sys.modules.items()):
         origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""

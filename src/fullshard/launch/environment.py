@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import device as devices
-from fullshard.config.switches import RESTARTS, timeout_of_environment
+from fullshard.config.switches import timeout_of_environment
 from fullshard.core.errors import ConfigError
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE
 from fullshard.launch.tpu import check_tpu_environment
@@ -68,7 +68,7 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
 def is_started_again(environ: Mapping[str, str] | None = None) -> bool:
     """Whether processes of this job have run before: a launcher, torchrun or fullshard's, has started them anew."""
     environ = os.environ if environ is None else environ
-    return any(environ.get(name, "0") != "0" for name in (RESTARTS.name, "TORCHELASTIC_RESTART_COUNT"))
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:

@@ -48,16 +48,23 @@ def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last:
     message, traceback = left_report(failure)
     if failure.exitcode == USER_ERROR and message is not None:
         return f"{message}\n"
-    if failure.exitcode < 0:
-        how = f"was ended by {signal.Signals(-failure.exitcode).name}"
-    else:
-        how = f"failed with exit code {failure.exitcode}"
+    how = f"{'was ended by' if failure.exitcode < 0 else 'failed with'} {how_it_ended(failure)}"
     text = f"\nrank {rank} of {world_size} (process {failure.pid} on {socket.gethostname()}) {how}\n"
     if -failure.exitcode == signal.SIGKILL:
         text += "hint: if nobody killed it, the system was out of memory; use more processes or a smaller batch\n"
     if traceback is None:
         return f"{text}it did last: {last}\n" if last else text
     return f"{text}{traceback.rstrip()}\n"
+
+
+def how_it_ended(failure: ProcessFailure) -> str:
+    """The signal, or the exit code."""
+    if failure.exitcode >= 0:
+        return f"exit code {failure.exitcode}"
+    try:
+        return signal.Signals(-failure.exitcode).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {-failure.exitcode}"
 
 
 def left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:

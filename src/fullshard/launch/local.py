@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,22 +26,31 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.comm import torch_private
-from fullshard.config.switches import ELASTIC, RESTARTS, TOKEN
+from fullshard.config.switches import ELASTIC, TOKEN
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.place import read_place
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR, WARM_SPARES
 from fullshard.launch.copies import copies_directory
-from fullshard.launch.failures import exit_code, failure_report, left_report, order_of, root_cause, what_others_said
+from fullshard.launch.failures import (
+    exit_code,
+    failure_report,
+    how_it_ended,
+    left_report,
+    order_of,
+    root_cause,
+    what_others_said,
+)
 from fullshard.launch.journal import told_by_processes
-from fullshard.launch.logs import RankLogs
+from fullshard.launch.logs import DRAIN_SECONDS, RankLogs, write_all
 from fullshard.launch.membership import Membership
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
-from fullshard.launch.preemption import PREEMPTED
-from fullshard.launch.processes import adopt_orphans, descendants, end_descendants, threads_of_each
+from fullshard.launch.preemption import AGAIN_SECONDS, PREEMPTED, listening_in
+from fullshard.launch.processes import adopt_orphans, below, descendants, end_descendants, reap_orphans, threads_of_each
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
 from fullshard.launch.rendezvous_server import LAST_CALL_SECONDS, RendezvousClient, RendezvousServer, RootCause
 from fullshard.launch.scene import Scene, is_of_a_hang, is_of_a_loss
+from fullshard.launch.scratch import scratch_directory
 from fullshard.launch.spares import Spares
 from fullshard.launch.streams import STREAMS, StreamPlan
 from fullshard.launch.tpu import prepare_host
@@ -184,13 +192,13 @@ def run_job(job: LaunchJob) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     adopt_orphans()
     with (
-        tempfile.TemporaryDirectory(prefix="fullshard-launch-") as scratch,
+        scratch_directory("fullshard-launch-") as scratch,
         copies_directory() as outlasting,
         _signals_heard() as heard,
     ):
-        logs = RankLogs(job.streams, job.run_id, Path(scratch))
+        logs = RankLogs(job.streams, job.run_id, scratch)
         try:
-            agent = Agent(replace(job, variables={**job.variables, **outlasting}), logs, Path(scratch) / "preemption")
+            agent = Agent(replace(job, variables={**job.variables, **outlasting}), logs, scratch / "preemption")
             heard.append(agent)
             return agent.outcome(agent.run())
         except SignalException as error:
@@ -201,8 +209,19 @@ def run_job(job: LaunchJob) -> int:
 
 def say(line: str) -> None:
     """Print one line for the user."""
-    sys.stderr.write(f"fullshard: {line}\n")
-    sys.stderr.flush()
+    _tell(f"fullshard: {line}\n")
+
+
+def _tell(text: str) -> None:
+    """Print for the user; that nobody reads it any more is no reason to end a job, or to end it in another way."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed; from a signal handler, amid another line
+        stream, is_replaced = sys.stderr, sys.stderr is not sys.__stderr__
+        if is_replaced:  # by a notebook, say
+            stream.write(text)
+            return
+        stream.flush()
+        until = time.monotonic() + DRAIN_SECONDS
+        write_all(stream.fileno(), text.encode(errors="backslashreplace"), lambda: until)
 
 
 class Agent(LocalElasticAgent):
@@ -216,8 +235,8 @@ class Agent(LocalElasticAgent):
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
+        self._heard_late: list[signal.Signals] = []
         self._is_regrouping = False
-        self._starts = 0
         self._client: RendezvousClient | None = None
         self._membership: Membership | None = None
         self._handler = self._make_handler()
@@ -281,10 +300,10 @@ class Agent(LocalElasticAgent):
         if cause is not None and not cause.here:
             # Noted there; where hosts share no disk, it is not in this one's file.
             say(f"the {self._job.nproc} processes on this host were ended, because of another host:")
-            sys.stderr.write(self._told(cause))
+            _tell(self._told(cause))
             return 1
         rank, failure = root_cause(result.failures, self._scene.ended)
-        sys.stderr.write(self._report(rank, failure, result.failures))
+        _tell(self._report(rank, failure, result.failures))
         self._note_failure(rank, failure)
         return exit_code(failure.exitcode)
 
@@ -295,8 +314,7 @@ class Agent(LocalElasticAgent):
 
     def _note_failure(self, rank: int, failure: ProcessFailure) -> None:
         message, _ = left_report(failure)
-        how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        self._note(Happening.FAILURE, message or "", rank=rank, pid=failure.pid, how=how)
+        self._note(Happening.FAILURE, message or "", rank=rank, pid=failure.pid, how=how_it_ended(failure))
 
     def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
         last = read_place(self._preemption / f"place-{failure.pid}")
@@ -344,8 +362,6 @@ class Agent(LocalElasticAgent):
         shutil.rmtree(self._preemption, ignore_errors=True)  # that of an attempt before
         self._preemption.mkdir(parents=True)
         own = {LAUNCHER_PID: str(os.getpid()), PREEMPTION_DIR: str(self._preemption)}
-        own[RESTARTS.name] = str(self._starts)  # torchelastic does not count those of hosts that come and go
-        self._starts += 1
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
             # By the name of the host Gloo often finds an address that nothing can reach.
             own["GLOO_SOCKET_IFNAME"] = interface
@@ -380,16 +396,24 @@ class Agent(LocalElasticAgent):
         Raises:
             SignalException: they do not, or it is the second: everything is to end.
         """
-        is_listened_to = any(self._preemption.glob("listening-*"))
-        if number.name in ("SIGHUP", "SIGQUIT") or self._asked:
+        now = time.monotonic()
+        if number.name in ("SIGHUP", "SIGQUIT"):
             raise SignalException(f"signal {number}", sigval=number)
-        if not is_listened_to and number.name not in _MESSAGES:
+        if self._asked:
+            asked_at = self._asked[0][1] - self._job.grace_period
+            if now - asked_at < AGAIN_SECONDS:  # the same request
+                return
             raise SignalException(f"signal {number}", sigval=number)
-        for pid in torch_private.worker_context(self).pids().values():
+        listening = below(listening_in(self._preemption))
+        if not listening and number.name not in _MESSAGES:
+            raise SignalException(f"signal {number}", sigval=number)
+        # Ranks that do not listen yet, or at all, would only be ended; they learn of it from those that do.
+        workers = torch_private.worker_context(self)
+        for pid in listening or (workers.pids().values() if workers is not None else ()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if is_listened_to:
-            self._asked.append((number, time.monotonic() + self._job.grace_period))
+        if listening:
+            self._asked.append((number, now + self._job.grace_period))
             self._note(
                 Happening.PREEMPTION, f"{number.name}: asked to save and end", grace_period=self._job.grace_period
             )
@@ -406,35 +430,41 @@ class Agent(LocalElasticAgent):
             say(f"the grace period of {self._job.grace_period:g} s is over; the last checkpoint is from before")
             raise SignalException(f"signal {number}", sigval=number)
         result: RunResult = super()._monitor_workers(worker_group)
+        workers = torch_private.worker_context(self).pids()
         if self._job.warm_spares and result.state is WorkerState.HEALTHY:
-            self._spares.look(self._preemption, torch_private.worker_context(self).pids())
+            self._spares.look(self._preemption, workers)
+        reap_orphans(spared={*workers.values(), *self._spares.pids, *self._elsewhere})
         self._failures = result.failures
+        if self._asked and result.is_failed():
+            torch_private.allow_no_restart(self)  # who asked wants the job to end
         client = self._client
         if client is None:
             return result
         if result.is_failed():
             rank, failure = root_cause(result.failures, self._scene.ended)
             client.report(order_of(failure), self._report(rank, failure, result.failures))
-        if self._membership is not None:
-            pids = torch_private.worker_context(self).pids().values()
-            if self._membership.has_changed(result, is_asked=bool(self._asked), pids=pids):
-                torch_private.grant_restart(self)
-                self._is_regrouping, self._failures = True, {}
-                return RunResult(state=WorkerState.UNHEALTHY)
+        if self._membership is not None and self._membership.has_changed(result, is_asked=bool(self._asked)):
+            torch_private.grant_restart(self)
+            self._is_regrouping, self._failures = True, {}
+            return RunResult(state=WorkerState.UNHEALTHY)
         if client.root_cause is not None and result.state is WorkerState.HEALTHY and not self._is_left_last:
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         number = self._job.max_restarts - torch_private.remaining_restarts(self)
-        with _signals_ignored():
-            self._stop_workers(worker_group)
+        self._stop_workers(worker_group)
+        had_listened = bool(listening_in(self._preemption))
+        for late in self._heard_late:
+            if had_listened or late.name not in _MESSAGES:
+                raise SignalException(f"signal {late}", sigval=late)
+        self._keep_tracebacks(self._failures)
         cause = self._client.root_cause if self._client is not None else None
         if cause is not None and not cause.here:
-            sys.stderr.write(self._told(cause))
+            _tell(self._told(cause))
         elif self._failures:
             rank, failure = root_cause(self._failures, self._scene.ended)
-            sys.stderr.write(self._report(rank, failure, self._failures))
+            _tell(self._report(rank, failure, self._failures))
             self._note_failure(rank, failure)
         if self._is_regrouping:
             self._is_regrouping = False
@@ -453,12 +483,12 @@ class Agent(LocalElasticAgent):
             self._client.finish()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        with _signals_ignored():
+        with _signals_held() as self._heard_late:
             workers = torch_private.worker_context(self)
             if workers is not None:
                 workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
             super()._shutdown(death_sig)  # what else it has started; before 2.13 it gives workers half a minute
-            end_descendants(self._groups, spared=self._elsewhere | self._spares.pids)
+            end_descendants(self._groups, spared=self._elsewhere | self._spares.processes)
             self._close_files()
             self._logs.drain()
 
@@ -508,14 +538,16 @@ def _signals_heard() -> Iterator[list[Agent]]:
 
 
 @contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """While processes are being ended, a second Ctrl-C must not leave half of them behind."""
+def _signals_held() -> Iterator[list[signal.Signals]]:
+    """Those that come inside: while processes are being ended, a second Ctrl-C must not leave half of them behind."""
     numbers = [signal.Signals[name] for name in _SIGNALS]
     handlers: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in numbers}
-    for number in handlers:
-        signal.signal(number, signal.SIG_IGN)
+    came: list[signal.Signals] = []
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: came.append(signal.Signals(number)))
     try:
-        yield
+        yield came
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

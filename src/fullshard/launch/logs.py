@@ -15,6 +15,8 @@ import selectors
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +28,9 @@ from fullshard.launch.streams import STREAMS, StreamPlan
 _CHUNK_NBYTES = 65536
 _LONGEST_LINE_NBYTES = 65536
 """A line is shown once it is complete, or so long."""
+DRAIN_SECONDS = 2.0
+"""How long a job that has ended waits for somebody to read the last of its output."""
+_LOOK_SECONDS = 0.1
 
 
 class RankLogs(LogsSpecs):
@@ -108,6 +113,7 @@ class Pump(threading.Thread):
         self._pipes = selectors.DefaultSelector()
         self._wake, self._waker = os.pipe()
         self._pipes.register(self._wake, selectors.EVENT_READ)
+        self._until: float | None = None  # when a terminal that nobody reads is given up
         self._drained = False
 
     def open(self, terminal: int, prefix: bytes, file: BinaryIO | None) -> str:
@@ -130,6 +136,7 @@ class Pump(threading.Thread):
         if self._drained:
             return
         self._drained = True
+        self._until = time.monotonic() + DRAIN_SECONDS
         os.write(self._waker, b".")
         if self.is_alive():
             self.join()
@@ -171,16 +178,27 @@ class Pump(threading.Thread):
             text = b"".join(pipe.prefix + line + b"\n" for line in lines)
         if text and pipe.terminal is not None:
             try:
-                _write(pipe.terminal, text)
+                with contextlib.suppress(AttributeError, ValueError):
+                    (sys.stdout if pipe.terminal == 1 else sys.stderr).flush()
+                write_all(pipe.terminal, text, lambda: self._until)
             except OSError:  # nobody reads any more; files are still written
                 pipe.terminal = None
 
 
-def _write(descriptor: int, text: bytes) -> None:
-    with contextlib.suppress(AttributeError, ValueError):
-        (sys.stdout if descriptor == 1 else sys.stderr).flush()
+def write_all(descriptor: int, text: bytes, until: Callable[[], float | None]) -> None:
+    """Write to a terminal, a pipe or a file, but wait for whoever reads it no longer than until a time.
+
+    Args:
+        descriptor: opened to block or not to.
+        text: all of it.
+        until: asked while it waits; by `time.monotonic`, None for ever.
+
+    Raises:
+        OSError: nobody reads it any more.
+    """
     while text:
-        try:
-            text = text[os.write(descriptor, text) :]
-        except BlockingIOError:  # someone made the terminal non-blocking
-            select.select([], [descriptor], [])
+        _, is_ready, _ = select.select([], [descriptor], [], _LOOK_SECONDS)
+        if is_ready:
+            text = text[os.write(descriptor, text[: select.PIPE_BUF]) :]  # so much fits in without waiting
+        elif (end := until()) is not None and time.monotonic() > end:
+            raise OSError("nobody reads it")

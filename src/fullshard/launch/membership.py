@@ -13,11 +13,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
+from fullshard.launch.preemption import listening_in
+from fullshard.launch.processes import below
 from fullshard.launch.rendezvous_server import RendezvousClient
 
 
@@ -41,13 +43,12 @@ class Membership:
         """Processes have been started."""
         self._until = None
 
-    def has_changed(self, result: RunResult, *, is_asked: bool, pids: Iterable[int]) -> bool:
+    def has_changed(self, result: RunResult, *, is_asked: bool) -> bool:
         """Whether the processes of this host are to begin again with other hosts, now.
 
         Args:
             result: what has become of them.
             is_asked: whether this host itself was told to end.
-            pids: theirs.
         """
         if is_asked:  # also where another host that was asked, too, has ended first
             return False
@@ -60,16 +61,17 @@ class Membership:
         if not self._client.waits or result.is_failed():
             return self._client.waits  # others have begun again before this host has heard why
         if self._until is None:
-            self._until = time.monotonic() + self._ask_to_save(pids)
+            self._until = time.monotonic() + self._ask_to_save()
         return time.monotonic() >= self._until
 
-    def _ask_to_save(self, pids: Iterable[int]) -> float:
+    def _ask_to_save(self) -> float:
         """Seconds that they have for it: none if nobody listens."""
-        if not any(self._preemption.glob("listening-*")):
+        listening = below(listening_in(self._preemption))
+        if not listening:
             self._say("another host has come; the processes do not listen to signals, and go on from their checkpoint")
             return 0.0
         self._say("another host has come; the processes save, and go on with it")
-        for pid in pids:
+        for pid in listening:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         return self._grace_period

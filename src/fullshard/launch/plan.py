@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from fullshard.config.dialect import Reading, Setting, shown
+from fullshard.config.dialect import Note, Reading, Setting, Status, shown
 from fullshard.config.flags import CommandLine
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.resolve import Resolved, resolve
@@ -92,14 +93,18 @@ def make_plan(
     Raises:
         ConfigError: something is wrong or missing.
     """
-    launch = resolve(readings).config.launch
+    said = resolve(readings)
+    launch = said.config.launch
     _check_place(launch, elsewhere=elsewhere)
     if elsewhere and launch.device == "cuda" and launch.num_processes is not None:
         device, devices = "cuda", launch.num_processes // launch.num_machines
     else:
         device, devices = _devices(launch, environ)
     per_host = min(2, usable_cpu_count()) if device == "cpu" else devices
-    found = Reading(settings=[Setting("launch.num_processes", per_host * launch.num_machines, DETECTED, "devices")])
+    found = Reading(
+        settings=[Setting("launch.num_processes", per_host * launch.num_machines, DETECTED, "devices")],
+        notes=list(_without_effect(said, device)),
+    )
     resolved = resolve([found, *readings])
     launch = resolved.config.launch
     per_host = (launch.num_processes or 1) // launch.num_machines
@@ -129,6 +134,20 @@ def make_plan(
         worker_environment(launch, device, per_host, environ),
         worker_command(line),
     )
+
+
+def _without_effect(said: Resolved, device: str) -> Iterator[Note]:
+    """Of what somebody has written, what does nothing with the rest."""
+    launch = said.config.launch
+    idle = {
+        "gpu_ids": device == "cpu" and "the processes run on processors",
+        "main_process_ip": launch.num_machines == 1 and "there is one host",
+        "rdzv_conf": launch.num_machines == 1 and "there is one host",
+    }
+    for name, why in idle.items():
+        setting = said.settings.get(f"launch.{name}")
+        if why and setting is not None and setting.value and setting.origin.precedence is not Precedence.DEFAULT:
+            yield Note(setting.origin, name, Status.NO_EFFECT, f"has no effect here: {why}")
 
 
 def _check_place(launch: LaunchConfig, *, elsewhere: bool) -> None:
@@ -221,7 +240,9 @@ def _rendezvous_seconds(text: str) -> tuple[float, float]:
         try:
             if not equals or name not in _RENDEZVOUS_SETTINGS:
                 raise ValueError
-            seconds[_RENDEZVOUS_SETTINGS[name]] = float(value)
+            seconds[_RENDEZVOUS_SETTINGS[name]] = number = float(value)
+            if not 0 < number < math.inf:
+                raise ValueError
         except ValueError:
             raise ConfigError(
                 f"rdzv_conf: expected join_timeout=SECONDS or last_call_timeout=SECONDS, got {item!r}",

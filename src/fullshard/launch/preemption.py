@@ -1,5 +1,6 @@
 """Being asked to end: a signal on any rank makes all of them save at the same step, and end.
 
+    fullshard.should_stop()  # listens from now on
     for batch in loader:
         ...
         optimizer.step()
@@ -30,7 +31,7 @@ PREEMPTED = 75
 """Exit code of a job that has saved and ended because it was asked to: start it again to go on."""
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
-_AGAIN_SECONDS = 1.0
+AGAIN_SECONDS = 1.0
 """What comes sooner is the same request, which a scheduler and a launcher have both passed on."""
 
 _heard: list[float] = []
@@ -41,6 +42,7 @@ def should_stop() -> bool:
     """Whether all ranks are to save and end now; the same on every rank that asks after the same backward.
 
     The first call begins to listen to SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2, which until then do what they did.
+    Call it once before a loop whose DataLoader has processes: they inherit that, and SIGUSR1 to all would end them.
     A second signal ends the process at once. Call it after every step, on every rank.
     """
     listen()
@@ -73,7 +75,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
         if LAUNCHER_PID not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
             for name in SIGNALS:  # at once, wherever the process waits
                 signal.signal(signal.Signals[name], signal.SIG_DFL)
-    elif now - _heard[0] > _AGAIN_SECONDS:
+    elif now - _heard[0] > AGAIN_SECONDS:
         os._exit(128 + number)
 
 
@@ -82,6 +84,11 @@ def _hear_no_more() -> None:
     if STOPPING.is_agreed:
         for name in SIGNALS:
             signal.signal(signal.Signals[name], signal.SIG_IGN)
+
+
+def listening_in(directory: Path) -> set[int]:
+    """Processes that have said there that they listen."""
+    return {int(path.name.rpartition("-")[2]) for path in directory.glob("listening-*")}
 
 
 def _tell_launcher(what: str) -> None:

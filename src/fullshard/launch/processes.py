@@ -29,6 +29,36 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def below(pids: Iterable[int]) -> set[int]:
+    """Those that are alive, and below this process where the system tells (Linux)."""
+    if sys.platform == "linux":
+        return set(pids) & set(descendants())
+    return {pid for pid in pids if _is_alive(pid)}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def reap_orphans(spared: Collection[int]) -> None:
+    """Let go of adopted processes that have ended; a job that starts some at each checkpoint would reach a limit.
+
+    Args:
+        spared: processes that somebody else waits for.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(ChildProcessError):  # there are no children
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in spared:
+                return  # it stays the first that is found until that one has
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
 def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> None:
     """Kill whatever is left of a job whose workers were asked to end.
 
@@ -41,10 +71,12 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         return
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    begin = time.monotonic()
     # One that is killed may have started another meanwhile; so until none is found.
-    while (alive := [p for p in descendants() if p not in spared]) and time.monotonic() < deadline:
+    while (alive := [p for p in descendants() if p not in spared]) and time.monotonic() < begin + _PATIENCE_SECONDS:
         for process in alive:
+            if _cleans_up(process) and time.monotonic() < begin + _PATIENCE_SECONDS / 2:
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.01)
@@ -53,8 +85,16 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
                 os.waitpid(process, os.WNOHANG)
 
 
-def descendants() -> list[int]:
-    """Processes below this one that are not zombies (Linux; elsewhere none is found)."""
+def _cleans_up(pid: int) -> bool:
+    """Whether it removes shared memory that others have left, and ends as soon as they are gone."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"resource_tracker" in command or b"torch_shm_manager" in command
+    return False
+
+
+def descendants(of: int | None = None) -> list[int]:
+    """Processes below one, by default this one, that are not zombies (Linux; elsewhere none is found)."""
     children: dict[int, list[int]] = {}
     alive = set()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -63,7 +103,7 @@ def descendants() -> list[int]:
             children.setdefault(int(parent), []).append(int(entry.name))
             if state not in "ZX":
                 alive.add(int(entry.name))
-    found, todo = [], [os.getpid()]
+    found, todo = [], [os.getpid() if of is None else of]
     while todo:
         below = children.get(todo.pop(), [])
         found += below

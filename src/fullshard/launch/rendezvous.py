@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import errno
 import socket
+from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.launch.rendezvous_server import HostAssignment, RendezvousClient, RendezvousServer
 
 LOOPBACK = "127.0.0.1"
+
+REACH_SECONDS = 30.0
+"""How long a host waits for the first one's store; meanwhile it hears no signal."""
 
 
 def open_store(address: str, port: int = 0) -> TCPStore:
@@ -35,6 +39,24 @@ def open_store(address: str, port: int = 0) -> TCPStore:
         ) from None
     port = listening.getsockname()[1]
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def reach_store(address: str, port: int) -> TCPStore:
+    """The store that another host has opened, a moment ago.
+
+    Raises:
+        CommunicationError: it does not answer.
+    """
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=REACH_SECONDS))
+    except DistError as error:
+        raise CommunicationError(
+            f"the store of the first host does not answer at {address}:{port} after {REACH_SECONDS:g} seconds: "
+            + str(error).partition("\n")[0],
+            hint="see whether that host has failed; all ports between the hosts must be open",
+        ) from None
+    store.set_timeout(timedelta(minutes=5))  # torch's own for what comes after
+    return store
 
 
 class OneHostRendezvous(RendezvousHandler):
@@ -105,7 +127,7 @@ class MultiHostRendezvous(OneHostRendezvous):
         # Rank 0 is where the server is, so the store can be opened before ranks are known.
         store = None if self._server is None else open_store(self.client.address)
         start = self.client.join(0 if store is None else store.port)
-        return _information(start, store or TCPStore(start.address, start.port, is_master=False))
+        return _information(start, store or reach_store(start.address, start.port))
 
     def shutdown(self) -> bool:
         """Leave; the server stays until the others have left too, or some seconds have passed."""

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,18 @@ _LOSS_WORDS = ("communicationerror", "connection closed", "connection reset", "b
 
 def is_of_a_loss(text: str) -> bool:
     """Whether a report is that of a rank which has found another one gone, or has waited for it for too long."""
-    return is_of_a_hang(text) or any(word in text.lower() for word in _LOSS_WORDS)
+    return _has(text, _LOSS_WORDS) or is_of_a_hang(text)
 
 
 def is_of_a_hang(text: str) -> bool:
     """Whether a report is that of a rank which has waited for too long."""
-    return any(word in text.lower() for word in _HANG_WORDS)
+    return _has(text, _HANG_WORDS)
+
+
+def _has(text: str, words: Iterable[str]) -> bool:
+    # Lines of source in a traceback are indented, and may have any word.
+    messages = "\n".join(line for line in text.lower().splitlines() if not line.startswith(" "))
+    return any(word in messages for word in words)
 
 
 class Scene:

@@ -33,6 +33,7 @@ def main() -> None:
         with contextlib.suppress(Exception, SystemExit):  # whoever needs it imports it again, and hears why it failed
             import_module(name)
     arguments = _wait(int(sys.argv[1]))
+    sys.orig_argv[:] = [sys.executable, *arguments]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream.isatty() or stream is sys.stderr)  # type: ignore[union-attr]
     if not sys.flags.safe_path:

@@ -23,18 +23,28 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from fullshard.comm import torch_private
 from fullshard.launch import bootstrap
+from fullshard.launch.processes import descendants
 from fullshard.launch.spare import HEADER_NBYTES
 from fullshard.launch.streams import STREAMS
 
 _SECONDS = 5.0
-"""How long a spare process may take to read what it is to be; one that still imports reads afterwards."""
+"""How long a spare process may take to read what it is to be."""
 
 
 @dataclass(slots=True)
 class _Spare:
     process: subprocess.Popen[bytes]
     socket: socket.socket
-    is_ready: bool = False
+    _has_said: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has done its imports, or has ended: nobody waits for it then."""
+        if not self._has_said:
+            with contextlib.suppress(BlockingIOError):
+                self.socket.recv(1, socket.MSG_DONTWAIT)  # nothing at all if it has ended
+                self._has_said = True
+        return self._has_said
 
 
 class Spares:
@@ -48,6 +58,11 @@ class Spares:
         """Processes that wait."""
         return {spare.process.pid for spare in self._spares.values()}
 
+    @property
+    def processes(self) -> set[int]:
+        """The same, and what their imports have started."""
+        return self.pids.union(*map(descendants, self.pids))
+
     def look(self, directory: Path, ranks: Mapping[int, int]) -> None:
         """Start the next one, if it is known what it imports and those before it have done that.
 
@@ -55,17 +70,15 @@ class Spares:
             directory: where ranks leave what they have imported.
             ranks: the process of each local rank.
         """
-        for spare in self._spares.values():
-            if not spare.is_ready:
-                try:
-                    spare.socket.recv(1, socket.MSG_DONTWAIT)  # nothing at all if it has ended: not waited for either
-                except BlockingIOError:
-                    return
-                spare.is_ready = True
+        if not all(spare.is_ready for spare in self._spares.values()):
+            return
         for local_rank, pid in ranks.items():
             listing = directory / f"{bootstrap.IMPORTS}-{pid}"
             if local_rank not in self._spares and listing.exists():
-                self._spares[local_rank] = _start(json.loads(listing.read_text(encoding="utf-8")))
+                imported = json.loads(listing.read_text(encoding="utf-8"))
+                listing.unlink()  # it has the environment, secrets too
+                with contextlib.suppress(OSError):  # too many processes or files: a rank will be a new process
+                    self._spares[local_rank] = _start(imported)
                 return
 
     @contextlib.contextmanager
@@ -101,7 +114,8 @@ class Spares:
             return None
         descriptors = [0, *(number if file is None else file.fileno() for number, file in enumerate(streams, start=1))]
         order = json.dumps({"arguments": list(command[1:]), "environment": dict(environment)}).encode()
-        if command[0] == sys.executable and command[1] in ("-m", bootstrap.__file__):
+        # One that still imports may hang there, where nobody would know it for a rank.
+        if spare.is_ready and command[0] == sys.executable and command[1] in ("-m", bootstrap.__file__):
             with contextlib.suppress(OSError), spare.socket:  # it has ended, or there is no standard input
                 spare.socket.settimeout(_SECONDS)
                 socket.send_fds(spare.socket, [len(order).to_bytes(HEADER_NBYTES, "big")], descriptors)
@@ -118,7 +132,8 @@ class Spares:
 
 def _start(imported: Mapping[str, Any]) -> _Spare:
     ours, theirs = socket.socketpair()
-    with theirs, tempfile.TemporaryFile() as listing:
+    with contextlib.ExitStack() as unless_started, theirs, tempfile.TemporaryFile() as listing:
+        unless_started.enter_context(ours)
         listing.write(json.dumps(imported["modules"]).encode())
         listing.seek(0)
         process = subprocess.Popen(
@@ -130,6 +145,7 @@ def _start(imported: Mapping[str, Any]) -> _Spare:
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
+        unless_started.pop_all()
     return _Spare(process, ours)
 
 

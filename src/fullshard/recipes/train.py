@@ -83,7 +83,9 @@ def train(arguments: TrainArguments) -> None:
         copies = None
         if arguments.max_lost_steps is not None:
             copies = held.enter_context(MemoryCopies(arguments.max_lost_steps, say=console.say))
-        is_loaded = bool(checkpoints) or (copies is not None and is_started_again())
+        # Rank 0's launcher is there from the beginning; that of a host that has come later knows of no attempt before.
+        is_again = run_on_main(environment, is_started_again)
+        is_loaded = bool(checkpoints) or (copies is not None and is_again)
         trainer = _make_trainer(arguments, data, accelerator, console, is_loaded=is_loaded)
         first_step = _go_on(checkpoints, copies, trainer, arguments, data, console)
         if is_loaded and not first_step:  # it was started again before there was a copy

@@ -1,0 +1,72 @@
+"""Directories that last as long as the process that made them.
+
+Its lock is what tells: whoever makes the next one removes those whose locks nobody holds, left by processes that were
+killed, in whatever container they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on this system: there what a killed process has left stays
+    fcntl = None  # type: ignore[assignment]
+
+_LOCK = ".lock"
+_UNFINISHED = ".unfinished-"
+
+
+@contextlib.contextmanager
+def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A directory for this user alone, removed at the end.
+
+    Args:
+        prefix: how its name begins; those of killed processes that begin so are removed first.
+        parent: where; None is the place for temporary files.
+    """
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    _remove_stale(parent, prefix)
+    # It gets its name once it is locked, or another process could take it for one that is left over.
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{prefix}", dir=parent))
+    descriptor = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # no process that is started inherits it
+    try:
+        with contextlib.suppress(OSError):  # of a file system without locks nobody else can get them either
+            _lock(descriptor)
+        directory = unfinished.rename(parent / unfinished.name.removeprefix(_UNFINISHED))
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Hold the lock of that file until it is closed.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_stale(parent: Path, prefix: str) -> None:
+    if fcntl is None:
+        return
+    for path in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is in use, or gone meanwhile
+            if path.lstat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                _lock(descriptor)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
