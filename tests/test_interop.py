@@ -68,7 +68,7 @@ def check_clip(order: Any, max_norm: float, strategy: str, shard_size: int | Non
     return got.item()
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, math.inf, 0.5, 3.0, "inf"])
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf, 0.5, 3.0, "inf", -1.0, -math.inf])
 def test_clip_grad_norm_is_global(order: Any) -> None:
     norms = run_ranks(check_clip, 2, order, 0.01, "FULL_SHARD", None)
     assert norms[0] == norms[1]
@@ -105,7 +105,7 @@ def check_empty_ranks(order: float) -> bool:
     return all(p.interval.numel == 0 for p in sharded_parameters(model).values())
 
 
-@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("order", [2.0, math.inf, -2.0])
 def test_clip_grad_norm_with_empty_ranks(order: float) -> None:
     assert run_ranks(check_empty_ranks, 3, order) == [False, True, True]
 

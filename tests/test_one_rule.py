@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import bitsandbytes
 import pytest
 from torch import optim
 
@@ -51,6 +52,15 @@ def test_no_optimizer_is_refused_and_taken() -> None:
     assert not NEEDS_WHOLE_TENSORS & {cls.__name__ for cls in (*ELEMENT_WISE, *STEPS_IN_PARTS)}
     known = {name for name in vars(optim) if isinstance(getattr(optim, name), type) and name != "Optimizer"}
     assert known <= NEEDS_WHOLE_TENSORS | {cls.__name__ for cls in STEPS_IN_PARTS}, "a new one of torch's"
+
+
+def test_every_optimizer_of_bitsandbytes_that_scales_by_a_norm_is_refused() -> None:
+    found = {
+        name
+        for name, value in vars(bitsandbytes.optim).items()
+        if isinstance(value, type) and value.__module__.rpartition(".")[2] in ("lars", "lamb")
+    }
+    assert "PytorchLARS" in found and found <= NEEDS_WHOLE_TENSORS
 
 
 def test_what_an_all_reduce_sends() -> None:

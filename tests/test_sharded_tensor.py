@@ -96,6 +96,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "norm 1": lambda p: p.norm(1),
     "norm inf": lambda p: torch.linalg.vector_norm(p, float("inf")),
     "norm 0": lambda p: torch.linalg.vector_norm(p, 0),
+    "norm -inf": lambda p: torch.linalg.vector_norm(p, float("-inf")),
+    "norm -2": lambda p: p.norm(-2),
     "norm 3": lambda p: torch.linalg.vector_norm(p, 3),
     "norms of rows": lambda p: p.norm(dim=-1),
     "foreach norm": lambda p: torch._foreach_norm([p, p * 2]),

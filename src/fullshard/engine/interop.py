@@ -166,13 +166,14 @@ def _group_norm(
     if parts:
         local = _local_norm(parts, order, False, foreach).to(mesh.device, dtype)
     else:
-        local = torch.zeros((), device=mesh.device, dtype=dtype)
+        local = torch.full((), math.inf if order < 0 else 0.0, device=mesh.device, dtype=dtype)
     if not groups:
         return local
-    is_root = order not in (0, float("inf"))  # neither a count nor a maximum
+    is_root = order not in (0, math.inf, -math.inf)  # neither a count, a maximum nor a minimum
+    op = {math.inf: dist.ReduceOp.MAX, -math.inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
     summed = local**order if is_root else local
     for group in groups:
-        dist.all_reduce(summed, op=dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(summed, op=op, group=group)
     return summed ** (1 / order) if is_root else summed
 
 

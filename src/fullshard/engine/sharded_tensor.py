@@ -590,14 +590,17 @@ def _norm(
 
 
 def _local_norm(tensor: ShardedTensor, order: float, **options: Any) -> torch.Tensor:
-    local = tensor.local if tensor.local.numel() else tensor.local.new_zeros(1)  # not every norm of nothing is 0
+    # Not every norm of nothing is 0; one of negative order is as small as the smallest element makes it.
+    nothing = float("inf") if order < 0 else 0.0
+    local = tensor.local if tensor.local.numel() else tensor.local.new_full((1,), nothing)
     norm: torch.Tensor = torch.linalg.vector_norm(local, order, **options)
     return norm
 
 
 def _placement_of_norm(order: float) -> Placement:
-    """A maximum and a count need no root."""
-    return Partial("max") if order == float("inf") else Partial() if order == 0 else torch_private.norm_partial(order)
+    """A maximum, a minimum and a count need no root."""
+    plain = {float("inf"): Partial("max"), float("-inf"): Partial("min"), 0.0: Partial()}
+    return plain.get(float(order)) or torch_private.norm_partial(order)
 
 
 def _norms(func: torch_private.Kernel, tensors: Sequence[torch.Tensor], order: float = 2, dtype: Any = None) -> Any:

@@ -26,7 +26,9 @@ from fullshard.engine.step.state_dict import cut_state
 from fullshard.engine.unit import Unit, owner_of
 
 NEEDS_WHOLE_TENSORS = frozenset(
-    {"Adafactor", "Adalomo", "CAME", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "LBFGS"}
+    {"Adafactor", "Adalomo", "CAME", "LBFGS"}
+    | {"LAMB", "Lamb", "FusedLAMB", "LAMB8bit", "LAMB32bit"}
+    | {"LARS", "Lars", "LARS8bit", "LARS32bit", "PytorchLARS"}
     | {"Muon", "Shampoo", "DistributedShampoo", "SOAP", "SparseAdam"}
 )
 """Optimizers whose update of an element depends on the rest of its tensor; wrong on slices."""
