@@ -20,9 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard.checkpoint import full_state_dict
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, LifecycleError
 from tests.distributed import run_ranks
 from tests.test_lease import another_job
 from tests.trainers import arguments, build, close, pad, result, run, samples, trainer
@@ -269,6 +270,58 @@ def test_save_model_always_writes_a_loadable_model(tmp_path: Path, family: str, 
         assert names == ["config.json", "generation_config.json", "model.safetensors", "training_args.bin"]
         args = torch.load(tmp_path / kind / "training_args.bin", weights_only=False)
         assert type(args).__module__.startswith("transformers")
+
+
+def save_in_ones_own_way(output: str, who: str) -> list[list[str]]:
+    """A class derived from Trainer, or from the model's, that saves something besides, and a module by itself."""
+    import transformers
+
+    from fullshard.integrations.transformers import Trainer
+
+    class OwnModel(transformers.LlamaForCausalLM):
+        def save_pretrained(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+            torch.save(self.model.embed_tokens.state_dict()["weight"], Path(directory) / "table.pt")
+            return super().save_pretrained(directory, *args, **kwargs)
+
+    class OwnTrainer(Trainer):  # type: ignore[misc]
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            assert self.args.should_save, "one rank saves"
+            super()._save(output_dir, state_dict)
+            self.model.model.save_pretrained(Path(output_dir) / "base")
+            with pytest.raises(LifecycleError, match="called while one rank saves the model"):
+                self.model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+
+    model = build()
+    if who == "model":
+        model.__class__ = OwnModel
+    kind = OwnTrainer if who == "trainer" else Trainer
+    args = arguments(output, save_strategy="steps", save_steps=4)
+    made = kind(model, args, train_dataset=samples(), data_collator=pad)
+    made.train()
+    made.save_model(f"{output}/final")
+    whole = full_state_dict(made.model, rank0_only=False)
+    again = kind(build() if who == "trainer" else model, arguments(output, max_steps=6), train_dataset=samples())
+    if who == "trainer":  # from what is in training_state
+        again.data_collator = pad
+        again.train(resume_from_checkpoint=f"{output}/checkpoint-4")
+    found = []
+    for path in (Path(output, "checkpoint-4"), Path(output, "final")):
+        read = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+        assert all(torch.equal(whole[name], value) for name, value in read.items())
+        if who == "trainer":
+            base = transformers.AutoModel.from_pretrained(path / "base").state_dict()
+            assert all(torch.equal(whole[f"model.{name}"], value) for name, value in base.items())
+        else:
+            assert torch.equal(torch.load(path / "table.pt"), whole["model.embed_tokens.weight"])
+        found.append(sorted(each.name for each in path.iterdir()))
+    return found
+
+
+@pytest.mark.parametrize("who", ["trainer", "model"])
+def test_what_a_class_of_the_users_saves_is_saved(tmp_path: Path, who: str) -> None:
+    _, final = run_ranks(save_in_ones_own_way, 2, str(tmp_path), who)[0]
+    own = "base" if who == "trainer" else "table.pt"
+    assert {*final} == {own, "config.json", "generation_config.json", "model.safetensors", "training_args.bin"}
 
 
 def best(output: str, kind: str) -> tuple[float, float, str]:

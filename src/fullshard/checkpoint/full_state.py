@@ -5,8 +5,9 @@ For models that fit one host. `save_checkpoint` needs no whole tensor anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import nn
 
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, modules_with_extra_state, rest
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, LifecycleError
+from fullshard.core.user_class import user_class
 from fullshard.engine import ShardedTensor
-from fullshard.engine.module import clean_name
+from fullshard.engine.module import clean_name, unit_of
 
 
 def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -80,6 +82,44 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
         whole[f"{path}._extra_state" if path else "_extra_state"] = module.get_extra_state()
     # What a module adds to its state dict by itself (how its weight is quantised, say) is the same on every rank.
     return {clean_name(name): whole.get(clean_name(name), value) for name, value in model.state_dict().items()}
+
+
+@contextlib.contextmanager
+def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, `state_dict()` of the model and of each module in it has whole tensors, on this rank alone.
+
+    For code that saves a model in its own way, a module at a time. Nothing can be gathered while it does, because the
+    other ranks do not take part; so a forward is an error.
+
+    Args:
+        model: sharded or not.
+        whole: as `full_state_dict` returns it.
+    """
+    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    tensors = {
+        id(parameter.span): whole[names[id(parameter)]]
+        for parameter in model.parameters()
+        if isinstance(parameter, ShardedTensor)
+    }
+
+    def put_in(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+        for name, value in state_dict.items():
+            if name.startswith(prefix) and isinstance(value, ShardedTensor):
+                state_dict[name] = tensors.get(id(value.span), value)
+
+    def refuse(module: nn.Module, _inputs: object) -> None:
+        raise LifecycleError(
+            f"{user_class(module).__name__} was called while one rank saves the model, and it is sharded",
+            hint="compute what is to be saved before, on every rank",
+        )
+
+    hooks = [module.register_state_dict_post_hook(put_in) for module in model.modules()]
+    hooks += [module.register_forward_pre_hook(refuse, prepend=True) for module in model.modules() if unit_of(module)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -505,7 +505,7 @@ def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(save).bind(*args, **kwargs).arguments
         given = arguments.get("state_dict", kwargs.get("state_dict"))
-        tensors = module.parameters() if given is None else given.values()
+        tensors = (module.state_dict() if given is None else given).values()  # it may have whole ones for now
         if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
             raise LifecycleError(
                 f"{type(module).__name__}.save_pretrained would write this rank's slices as if they were the weights",

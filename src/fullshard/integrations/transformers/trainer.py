@@ -32,10 +32,12 @@ from fullshard.api.options import DataLoaderConfiguration
 from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, load_adapters
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
+from fullshard.checkpoint.full_state import whole_in_state_dicts
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.paths import local_name, local_path
+from fullshard.core.user_class import user_class
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
 from fullshard.integrations.transformers.averaging import announce_averages, averaged, averages_of
@@ -49,6 +51,8 @@ from fullshard.optim import TransformersAdafactor
 
 _COMPLETE = "trainer_state.json"
 _DATALOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+_KNOWN = ("transformers.", "peft.")
+"""Where `save_pretrained` writes what `export_hf` does."""
 _WRITES_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -195,9 +199,20 @@ class ShardedTraining:
         """Write a model that `from_pretrained` reads (of a PEFT model the adapters), with its tokenizer. A collective.
 
         Within a checkpoint of sharded weights the configuration alone is written: the weights are beside it.
+
+        A `_save` of a class derived from Trainer, and a `save_pretrained` that is not of Transformers or PEFT, are
+        called on the main process: every `state_dict()` has whole tensors then, all of them in host memory.
         """
         directory = local_path(output_dir or self.args.output_dir)
-        if _internal_call and self._keeps_weights_in_state():
+        if _saves_its_own_way(self):
+            whole = checkpoint.full_state_dict(self.model)
+
+            def save() -> None:
+                with whole_in_state_dicts(self.model, whole):
+                    self._save(str(directory), state_dict=whole)
+
+            run_on_main(self.accelerator.process.environment, save)
+        elif _internal_call and self._keeps_weights_in_state():
             if self.args.should_save:
                 directory.mkdir(parents=True, exist_ok=True)
                 config: Any = getattr(self.model, "config", None)
@@ -205,7 +220,7 @@ class ShardedTraining:
                     config.save_pretrained(directory)
         else:
             self.accelerator.save_model(self.model, directory)
-        if self.args.should_save:
+        if self.args.should_save and not _saves_its_own_way(self):
             self._save_beside_weights(directory)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
@@ -239,6 +254,8 @@ class ShardedTraining:
         """Whether a checkpoint's weights are in its training state, and so not written in from_pretrained's form."""
         if self.args.save_only_model or is_adapted(self.model):
             return False
+        if _saves_its_own_way(self):
+            return True  # what that writes is not for us to read
         if self.accelerator.state_dict_type != "FULL_STATE_DICT":
             return True
         # Weights that Transformers stores in another form than it computes with cannot be read back in slices.
@@ -255,6 +272,8 @@ class ShardedTraining:
         state = directory / TRAINER_STATE
         if (state / MANIFEST_NAME).is_file():
             checkpoint.load_checkpoint(state, model=model, weights="stored", rng=False)
+            if _saves_its_own_way(self) and self._keeps_weights_in_state():
+                return
         if is_adapted(model):
             if not (state / MANIFEST_NAME).is_file():
                 load_adapters(directory, model)
@@ -288,6 +307,14 @@ class ShardedTraining:
             checkpoint.load_checkpoint(
                 Path(best) / TRAINER_STATE, model=self.model, objects=averages, weights="none", rng=False
             )
+
+
+def _saves_its_own_way(trainer: Any) -> bool:
+    """Whether the user's class, or that of the model, says how a model is saved."""
+    save = next(cls for cls in type(trainer).__mro__ if "_save" in vars(cls))
+    save_pretrained = next((cls for cls in user_class(trainer.model).__mro__ if "save_pretrained" in vars(cls)), None)
+    is_models_own = save_pretrained is not None and not save_pretrained.__module__.startswith(_KNOWN)
+    return save.__module__ != "transformers.trainer" or is_models_own
 
 
 def _teach_to_skip_batches() -> None:
