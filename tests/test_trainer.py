@@ -283,7 +283,7 @@ def save_in_ones_own_way(output: str, who: str) -> list[list[str]]:
             torch.save(self.model.embed_tokens.state_dict()["weight"], Path(directory) / "table.pt")
             return super().save_pretrained(directory, *args, **kwargs)
 
-    class OwnTrainer(Trainer):  # type: ignore[misc]
+    class OwnTrainer(Trainer):
         def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
             assert self.args.should_save, "one rank saves"
             super()._save(output_dir, state_dict)
