@@ -618,3 +618,41 @@ def test_a_manifest_with_sizes_that_no_tensor_has_is_refused(tmp_path: Path, sha
     (problem,) = verify_checkpoint(tmp_path / "a").problems
     assert "does not follow the schema" in problem or "does not hold the JSON it should" in problem
     assert len(problem) < 1000
+
+
+def test_another_number_of_objects_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", model=_sharded(), objects=[Counting(1)])
+    model = _sharded(seed=1)
+    before = full_state_dict(model)
+    with pytest.raises(CheckpointError, match="2 objects are to be loaded, 1 were saved"):
+        load_checkpoint(tmp_path / "a", model=model, objects=[Counting(0), Counting(0)])
+    after = full_state_dict(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_no_tensor_is_refused_by_name() -> None:
+    model = _sharded()
+    state = full_state_dict(model) | {"embed.weight": [1.0]}
+    with pytest.raises(CheckpointError, match=r"'embed\.weight' is a tensor, got a list"):
+        load_full_state_dict(model, state)
+
+
+def test_a_sharded_tensor_belongs_to_a_model() -> None:
+    model = _sharded()
+    with pytest.raises(CheckpointError, match="extra/p is a sharded tensor, of which this rank has a part"):
+        save_checkpoint("unused", model=model, extra={"p": model.embed.weight})
+    assert not Path("unused").exists()
+
+
+def test_checkpoints_that_were_moved_behind_links(tmp_path: Path) -> None:
+    """Removing one removes the link; saving goes on."""
+    model, run, big = _sharded(), tmp_path / "run", tmp_path / "big"
+    run.mkdir()
+    for number in (1, 2):
+        save_checkpoint(big / f"step-{number}", model=model)
+        (run / f"step-{number}").symlink_to(big / f"step-{number}")
+    save_checkpoint(run / "step-2", model=model, overwrite=True)
+    save_checkpoint(run / "step-3", model=model, total_limit=1)
+    save_checkpoint(run / "step-4", model=model, total_limit=1)
+    assert [path.name for path in run.glob("*step-*[0-9]")] == ["step-4"]
+    assert [verify_checkpoint(big / f"step-{number}").is_valid for number in (1, 2)] == [True, True]

@@ -116,9 +116,37 @@ def test_values_json_has_no_word_for() -> None:
     assert isinstance(decoded["milestones"], Counter)
 
 
-def test_what_cannot_be_stored_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"extra/hooks/1 is a builtin_function_or_method.*without pickle"):
-        encode_value({"hooks": [1, print]}, where="extra", tensors={})
+def test_tensors_at_paths_that_read_alike_are_each_kept() -> None:
+    value = {1: torch.tensor(1), "1": torch.tensor(2), "a/b": torch.tensor(3), "a": {"b": torch.tensor(4)}}
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = json.loads(json.dumps(encode_value(value, where="extra", tensors=tensors)))
+    assert decode_value(encoded, tensors) == value
+
+
+def test_maps_in_maps_take_no_longer_than_they_are_deep() -> None:
+    value: Any = 0
+    for _ in range(40):
+        value = {1: value}
+    assert decode_value(encode_value(value, where="extra", tensors={}), {}) == value
+
+
+def test_a_conjugate_is_stored_as_what_it_is() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    encode_value(torch.tensor([1 + 2j]).conj(), where="extra", tensors=tensors)
+    assert not tensors["extra"].is_conj() and tensors["extra"].tolist() == [1 - 2j]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (print, "extra/0 is a builtin_function_or_method, which cannot be stored without pickle"),
+        (np.longdouble(1), "extra/0 is a longdouble, which cannot be stored"),
+        (torch.eye(3).to_sparse(), "extra/0 is a torch.sparse_coo tensor of torch.float32"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(value: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        encode_value([value], where="extra", tensors={})
 
 
 def test_random_numbers_go_on_where_they_were() -> None:

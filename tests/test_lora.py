@@ -5,6 +5,7 @@ pytest tests/test_lora.py
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import transformers
 from torch import nn
 
 from fullshard.checkpoint import full_state_dict
+from fullshard.checkpoint.adapters import load_adapters, save_adapters
 from fullshard.checkpoint.format import read_manifest
-from fullshard.core.errors import LifecycleError
+from fullshard.core.errors import CheckpointError, LifecycleError
+from fullshard.engine import shard_model
 from tests.differential import gradients, is_same_product
 from tests.distributed import run_ranks
 from tests.interchange import files_in_use
@@ -417,6 +420,51 @@ def test_fullshard_merge_is_bitwise_pefts(tmp_path: Path, case: str) -> None:
     compare_bitwise(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save")
+@pytest.mark.parametrize(("files", "config"), [("float32", "bfloat16"), ("float16", None)])
+def test_fullshard_merge_of_files_in_another_dtype_than_the_configuration_says(
+    tmp_path: Path, files: str, config: str | None
+) -> None:
+    """The files' own: no bit of them is lost, and what is written is that."""
+    from safetensors.torch import load_file
+
+    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
+
+    expected = whole_and_adapter(tmp_path, "plain", getattr(torch, files)).state_dict()
+    path = tmp_path / "base" / "config.json"
+    said = json.loads(path.read_text())
+    del said["dtype"]
+    path.write_text(json.dumps(said | ({} if config is None else {"dtype": config})))
+    with (
+        MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / "adapter") as merged,
+        merged.configuration() as beside,
+    ):
+        write_weights(merged, tmp_path / "merged", config_from=beside, needs_config=True)
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(found, getattr(torch, files))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def part_of_adapters(directory: str) -> str:
+    from peft import LoraConfig, get_peft_model
+
+    def make(*modules: str) -> Any:
+        model = get_peft_model(build(), LoraConfig(r=2, target_modules=list(modules)))
+        return shard_model(model, unit_modules=list(model.base_model.model.model.layers))
+
+    save_adapters(directory, make("q_proj"))
+    try:
+        load_adapters(directory, make("q_proj", "v_proj"))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_file_that_lacks_some_of_the_adapters_is_refused(tmp_path: Path) -> None:
+    for message in run_ranks(part_of_adapters, 2, str(tmp_path / "a")):
+        assert "lacks 4 of the 8 tensors of the adapter 'default': " in message and "v_proj.lora_A" in message
+
+
 def test_fullshard_merge_of_a_trainers_checkpoint(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -434,3 +482,24 @@ def test_fullshard_merge_of_a_trainers_checkpoint(tmp_path: Path) -> None:
         assert files_in_use(tmp_path) == []
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
     compare_bitwise(first, second)
+
+
+def load_with_peft(directory: str) -> bool:
+    """PEFT's own function, which believes DTensors to be tensor parallelism's."""
+    from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        return shard_model(model, unit_modules=list(model.base_model.model.model.layers))
+
+    first, second = make(1), make(2)
+    save_adapters(directory, first)
+    set_peft_model_state_dict(second, load_peft_weights(directory, device="cpu"))
+    whole, loaded = (full_state_dict(model, rank0_only=False) for model in (first, second))
+    load_adapters(directory, make(3))
+    return all(torch.equal(whole[name], loaded[name]) for name in whole if "lora_" in name)
+
+
+def test_adapters_are_loaded_into_sharded_ones(tmp_path: Path) -> None:
+    assert run_ranks(load_with_peft, 2, str(tmp_path / "a")) == [True, True]

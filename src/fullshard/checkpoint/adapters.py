@@ -18,6 +18,7 @@ from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import local_buffers, local_parameters, rest
 from fullshard.core.errors import CheckpointError
+from fullshard.engine.module import clean_name
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -67,8 +68,9 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
     """Load the adapters that `save_adapters` or PEFT wrote into those of the same names. Every rank reads.
 
     Raises:
-        CheckpointError: an adapter is not there.
+        CheckpointError: an adapter is not there, or not all of it.
     """
+    wanted = _wanted(model, Ranks.of(model))
     peft: Any = importlib.import_module("peft")
     rest(model)
     for adapter in model.peft_config:  # type: ignore[union-attr]
@@ -79,6 +81,13 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
         result = peft.set_peft_model_state_dict(model, weights, adapter_name=str(adapter))
         if result.unexpected_keys:
             raise CheckpointError(f"{directory}: no place for {', '.join(result.unexpected_keys)}")
+        own = {name for name in wanted[str(adapter)] if str(adapter) in name.split(".")}  # the rest is the base's
+        if missing := sorted(own.intersection(map(clean_name, result.missing_keys))):
+            raise CheckpointError(
+                f"{directory} lacks {len(missing)} of the {len(own)} tensors of the adapter {adapter!r}: "
+                f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+                hint="it was saved of other target_modules; make the adapters as they were",
+            )
 
 
 def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:

@@ -194,8 +194,10 @@ def _compare(
         names.append(present[0] if present else None)
         if not present:
             missing.append(local.name)
-        elif tuple(state_dict[present[0]].shape) != local.shape:
-            problems.append(f"{local.name!r} has shape {local.shape}, got {tuple(state_dict[present[0]].shape)}")
+        elif not isinstance(value := state_dict[present[0]], torch.Tensor):
+            problems.append(f"{local.name!r} is a tensor, got a {type(value).__name__}")
+        elif tuple(value.shape) != local.shape:
+            problems.append(f"{local.name!r} has shape {local.shape}, got {tuple(value.shape)}")
     known = {name for local in locals_ for name in local.names}
     unexpected = [name for clean, name in given.items() if clean not in known]
     if strict:

@@ -177,6 +177,9 @@ def load_proved(
     def prepare() -> _Load:
         manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
         asked = {name for name, value in wanted.items() if value is not None}
+        saved = manifest.states.get("objects")
+        if objects and isinstance(saved, list) and len(saved) != len(objects):
+            raise CheckpointError(f"{len(objects)} objects are to be loaded, {len(saved)} were saved")
         return _Load(directory, manifest, ranks.rank, model, optimizer, asked, weights, averages_in(objects))
 
     load = ranks.together(f"matching {directory} with the model", prepare)
@@ -662,8 +665,6 @@ def _load_state_dict(source: Any, state: Any) -> None:
     if not isinstance(source, list):
         source.load_state_dict(state)
         return
-    if len(source) != len(state):
-        raise CheckpointError(f"{len(source)} objects are to be loaded, {len(state)} were saved")
     for one, part in zip(source, state, strict=True):
         if isinstance(one, EMA) and "updates" in part:
             one.updates = int(part["updates"])  # its tensors are filled

@@ -400,14 +400,17 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     if problems:
         raise CheckpointError(f"{directory} does not fit {type(model).__name__}:\n" + "\n".join(problems))
     for local, stored in found:
+        plain = local.held.contiguous()  # a copy if its memory is in another order
         read_across(
             stored.read,
-            local.held.view(-1),
+            plain.view(-1),
             shape=local.shape,
             source=UNTILED,
             target=local.tiling,
             wanted=local.interval,
         )
+        if plain.data_ptr() != local.held.data_ptr():
+            local.held.copy_(plain)
 
 
 def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:

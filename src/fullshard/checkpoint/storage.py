@@ -562,7 +562,7 @@ def commit_directory(temp: Path, final: Path, save_id: str) -> None:
         raise
     sync_directory(final.parent)
     for stale in replaced_directories(final):
-        shutil.rmtree(stale)
+        _remove_tree(stale)
 
 
 def restore_replaced(final: Path) -> None:
@@ -584,10 +584,18 @@ def remove_directory(path: Path) -> None:
     """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
     aside = path.with_name(f"{TEMP_PREFIX}{path.name}-removed")
     if aside.exists():
-        shutil.rmtree(aside)
+        _remove_tree(aside)
     path.rename(aside)
     sync_directory(path.parent)
-    shutil.rmtree(aside)
+    _remove_tree(aside)
+
+
+def _remove_tree(path: Path) -> None:
+    """Of a link, with which somebody has moved a checkpoint elsewhere, only that."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 _HELD: dict[Path, int] = {}
@@ -642,7 +650,7 @@ def _remove_leftovers(final: Path) -> None:
                 f"another process is saving to {final}: it holds {path.name}", hint="give each job its own directory"
             )
         if held is False or path in same_name:
-            shutil.rmtree(path)
+            _remove_tree(path)
 
 
 def _beside(final: Path, prefix: str) -> list[Path]:

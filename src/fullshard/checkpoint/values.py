@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
+from fullshard.checkpoint.tensors import dtype_name
 from fullshard.core.errors import CheckpointError
+from fullshard.engine import ShardedTensor
 
 _TAG = "$"
 
@@ -35,7 +37,7 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
     """
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # a long double is its own
         return encode_value(value.item(), where=where, tensors=tensors)
     if isinstance(value, int):
         return int(value)
@@ -44,8 +46,11 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
     if isinstance(value, bytes):
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
-        tensors[where] = value.detach()
-        return {_TAG: "tensor", "name": where}
+        name = where
+        while name in tensors:  # {1: a, "1": b}
+            name += "'"
+        tensors[name] = _plain(value, where)
+        return {_TAG: "tensor", "name": name}
     if isinstance(value, list | tuple | set):
         items = [encode_value(item, where=f"{where}/{i}", tensors=tensors) for i, item in enumerate(value)]
         return (
@@ -57,6 +62,17 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
         f"{where} is a {type(value).__qualname__}, which cannot be stored without pickle",
         hint="store numbers, text, tensors, and lists, tuples, sets and dicts of them",
     )
+
+
+def _plain(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """What a file can hold of it. What it cannot hold is found before anything is written."""
+    if isinstance(tensor, ShardedTensor):
+        raise CheckpointError(
+            f"{where} is a sharded tensor, of which this rank has a part",
+            hint="pass its full_tensor(), or its model and optimizer (one per checkpoint) as such",
+        )
+    dtype_name(tensor, where=where)
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _encode_mapping(value: Mapping[Any, Any], *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
@@ -97,7 +113,7 @@ def decode_value(value: JsonValue, tensors: Mapping[str, torch.Tensor]) -> Any:
         case {"$": "set", "items": list(items)}:
             return {decode_value(item, tensors) for item in items}
         case {"$": "map" | "counter" as kind, "items": list(items)}:
-            decoded = {_pair(item, tensors)[0]: _pair(item, tensors)[1] for item in items}
+            decoded = dict(_pair(item, tensors) for item in items)
             return Counter(decoded) if kind == "counter" else decoded
         case {"$": tag}:
             raise CheckpointError(f"unknown kind of value {tag!r}", hint="update fullshard")

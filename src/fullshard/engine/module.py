@@ -664,6 +664,10 @@ def _before_load_state_dict(
         value = given.get(key)
         if value is None or value.is_meta or value.shape != parameter.shape:
             continue  # torch has something to say about it
+        if isinstance(value, DTensor) and value.placements == parameter.placements:
+            # PEFT takes sharded parameters for tensor parallelism's, and puts whole tensors where their slices go.
+            local = value.to_local()
+            value = local if local.shape == value.shape else value
         if not isinstance(value, DTensor):
             value = state_dict[key] = ShardedTensor(parameter.span.cut(value.detach()), parameter.span)
         if replaces:

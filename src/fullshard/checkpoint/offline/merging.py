@@ -7,6 +7,7 @@ the files. So one layer of the model is held at a time, and the adapter.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import shutil
@@ -24,7 +25,7 @@ from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.objects import on_this_host
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
 from fullshard.checkpoint.offline.native import NativeSource
-from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, dtype_of, tensor_record
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
@@ -32,6 +33,7 @@ from fullshard.engine.fully_shard import meta_parameters
 from fullshard.engine.module import clean_name
 
 ADAPTER_CONFIG = "adapter_config.json"
+_COMPUTED_WITH = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WRAPPING = ("base_layer", "original_module")
 
@@ -64,7 +66,11 @@ class MergedSource(Source):
     def _prepare(self, directory: Path) -> None:
         """Find out what the adapter changes."""
         base = self._base
-        self._model = _skeleton(self.path, directory, self._weights)
+        self._last = "", torch.empty(0)
+        # As wide as what is on disk, whatever the configuration says: merged in less, bits would be lost.
+        dtypes = {dtype_of(record) for record in base.contents.parameters.values()}
+        wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
+        self._model = _skeleton(self.path, directory, self._weights, wide)
         self._merged = MergedModel(self._model)
         self._values = self._weights.by_model_name(self._model)
         self._disk = _disk_names(base.contents.parameters, self._merged.base)
@@ -85,8 +91,10 @@ class MergedSource(Source):
         source = self._sources.get(name)
         if source is None:
             return self._base.read(kind, name, interval)
-        whole = self._merged.merge(source, self._whole)
-        return whole.detach().reshape(-1)[interval.start : interval.stop].contiguous()
+        if name != self._last[0]:  # it is read in pieces
+            whole = self._merged.merge(source, self._whole).detach()
+            self._last = name, whole.to(dtype_of(self.contents.parameters[name])).reshape(-1)
+        return self._last[1][interval.start : interval.stop].contiguous()
 
     @contextmanager
     def configuration(self) -> Iterator[Path]:
@@ -212,7 +220,7 @@ def _config_directory(adapter: Path) -> Path:
     )
 
 
-def _skeleton(base: Path, adapter: Path, weights: _Adapter) -> nn.Module:
+def _skeleton(base: Path, adapter: Path, weights: _Adapter, dtype: torch.dtype) -> nn.Module:
     """The PEFT model on the meta device."""
     transformers, peft = _import("transformers", "hf"), _import("peft", "sft")
     config = transformers.AutoConfig.from_pretrained(base)
@@ -221,7 +229,7 @@ def _skeleton(base: Path, adapter: Path, weights: _Adapter) -> nn.Module:
     cls = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
     make = getattr(cls, "_from_config", None) or cls.from_config
     with meta_parameters():
-        model: Any = make(config, dtype=getattr(config, "dtype", None) or torch.float32)
+        model: Any = make(config, dtype=dtype)
         rows = _table_rows(weights, model.get_input_embeddings().weight.shape)
         if rows is not None:
             model.resize_token_embeddings(rows, mean_resizing=False)
