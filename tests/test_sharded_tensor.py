@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import pickle
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -327,17 +328,32 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
     "logsumexp": lambda m: torch.logsumexp(m.embed.weight, (0, 1)),
     "a row": lambda m: m.head.weight[1].square().sum(),
     "a full tensor": lambda m: sum((whole(p) ** 3).sum() for p in m.parameters()),
+    "a sum alone": lambda m: m.head.weight.sum(),
+    "entropy": lambda m: -(m.head.weight.softmax(-1) * m.head.weight.log_softmax(-1)).sum(),
+    "a product": lambda m: (m.head.weight @ m.head.weight.T).square().sum(),
+    "transposed": lambda m: m.head.weight.T.square().sum(),
+    "a matrix norm": lambda m: torch.linalg.matrix_norm(m.head.weight, 2),
+    "one vector": lambda m: torch.cat([p.view(-1) for p in m.parameters()]).norm(),
+    "added up in a plain tensor": lambda m: added_up(p.norm() for p in m.parameters()),
 }
+
+
+def added_up(values: Iterable[Any]) -> torch.Tensor:
+    total = torch.zeros(2, dtype=torch.float64)
+    for value in values:
+        total += value
+        total[1] = value.detach()
+    return total[0]
 
 
 def check_penalties() -> None:
     """A penalty has one process's value and gradient, also of what was frozen when it was sharded."""
     for penalty in RIGHT.values():
-        for make in (Stack, frozen):
+        for make, added in itertools.product((Stack, frozen), (whole, lambda value: value)):
             model, plain = build_sharded(make, BLOCKS), build(make)
             for each in (model, plain):
                 each.requires_grad_(True)
-            penalised = functools.partial(run_penalised, penalty=penalty)
+            penalised = functools.partial(run_penalised, penalty=penalty, added=added)
             value = sharded_step(model, penalised, 0)
             expected = reference_step(plain, penalised, 0)
             assert_same_gradients(model, plain)
@@ -349,8 +365,11 @@ def frozen() -> nn.Module:
     return Stack().requires_grad_(False)
 
 
-def run_penalised(model: nn.Module, step: int, rank: int, *, penalty: Callable[[nn.Module], Any]) -> torch.Tensor:
-    loss: torch.Tensor = model(batch(step, rank)).square().mean() + 0.1 * whole(penalty(model))
+def run_penalised(
+    model: nn.Module, step: int, rank: int, *, penalty: Callable[[nn.Module], Any], added: Callable[[Any], Any]
+) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank)).square().mean() + 0.1 * added(penalty(model))
+    assert not isinstance(loss, DTensor)
     loss.backward()
     return loss.detach()
 

@@ -270,7 +270,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "spectral_norm, hook": (lambda m: nn.utils.spectral_norm(m.inner), r"inner\.weight_orig"),
     "a parametrization": (parametrize_after, r"inner\.parametrizations\.weight\.original|set_"),
     "pruning": (prune_after, r"inner\.weight_orig"),
-    "pruning of all": (prune_globally, "nonzero"),
+    "pruning of all": (prune_globally, r"inner\.weight_orig"),
     "SyncBatchNorm": (nn.SyncBatchNorm.convert_sync_batchnorm, r"inner\.norm\.weight"),
     "fuse_conv_bn_eval": (
         lambda m: fusion.fuse_conv_bn_eval(m.inner.conv.eval(), m.inner.norm.eval()),

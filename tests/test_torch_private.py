@@ -308,6 +308,7 @@ def recording(local: torch.Tensor, shape: tuple[int, ...] | None = None) -> Reco
     "Layout",
     "layout_of",
     "layout_from",
+    "layout_as",
     "wrap",
     "local_of",
     "put_local",
@@ -316,6 +317,8 @@ def recording(local: torch.Tensor, shape: tuple[int, ...] | None = None) -> Reco
 def subclasses() -> None:
     torch_private.let_dtensors_compute()
     local = torch.arange(6.0)
+    spread = torch_private.layout_as(torch_private.layout_from(recording(local)), torch.ones(1).expand(3))
+    assert spread.shape == (3,) and spread.tensor_meta is not None and spread.tensor_meta.stride == (0,)
     tensor = recording(local, (3, 4))
     assert isinstance(tensor, DTensor) and tensor.shape == (3, 4) and tensor.stride() == (4, 1)
     assert torch_private.local_of(tensor) is local and not tensor.requires_grad
@@ -616,7 +619,7 @@ def process_groups() -> None:
         dist.destroy_process_group()
 
 
-@check("worker_context", "remaining_restarts", "grant_restart", "forget_store")
+@check("worker_context", "remaining_restarts", "grant_restart", "allow_no_restart", "forget_store")
 def worker_agents() -> None:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -628,10 +631,21 @@ def worker_agents() -> None:
     assert torch_private.remaining_restarts(agent) == 5
     torch_private.grant_restart(agent)
     assert torch_private.remaining_restarts(agent) == spec.max_restarts == 6
+    torch_private.allow_no_restart(agent)
+    assert torch_private.remaining_restarts(agent) == 0
     agent._store = dist.HashStore()  # type: ignore[assignment]
     torch_private.forget_store(agent)
     assert agent._store is None
     assert "self._store = store" in inspect.getsource(LocalElasticAgent._rendezvous)
+
+
+@check("in_backward")
+def backwards() -> None:
+    seen = []
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda _: seen.append(torch_private.in_backward()))
+    (leaf * 2).sum().backward()
+    assert seen == [True] and not torch_private.in_backward()
 
 
 @check("stream_of")

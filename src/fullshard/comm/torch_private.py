@@ -149,6 +149,11 @@ def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Si
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, strides, dtype))
 
 
+def layout_as(layout: DTensorSpec, whole: torch.Tensor) -> DTensorSpec:
+    """That of `whole`, of which every rank has all, on the ranks of another. Since 2.5."""
+    return DTensorSpec(layout.mesh, layout.placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+
+
 def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requires_grad: bool = False) -> Any:
     """A DTensor of a subclass around what this rank has, without autograd and without asking other ranks. Since 2.5."""
     return DTensor.__new__(kind, local, layout, requires_grad=requires_grad)
@@ -207,6 +212,11 @@ def written(kernel: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that a kernel changes. Since 2.0."""
     arguments = enumerate(kernel._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread. Since 2.1."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_view(kernel: OpOverload) -> bool:

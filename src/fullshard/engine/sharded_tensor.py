@@ -3,7 +3,8 @@
     p, p.grad, optimizer state, state dicts     `ShardedTensor`s, of global shape; `to_local()` is this rank's interval
     element by element, a copy, a cast          interval by interval; the result is a `ShardedTensor` again
     rows, reshaped, split along the first dim   views: a `ShardedTensor` of a part of the same memory
-    a sum, a mean, a norm                       each rank's part, put together at once: a collective
+    a sum, a mean, a norm                       each rank's part, put together at once: a collective; a `WholeTensor`,
+                                                which becomes plain with plain numbers: a penalty and a loss
     random numbers                              those that one process draws: every rank draws all and keeps its own
     anything else                               of the whole, gathered for it: a collective, as torch's DTensor does
     pickle, safetensors, a raw address          an error, and the way out
@@ -154,6 +155,10 @@ class ShardedTensor(DTensor):
         """Refused for the same reason; torch's own would end the process."""
         self.untyped_storage()
 
+    def tolist(self) -> Any:
+        """The elements of the whole. A collective."""
+        return self.full_tensor().tolist()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -225,6 +230,76 @@ def dtensor_of(local: torch.Tensor, span: Span, placement: Placement | None = No
     return dtensor
 
 
+class WholeTensor(DTensor):
+    """What was computed of sharded tensors and every rank has whole: a norm, a penalty, a product of matrices.
+
+    With plain numbers it becomes a plain tensor, so that a penalty can be added to a loss: what comes back from that in
+    backward is plain, and taken for the gradient of the whole, equal on every rank, as `full_tensor()` takes it.
+    """
+
+    span: Span
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, span: Span) -> WholeTensor:
+        """`whole`, that was computed of what has that span."""
+        layout = torch_private.layout_as(torch_private.layout_from(dtensor_of(whole, span)), whole)
+        self: WholeTensor = torch_private.wrap(cls, whole, layout)
+        self.span = span
+        return self
+
+    def __init__(self, *_args: object, **_options: object) -> None: ...
+
+    @property
+    def name(self) -> str:
+        """Of the parameter that it was computed of."""
+        return str(self.span.name)
+
+    @property
+    def __tensor_flatten__(self) -> NoReturn:
+        raise AttributeError("a compiler would put torch's own class together again")
+
+    def tolist(self) -> Any:
+        """Its elements, on every rank."""
+        return torch_private.local_of(self).tolist()
+
+    def like(self, whole: torch.Tensor) -> WholeTensor:
+        """`whole`, that was computed of this."""
+        layout = torch_private.layout_as(torch_private.layout_from(self), whole)
+        made: WholeTensor = torch_private.wrap(WholeTensor, whole, layout)
+        made.span = self.span
+        return made
+
+    def plain(self) -> DTensor:
+        """The same as torch's own class."""
+        dtensor: DTensor = torch_private.wrap(DTensor, torch_private.local_of(self), torch_private.layout_from(self))
+        return dtensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs))
+        kinds = {type(t) for t in tensors if isinstance(t, DTensor)}
+        if any(issubclass(kind, ShardedTensor) for kind in kinds):
+            return _compute(func, args, kwargs)
+        if kinds != {WholeTensor}:
+            return func(*_map(args, WholeTensor, WholeTensor.plain), **_map(kwargs, WholeTensor, WholeTensor.plain))
+        plain = [t for t in tensors if not isinstance(t, WholeTensor)]
+        written = _written(func, args, kwargs)
+        if not torch_private.in_backward():
+            other = next((t for t in plain if t.numel() != 1 and not any(t is target for target in written)), None)
+            if other is not None:
+                raise _mixed(func, next(t for t in tensors if isinstance(t, WholeTensor)), other)
+        result = func(
+            *_map(args, WholeTensor, torch_private.local_of), **_map(kwargs, WholeTensor, torch_private.local_of)
+        )
+        if written:
+            return _changed(args, kwargs)
+        held = next(t for t in tensors if isinstance(t, WholeTensor))
+        return result if plain else _map(result, torch.Tensor, held.like)
+
+
 class _WholeCopy(DTensor):
     """What a view becomes that is no interval, a transposed matrix for example: a copy, which must not be changed.
 
@@ -253,10 +328,9 @@ class _WholeCopy(DTensor):
         """Of the parameter that it is a view of."""
         return str(self.span.name)
 
-    def plain(self) -> DTensor:
+    def plain(self) -> WholeTensor:
         """The same without the guard."""
-        dtensor: DTensor = torch_private.wrap(DTensor, torch_private.local_of(self), torch_private.layout_from(self))
-        return dtensor
+        return WholeTensor.of(torch_private.local_of(self), self.span)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -326,7 +400,7 @@ def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, 
     return _gathered(func, args, kwargs)
 
 
-for _dispatched in (_compute, _WholeCopy.__torch_dispatch__.__func__):  # type: ignore[attr-defined]
+for _dispatched in (_compute, WholeTensor.__torch_dispatch__.__func__, _WholeCopy.__torch_dispatch__.__func__):  # type: ignore[attr-defined]
     torch_private.keep_compiler_out(_dispatched)  # it would trace half of a rule, and reduce twice
 
 
@@ -414,7 +488,7 @@ class _Locals:
             return tensor.local
         if isinstance(tensor, DTensor):
             tensor = _plain_whole(tensor)
-        elif tensor.numel() != 1:
+        elif tensor.numel() != 1 and not torch_private.in_backward():
             raise _mixed(self._func, self._target, tensor)
         if tensor.dim() == 0:
             return tensor
@@ -494,7 +568,7 @@ def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, A
         result,
         torch.Tensor,
         lambda made: (
-            ShardedTensor(span.cut(made).clone(), span) if made.shape == span.shape else dtensor_of(made, span)
+            ShardedTensor(span.cut(made).clone(), span) if made.shape == span.shape else WholeTensor.of(made, span)
         ),
     )
 
@@ -521,7 +595,7 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
     assert held is not None  # noqa: S101 -- else this would not have been asked
     result = func(*_map(args, DTensor, whole), **_map(kwargs, DTensor, whole))
     if not torch_private.writes(func):
-        return _map(result, torch.Tensor, lambda made: dtensor_of(made, held.span))
+        return _map(result, torch.Tensor, lambda made: WholeTensor.of(made, held.span))
     target = _changed(args, kwargs)
     if not isinstance(target, DTensor) or whole(target).shape != target.shape:
         raise LifecycleError(
@@ -539,11 +613,13 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
 def _refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     tensors = _tensors((args, kwargs))
     plain = next((t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1), None)
-    if plain is not None:
+    if plain is not None and not torch_private.in_backward():
         raise _mixed(func, next(t for t in tensors if isinstance(t, (ShardedTensor, _WholeCopy))), plain)
 
 
-def _mixed(func: torch_private.Kernel, tensor: ShardedTensor | _WholeCopy, other: torch.Tensor) -> LifecycleError:
+def _mixed(
+    func: torch_private.Kernel, tensor: ShardedTensor | _WholeCopy | WholeTensor, other: torch.Tensor
+) -> LifecycleError:
     return LifecycleError(
         f"`{func.overloadpacket.__name__}` of {tensor.name} {tuple(tensor.shape)}, whose elements are spread over the "
         f"ranks, and of a plain tensor {tuple(other.shape)}, of which nobody knows whether every rank has the same",
@@ -572,7 +648,7 @@ def _reduced(local: torch.Tensor, span: Span, placement: Placement) -> torch.Ten
 def _sum(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
     if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
         return NotImplemented
-    return dtensor_of(_reduced(tensor.local.sum(**options), tensor.span, Partial()), tensor.span)
+    return WholeTensor.of(_reduced(tensor.local.sum(**options), tensor.span, Partial()), tensor.span)
 
 
 def _mean(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
@@ -586,7 +662,7 @@ def _norm(
     if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
         return NotImplemented
     span = tensor.span
-    return dtensor_of(_reduced(_local_norm(tensor, order, **options), span, _placement_of_norm(order)), span)
+    return WholeTensor.of(_reduced(_local_norm(tensor, order, **options), span, _placement_of_norm(order)), span)
 
 
 def _local_norm(tensor: ShardedTensor, order: float, **options: Any) -> torch.Tensor:
@@ -612,7 +688,7 @@ def _norms(func: torch_private.Kernel, tensors: Sequence[torch.Tensor], order: f
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
     locals_ = [_local_norm(tensor, order, dtype=dtype) for tensor in tensors]  # type: ignore[arg-type]
     norms = _reduced(torch.stack(locals_), spans[0], _placement_of_norm(order))
-    return [dtensor_of(norm, span) for norm, span in zip(norms.unbind(), spans, strict=True)]
+    return [WholeTensor.of(norm, span) for norm, span in zip(norms.unbind(), spans, strict=True)]
 
 
 def _maxima(_func: torch_private.Kernel, tensors: Sequence[torch.Tensor]) -> Any:
