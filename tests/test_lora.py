@@ -503,3 +503,35 @@ def load_with_peft(directory: str) -> bool:
 
 def test_adapters_are_loaded_into_sharded_ones(tmp_path: Path) -> None:
     assert run_ranks(load_with_peft, 2, str(tmp_path / "a")) == [True, True]
+
+
+def adapted_parameters() -> float:
+    """The largest difference from one process, of the adapters' gradients and of the weights after a step."""
+    from peft import LoraConfig, get_peft_model
+
+    def make() -> Any:
+        torch.manual_seed(3)
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
+        return get_peft_model(build("experts"), config)
+
+    tokens, results = torch.arange(24).view(2, 12), []
+    for is_sharded in (False, True):
+        model = make()
+        if is_sharded:
+            model = shard_model(model, unit_modules=list(model.base_model.model.model.layers))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        results.append(full_state_dict(model, rank0_only=False))
+    plain, sharded = results
+    start = make().state_dict()
+    assert all(not torch.equal(plain[name], start[name]) for name in plain if "lora_" in name)
+    return max(float((plain[name] - sharded[name]).abs().max()) for name in plain)
+
+
+def test_adapters_of_parameters_train_as_on_one_process() -> None:
+    """Of experts, which are one parameter: PEFT parametrizes it in each forward."""
+    assert max(run_ranks(adapted_parameters, 2)) < 1e-6

@@ -639,13 +639,14 @@ def worker_agents() -> None:
     assert "self._store = store" in inspect.getsource(LocalElasticAgent._rendezvous)
 
 
-@check("in_backward")
-def backwards() -> None:
-    seen = []
-    leaf = torch.ones(1, requires_grad=True)
-    leaf.register_hook(lambda _: seen.append(torch_private.in_backward()))
-    (leaf * 2).sum().backward()
-    assert seen == [True] and not torch_private.in_backward()
+@check("version_kept")
+def versions() -> None:
+    tensor = torch.zeros(2)
+    with torch_private.version_kept(tensor):
+        tensor.set_(tensor)  # type: ignore[call-overload]
+    assert tensor._version == 0
+    tensor.add_(1)
+    assert tensor._version == 1
 
 
 @check("stream_of")

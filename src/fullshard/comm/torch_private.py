@@ -13,7 +13,8 @@ import inspect
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, wraps
@@ -214,9 +215,14 @@ def written(kernel: OpOverload) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread. Since 2.1."""
-    return torch._C._current_graph_task_id() != -1
+@contextmanager
+def version_kept(tensor: torch.Tensor) -> Iterator[None]:
+    """What is done to it inside changes none of its values, although torch counts a change. Since 2.6."""
+    version = tensor._version
+    try:
+        yield
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def is_view(kernel: OpOverload) -> bool:

@@ -431,6 +431,8 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
             inner.save_pretrained = _saves_no_slices(inner)  # type: ignore[assignment]
         if hasattr(inner, "prepare_inputs_for_generation") and "generate" not in inner.__dict__:
             inner.generate = _generates(inner, unit)  # type: ignore[assignment]
+        if hasattr(inner, "_activate_lora") and "_activate_lora" not in inner.__dict__:
+            inner._activate_lora = _counts_no_change(inner)  # type: ignore[assignment]
         if hasattr(inner, "resize_token_embeddings") and "resize_token_embeddings" not in inner.__dict__:
             inner.resize_token_embeddings = _resizes_nothing(inner)  # type: ignore[assignment]
     module.register_state_dict_post_hook(_after_state_dict)
@@ -515,6 +517,24 @@ def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
         return save(*args, **kwargs)
 
     return save_pretrained
+
+
+def _counts_no_change(module: nn.Module) -> Callable[..., Any]:
+    """PEFT's adapters of a parameter (`target_parameters`), which parametrize it for the time of a forward.
+
+    torch then sets it to itself, which it counts as a change of its values.
+    """
+    activate: Any = module._activate_lora
+
+    @contextlib.contextmanager
+    def activate_lora(*args: Any, **kwargs: Any) -> Iterator[None]:
+        parameter = cast("Any", module).get_param()
+        with contextlib.ExitStack() as active:
+            with torch_private.version_kept(parameter):
+                active.enter_context(activate(*args, **kwargs))
+            yield
+
+    return activate_lora
 
 
 def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:

@@ -287,7 +287,7 @@ class WholeTensor(DTensor):
             return func(*_map(args, WholeTensor, WholeTensor.plain), **_map(kwargs, WholeTensor, WholeTensor.plain))
         plain = [t for t in tensors if not isinstance(t, WholeTensor)]
         written = _written(func, args, kwargs)
-        if not torch_private.in_backward():
+        if torch_private.backward_under_way() == -1:
             other = next((t for t in plain if t.numel() != 1 and not any(t is target for target in written)), None)
             if other is not None:
                 raise _mixed(func, next(t for t in tensors if isinstance(t, WholeTensor)), other)
@@ -488,7 +488,7 @@ class _Locals:
             return tensor.local
         if isinstance(tensor, DTensor):
             tensor = _plain_whole(tensor)
-        elif tensor.numel() != 1 and not torch_private.in_backward():
+        elif tensor.numel() != 1 and torch_private.backward_under_way() == -1:
             raise _mixed(self._func, self._target, tensor)
         if tensor.dim() == 0:
             return tensor
@@ -613,7 +613,7 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
 def _refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     tensors = _tensors((args, kwargs))
     plain = next((t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1), None)
-    if plain is not None and not torch_private.in_backward():
+    if plain is not None and torch_private.backward_under_way() == -1:
         raise _mixed(func, next(t for t in tensors if isinstance(t, (ShardedTensor, _WholeCopy))), plain)
 
 
