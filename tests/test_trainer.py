@@ -203,6 +203,23 @@ def test_resume_at_another_world_size(tmp_path: Path) -> None:
     assert close(one["losses"], two["losses"])
 
 
+def resume_with_another_batch(output: str) -> str:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer(build(), arguments(output, **options)).train()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for size in (None, 1):
+            batch = {} if size is None else {"per_device_train_batch_size": size}
+            again = trainer(build(), arguments(output, **options | batch))
+            assert size is not None or not said.getvalue()
+            again.train(resume_from_checkpoint=f"{output}/checkpoint-2")
+    return said.getvalue()
+
+
+def test_another_number_of_samples_per_step_is_said(tmp_path: Path) -> None:
+    said, _ = run_ranks(resume_with_another_batch, 2, str(tmp_path))
+    assert said.count("checkpoint-2: its steps had 4 samples, they have 2 now") == 1
+
+
 def resume_newest(output: str) -> tuple[int, str]:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     trainer(build(), arguments(output, **options)).train()

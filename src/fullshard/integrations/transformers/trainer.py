@@ -242,6 +242,7 @@ class ShardedTraining:
             scheduler=self.lr_scheduler,
             objects=averages_of(self),
             weights=None if self._keeps_weights_in_state() else adapter_parameter_names(self.model),
+            extra={"samples_per_step": _samples_per_step(self)},
             overwrite=True,
         )
         if self.accelerator.writes_torch_format:
@@ -291,7 +292,7 @@ class ShardedTraining:
                 f"{checkpoint_dir} holds no {TRAINER_STATE}, so neither optimizer nor schedule can go on",
                 hint="it was saved by another program or with save_only_model; load it with from_pretrained instead",
             )
-        checkpoint.load_checkpoint(
+        extra = checkpoint.load_checkpoint(
             state,
             model=self.model,
             optimizer=self.optimizer.optimizer,
@@ -299,6 +300,13 @@ class ShardedTraining:
             objects=averages_of(self),
             weights="none",
         )
+        before, now = extra.get("samples_per_step"), _samples_per_step(self)  # older checkpoints do not say
+        if before not in (None, now):
+            self.accelerator._say(
+                f"{checkpoint_dir}: its steps had {before} samples, they have {now} now. Trainer goes on by number of "
+                "steps: samples of this epoch are read again or left out, and the schedule is another\n"
+                "hint: keep per_device_train_batch_size x gradient_accumulation_steps x processes as it was"
+            )
 
     def _load_best_model(self: Any) -> None:
         best = self.state.best_model_checkpoint
@@ -307,6 +315,12 @@ class ShardedTraining:
             checkpoint.load_checkpoint(
                 Path(best) / TRAINER_STATE, model=self.model, objects=averages, weights="none", rng=False
             )
+
+
+def _samples_per_step(trainer: Any) -> int:
+    """Of all ranks together."""
+    ranks = trainer.accelerator._data_parallel_size
+    return int(trainer._train_batch_size * trainer.args.gradient_accumulation_steps * ranks)
 
 
 def _saves_its_own_way(trainer: Any) -> bool:
