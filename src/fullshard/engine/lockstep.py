@@ -34,6 +34,10 @@ _WORDS = {
 }
 """What a rank comes to beside units."""
 _HINT = "give every rank as many batches, and have all of them run the same units, steps and learning rates"
+_ORDER_HINT = (
+    "every rank runs the same units in the same order: make no unit of what runs for some inputs only (experts: their "
+    "block is the unit), and build the same model"
+)
 
 
 class Lockstep:
@@ -80,7 +84,7 @@ class Lockstep:
             unit: None at the end, from which on the order may be relied on.
         """
         line = f"forward {position}: " + ("its end" if unit is None else f"unit {unit.name!r}")
-        check_agreement(self._mesh, [line], what="the order in which units run")
+        check_agreement(self._mesh, [line], what="the order in which units run", hint=_ORDER_HINT)
         self.is_order_verified = unit is None
 
     def note_gather(self, unit: Unit) -> None:
