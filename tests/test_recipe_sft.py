@@ -15,12 +15,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, DataError
 from tests.distributed import run_ranks
 from tests.trainers import OFFLINE, close
 
@@ -271,6 +272,87 @@ def test_merged_then_pushed(tmp_path: Path, place: Path, quantized: str) -> None
     adapted = PeftModel.from_pretrained(base, tmp_path / "out").merge_and_unload()
     for name, value in adapted.state_dict().items():
         assert torch.equal(merged.state_dict()[name], value), name
+
+
+def run_here(words: list[str]) -> str:
+    """The error that a run ends with, without its hint; empty if it ends well."""
+    from fullshard.recipes.sft import run
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    try:
+        run(read_arguments(words, print))
+    except (ConfigError, DataError) as error:
+        return str(error).partition("\nhint")[0]
+    return ""
+
+
+RATE = ("--learning_rate", "0.1", "--lr_scheduler_type", "constant")
+
+
+def small_run(place: Path, output: Path, *words: str) -> list[str]:
+    """Few steps of adapters for the model in `place`."""
+    return [
+        "--model_name_or_path", str(place / "model"), "--dataset_name", str(place / "data"), "--output_dir",
+        str(output), "--chat_template_format", "chatml", "--use_peft_lora", "True", "--lora_r", "2", "--bf16", "False",
+        "--report_to", "none", "--per_device_train_batch_size", "2", "--max_length", "32", *words,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("merge_dir", "refused"),
+    [
+        ("out", "is or contains --output_dir"),
+        ("out/../link", "is or contains --output_dir"),
+        (".", "is or contains --output_dir"),
+        ("others", "is not empty, and the merged model would replace all of it: notes.txt"),
+        ("out/checkpoint-1", "is not empty"),
+        ("others/notes.txt", "is not empty, and the merged model would replace all of it: a file"),
+        ("empty", "no such model"),
+        ("out/merged", "no such model"),
+    ],
+)
+def test_merging_is_refused_before_training_where_it_would_replace_something(
+    tmp_path: Path, merge_dir: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fullshard.recipes import sft
+    from fullshard.recipes.merging import merge
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    def begin(arguments: Any) -> None:
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr(sft, "make_trainer", begin)
+    for name in ("out/checkpoint-1/weights", "others/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    arguments = read_arguments(
+        small_run(tmp_path, tmp_path / "out", "--merge_dir", str(tmp_path / merge_dir), "--max_steps", "1"), print
+    )
+    with pytest.raises(ConfigError, match=refused):
+        sft.run(arguments)
+    if refused != "no such model":  # nor after training, when somebody may have put something there meanwhile
+        with pytest.raises(ConfigError, match=refused):
+            merge(arguments.model, SimpleNamespace(args=arguments.training, processing_class=None), goes_on=False)
+    assert (tmp_path / "out/checkpoint-1/weights").exists() and (tmp_path / "others/notes.txt").exists()
+
+
+def test_a_run_that_goes_on_replaces_what_it_has_merged_and_nothing_else(tmp_path: Path, place: Path) -> None:
+    output, merged = tmp_path / "out", tmp_path / "merged"
+    words = small_run(place, output, "--merge_dir", str(merged), "--save_steps", "1", *RATE)
+    short, long = [*words, "--max_steps", "1"], [*words, "--max_steps", "2", "--resume_from_checkpoint", "True"]
+    assert run_ranks(run_here, 1, short) == [""]
+    names, weights = sorted(path.name for path in merged.iterdir()), (merged / "model.safetensors").read_bytes()
+    assert {"config.json", "tokenizer.json"} <= set(names)
+    [refused] = run_ranks(run_here, 1, short)  # which begins anew, so that what is there is of another run
+    assert "is not empty" in refused and (merged / "model.safetensors").read_bytes() == weights
+    assert run_ranks(run_here, 1, long) == [""]
+    assert sorted(path.name for path in merged.iterdir()) == names
+    assert (merged / "model.safetensors").read_bytes() != weights
+    (merged / "README.md").touch()
+    [refused] = run_ranks(run_here, 1, long)
+    assert "is not empty" in refused and (merged / "README.md").exists()
 
 
 def labels_of(words: list[str]) -> list[tuple[str, str]]:

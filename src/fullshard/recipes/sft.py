@@ -16,15 +16,14 @@ import torch
 
 from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
-from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
-from fullshard.checkpoint.weight_files import model_directory
 from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError, DataError
-from fullshard.launch.environment import read_rank_environment, run_on_main
+from fullshard.launch.environment import is_started_again, read_rank_environment, run_on_main
 from fullshard.launch.preemption import should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe.report import write_report
 from fullshard.recipes.hub import Hub, pushing_later, say
+from fullshard.recipes.merging import merge, require_room_to_merge
 from fullshard.recipes.optimizers import matrix_optimizer
 from fullshard.recipes.profiling import StepMemory, StepProfile, profiled, watched
 from fullshard.recipes.sft_arguments import DataArguments, ModelArguments, SFTArguments, read_arguments
@@ -55,7 +54,8 @@ def run(arguments: SFTArguments) -> Any:
     """Train, save, then merge and push if asked; returns the trainer.
 
     Raises:
-        ConfigError: data or settings that do not fit together, or another job uses the output directory.
+        ConfigError: data or settings that do not fit together, another job uses the output directory, or merging
+            would replace what is not this run's.
         HubError: the model is saved, and not pushed.
     """
     output = Path(arguments.training.output_dir)
@@ -65,24 +65,28 @@ def run(arguments: SFTArguments) -> Any:
 
 
 def _run(arguments: SFTArguments) -> Any:
+    environment, output = read_rank_environment(), Path(arguments.training.output_dir)
+    resume = _resume(arguments.training.resume_from_checkpoint)
+    goes_on = run_on_main(environment, is_started_again) or resume is not None
+    if (merge_dir := arguments.model.merge_dir) is not None:
+        run_on_main(environment, lambda: require_room_to_merge(Path(merge_dir), output, goes_on=goes_on))
     trainer = make_trainer(arguments)
     hub = Hub(trainer)
     if arguments.watch.profile:
-        directory = Path(arguments.training.output_dir) / "profile"
-        trainer.add_callback(profiled(StepProfile(trainer.accelerator, arguments.watch.profile_steps, directory, say)))
+        steps = arguments.watch.profile_steps
+        trainer.add_callback(profiled(StepProfile(trainer.accelerator, steps, output / "profile", say)))
     if arguments.watch.memory_timeline:
-        output = Path(arguments.training.output_dir)
         trainer.add_callback(watched(StepMemory(trainer.accelerator, output, say)))
-    trainer.train(resume_from_checkpoint=_resume(arguments.training.resume_from_checkpoint))
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_state()
-    _report(Path(arguments.training.output_dir))
+    _report(output)
     if should_stop():
         say("stopped by a signal, with a checkpoint; --resume_from_checkpoint True goes on from there")
         return trainer
     hub.hold()
     trainer.save_model()
-    if arguments.model.merge_dir is not None:
-        merge(arguments.model, trainer)
+    if merge_dir is not None:
+        merge(arguments.model, trainer, goes_on=goes_on)
     hub.push()
     return trainer
 
@@ -137,25 +141,6 @@ def _of_matrices(name: str, training: Any) -> tuple[Any, dict[str, Any]]:
         "adamw_eps": training.adam_epsilon,
     }
     return lambda: make, options
-
-
-def merge(arguments: ModelArguments, trainer: Any) -> None:
-    """Write the model with its adapters merged to `merge_dir`. A collective.
-
-    The frozen model in memory may be quantised; then the adapters go into the model as it was, read again.
-    """
-    output, tokenizer = Path(arguments.merge_dir or ""), trainer.processing_class
-    if not (arguments.use_4bit_quantization or arguments.use_8bit_quantization):
-        checkpoint.export_hf(output, model=trainer.model, tokenizer=tokenizer, overwrite=True)
-        return
-
-    def merge_files() -> None:
-        source = HuggingFaceSource(model_directory(arguments.model_name_or_path))
-        with MergedSource(source, Path(trainer.args.output_dir)) as merged, merged.configuration() as configuration:
-            write_weights(merged, output, config_from=configuration, needs_config=True, overwrite=True)
-        tokenizer.save_pretrained(output)
-
-    run_on_main(read_rank_environment(), merge_files)
 
 
 def load_tokenizer(arguments: ModelArguments) -> tuple[Any, bool]:
