@@ -355,6 +355,43 @@ def test_a_run_that_goes_on_replaces_what_it_has_merged_and_nothing_else(tmp_pat
     assert "is not empty" in refused and (merged / "README.md").exists()
 
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loaded(data: Path, *words: str, chat_template_format: str = "chatml") -> tuple[Any, Any]:
+    """Data to train on and to evaluate on, of files read as a run does."""
+    from fullshard.recipes.sft import load_data
+
+    form = ("--chat_template_format", chat_template_format)
+    arguments, _ = parsed("--dataset_name", str(data), *form, *words)
+    tokenizer = SimpleNamespace(chat_template=None if chat_template_format == "none" else "of the format")
+    return load_data(arguments.data, arguments.model, tokenizer, arguments.training)
+
+
+def test_one_file_is_trained_on_and_not_evaluated_on(tmp_path: Path) -> None:
+    train, test = loaded(write_rows(tmp_path / "chats.jsonl", CHAT, CHAT))
+    assert len(train) == 2 and test is None
+    with pytest.raises(ConfigError, match="names no split to train on"):
+        loaded(tmp_path / "chats.jsonl", "--splits", "test")
+
+
+def test_a_split_is_the_files_that_have_its_name(tmp_path: Path) -> None:
+    for name in ("test.jsonl", "test_old.jsonl", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"):
+        write_rows(tmp_path / name, CHAT)
+    write_rows(tmp_path / "training_log.jsonl", {"loss": 1.0})
+    write_rows(tmp_path / "train-notes.json", {"note": "of 2024"})
+    train, test = loaded(tmp_path)
+    assert (len(train), len(test)) == (2, 1)
+    with pytest.raises(ConfigError, match=r"holds no tes\.jsonl.*it holds test\.jsonl"):
+        loaded(tmp_path, "--splits", "train,tes")
+
+
 def labels_of(words: list[str]) -> list[tuple[str, str]]:
     """What the model reads, and of it what it is trained on."""
     from fullshard.recipes.sft import make_trainer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
     if test is None and training.eval_strategy != "no":
         raise ConfigError(
             f"eval_strategy = {training.eval_strategy} without data to evaluate on",
-            hint="name a test split in --splits",
+            hint="name a test split in --splits, and for --dataset_name a directory with a file for each",
         )
     with pushing_later(training):
         return SFTTrainer(
@@ -215,8 +216,11 @@ def load_data(arguments: DataArguments, model: ModelArguments, tokenizer: Any, t
     """
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
+    is_one_file = Path(arguments.dataset_name).is_file()
     for split in (word.strip() for word in arguments.splits.split(",") if word.strip()):
         role = "train" if "train" in split else "test"
+        if is_one_file and role == "test":
+            continue  # else it would be evaluated on what it is trained on
         if role in found:
             raise ConfigError(f"--splits {arguments.splits!r}: both {names[role]} and {split} would be the {role} data")
         data = _load_split(arguments.dataset_name, split)
@@ -257,10 +261,14 @@ def _load_split(name: str, split: str) -> Any:
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        files = sorted(file for file in path.glob(f"{split}*") if file.suffix in _FILES)
+        is_part = re.compile(rf"{re.escape(split)}(\.|-\d)").match  # `training_log.jsonl` is none of `train`
+        files = sorted(file for file in path.iterdir() if is_part(file.name) and file.suffix in _FILES)
         if not files:
             held = ", ".join(sorted(file.name for file in path.iterdir()))
-            raise ConfigError(f"{path} holds no {split}*.jsonl, .json or .parquet; it holds {held or 'nothing'}")
+            raise ConfigError(
+                f"{path} holds no {split}.jsonl, .json or .parquet; it holds {held or 'nothing'}",
+                hint=f"a split in several files has them as {split}-00000-of-00002.jsonl and so on",
+            )
     else:
         try:
             return datasets.load_dataset(name, split=split)
