@@ -492,8 +492,8 @@ def test_a_warmup_ratio_is_a_share_of_the_steps() -> None:
         (["--use_4bit_quantization", "True"], "nothing to train"),
         (["--chat_template_format", "alpaca"], "chatml or zephyr"),
         (["--use_unsloth", "True"], "engine of its own"),
-        (["--learning_rate", "fast"], "not accepted"),
-        (["stray"], "belongs to no flag"),
+        (["--learning_rate", "fast"], "not accepted: argument --learning_rate/.*: invalid float value: 'fast'"),
+        (["--max_steps", "3", "stray"], "belongs to no flag"),
         (["--merge_dir", "x"], "nothing to merge"),
         (["--warmup_ratio", "1.0"], "below 1"),
         (["--max_seq_length", "8", "--max_length", "9"], "keep the second"),
@@ -504,9 +504,52 @@ def test_a_warmup_ratio_is_a_share_of_the_steps() -> None:
         (["--log_with", "tensorboard"], "--log_with and --report_to both say it"),
     ],
 )
-def test_refused(words: list[str], expected: str) -> None:
+def test_refused(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=expected):
         parsed(*words)
+    assert capsys.readouterr() == ("", "")  # argparse would print every flag there is
+
+
+def in_yaml(path: Path, text: str) -> Any:
+    """The arguments in a file that says little more than `text`."""
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    path.write_text("model_name_or_path: m\ndataset_name: d\noutput_dir: o\nbf16: false\n" + text)
+    return read_arguments([str(path)], print)
+
+
+def test_null_in_a_file_says_nothing(tmp_path: Path) -> None:
+    from fullshard.recipes.sft_arguments import make_arguments
+
+    without = in_yaml(tmp_path / "run.yaml", "")
+    names = ("merge_dir", "splits", "seed", "report_to", "resume_from_checkpoint", "hub_model_id", "use_unsloth",
+             "gradient_checkpointing_kwargs", "run_name", "eos_token", "profile", "optim_args")  # fmt: skip
+    arguments = in_yaml(tmp_path / "run.yaml", "".join(f"{name}: null\n" for name in names))
+    assert (arguments.model, arguments.data, arguments.watch) == (without.model, without.data, without.watch)
+    assert arguments.training.to_dict() == without.training.to_dict()
+    assert in_yaml(tmp_path / "run.yaml", "max_length: null\n").training.max_length is None  # TRL's for no limit
+    with pytest.raises(ConfigError, match="not accepted: the following arguments are required: --dataset_name"):
+        make_arguments({"model_name_or_path": "m", "dataset_name": None}, print)
+
+
+def test_several_values(tmp_path: Path) -> None:
+    text = """
+lora_target_modules: [q_proj, v_proj]
+splits: [train]
+report_to: [tensorboard]
+label_names: [a, b]
+lr_scheduler_kwargs: {x: [1, 2]}
+"""
+    arguments = in_yaml(tmp_path / "run.yaml", text)
+    assert (arguments.model.lora_target_modules, arguments.data.splits) == ("q_proj,v_proj", "train")
+    training = arguments.training
+    assert (training.report_to, training.label_names) == (["tensorboard"], ["a", "b"])
+    assert training.lr_scheduler_kwargs == {"x": [1, 2]}
+    assert in_yaml(tmp_path / "run.yaml", "report_to: []\n").training.report_to == []
+    with pytest.raises(ConfigError, match="--max_steps/--max-steps: invalid int value: '1,2'"):
+        in_yaml(tmp_path / "run.yaml", "max_steps: [1, 2]\n")
+    training = parsed("--report_to", "tensorboard", "x", "--label-names", "a", "b", "--max_steps", "1")[0].training
+    assert (training.report_to, training.label_names) == (["tensorboard", "x"], ["a", "b"])
 
 
 @pytest.mark.full

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from fullshard.config.trackers import require_trackers
 from fullshard.config.values import step_range
@@ -116,15 +117,17 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
     """The arguments on a command line, or in a YAML or JSON file that is its only word.
 
     Args:
-        words: `--name value`, `--name=value` or `--name` for true; `-` and `_` are the same.
+        words: `--name value`, `--name=value` or `--name` for true, `--name value value` where it takes several; `-` and
+            `_` are the same.
         say: told in one line what became of a flag that was not plainly used.
 
     Raises:
         ConfigError: an unknown or refused flag, or a value that is wrong.
         MissingExtraError: without TRL.
     """
-    values = read_file(Path(words[0])) if len(words) == 1 and not words[0].startswith("-") else dict(_flags(words))
-    return make_arguments(values, say)
+    if len(words) == 1 and not words[0].startswith("-"):
+        return make_arguments(read_file(Path(words[0])), say)
+    return make_arguments(dict(_flags(words, _kinds(_sft_config()))), say)
 
 
 def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFTArguments:
@@ -137,7 +140,7 @@ def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFT
         name = written.replace("-", "_")
         if name in NO_EFFECT:
             say(f"--{name} has no effect: {NO_EFFECT[name]}")
-        elif name in _REFUSED and str(value).lower() not in _FALSE:
+        elif name in _REFUSED and value is not None and str(value).lower() not in _FALSE:
             problems.append(f"--{name} is not supported: {_REFUSED[name]}")
         elif name in _REFUSED:
             continue
@@ -205,33 +208,56 @@ def _is_whole(ratio: Any) -> bool:
         return False
 
 
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _flags(words: Sequence[str], kinds: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     position = 0
     while position < len(words):
         word = words[position]
         if not word.startswith("--"):
             raise ConfigError(f"{word!r} belongs to no flag", hint="write --name value")
         name, sign, value = word[2:].partition("=")
+        name = name.replace("-", "_")
         position += 1
-        if not sign:
-            is_value = position < len(words) and not words[position].startswith("--")
-            value = words[position] if is_value else "true"
-            position += is_value
-        yield name.replace("-", "_"), value
+        if sign:
+            yield name, value
+            continue
+        given = list(itertools.takewhile(lambda word: not word.startswith("--"), words[position:]))
+        if not _takes_several(kinds.get(RENAMED.get(name, name))):
+            given = given[:1]
+        position += len(given)
+        yield name, given if len(given) > 1 else given[0] if given else "true"
 
 
-def _parse(values: dict[str, Any], config: type) -> SFTArguments:
+def _kinds(config: type) -> dict[str, Any]:
+    """The type of every flag."""
+    return {name: kind for cls in (*OWN, config) for name, kind in get_type_hints(cls).items()}
+
+
+def _takes_several(kind: Any) -> bool:
+    return any(get_origin(one) is list for one in (kind, *get_args(kind)))
+
+
+def _parse(values: Mapping[str, Any], config: type) -> SFTArguments:
     """By Transformers' parser, which knows the type of every field."""
-    import transformers
-
-    reentrant = str(values.get("use_reentrant", "false")).lower() in _TRUE
-    values.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": reentrant})
-    words = [w for name, value in values.items() for w in (f"--{name}", _text(value))]
-    parser = transformers.HfArgumentParser((*OWN, config), allow_abbrev=False)
+    given = {name: value for name, value in values.items() if value is not None}
+    reentrant = str(given.get("use_reentrant", "false")).lower() in _TRUE
+    given.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": reentrant})
+    kinds = _kinds(config)
+    several = {name for name, value in given.items() if isinstance(value, list) and _takes_several(kinds[name])}
+    parser = _parser(config, several)
+    # A null is as if the flag were not there, but for flags that may be nothing: `max_length: null` is no limit.
+    empty = {name for name in values.keys() - given.keys() if type(None) in get_args(kinds[name])}
+    parser.set_defaults(**dict.fromkeys(empty - {"report_to"}))  # of which Transformers makes a tracker called None
+    words = [
+        word
+        for name, value in given.items()
+        for word in (f"--{name}", *(map(str, value) if name in several else [_text(value)]))
+    ]
     try:
         model, data, watch, training = parser.parse_args_into_dataclasses(words)
-    except (SystemExit, ValueError) as error:
-        raise ConfigError(f"the settings are not accepted: {error}") from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise _not_accepted(error) from error
     if model.chat_template_format not in ("none", "chatml", "zephyr"):
         raise ConfigError(f"chat_template_format = {model.chat_template_format!r}", hint="use none, chatml or zephyr")
     if (model.use_4bit_quantization or model.use_8bit_quantization) and not model.use_peft_lora:
@@ -253,8 +279,31 @@ def _parse(values: dict[str, Any], config: type) -> SFTArguments:
     return SFTArguments(model, data, watch, training)
 
 
+def _parser(config: type, several: Collection[str]) -> Any:
+    """Transformers' parser, in which the flags `several` take any number of words."""
+    import transformers
+
+    class Parser(transformers.HfArgumentParser):  # type: ignore[misc]
+        def add_argument(self, *names: Any, **options: Any) -> Any:
+            if names[0].removeprefix("--") in several:
+                options["nargs"] = "*"
+            return super().add_argument(*names, **options)
+
+        def error(self, message: str) -> NoReturn:  # argparse's prints all flags there are, and ends the process
+            raise _not_accepted(message)
+
+    return Parser((*OWN, config), allow_abbrev=False)
+
+
+def _not_accepted(reason: object) -> ConfigError:
+    return ConfigError(f"the settings are not accepted: {reason}")
+
+
 def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+    """One word of a value, which the parser reads again."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _sft_config() -> Any:
