@@ -392,6 +392,31 @@ def test_a_split_is_the_files_that_have_its_name(tmp_path: Path) -> None:
         loaded(tmp_path, "--splits", "train,tes")
 
 
+def rows_of_embeddings(words: list[str]) -> int:
+    from fullshard.recipes.sft import make_trainer
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    trainer = make_trainer(read_arguments(words, print))
+    trainer.train()
+    return int(trainer.model.get_input_embeddings().weight.shape[0])
+
+
+def test_new_tokens_go_into_the_rows_that_a_padded_vocabulary_has(tmp_path: Path, place: Path) -> None:
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    for rows, expected in ((len(tokenizer) + 20, len(tokenizer) + 20), (len(tokenizer), 288)):
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=rows, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+            )
+        ).save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        words = small_run(tmp_path, tmp_path / "out", "--max_steps", "1", "--save_strategy", "no")
+        [found] = run_ranks(rows_of_embeddings, 1, replaced(words, dataset_name=str(place / "data")))
+        assert found == expected
+
+
 def labels_of(words: list[str]) -> list[tuple[str, str]]:
     """What the model reads, and of it what it is trained on."""
     from fullshard.recipes.sft import make_trainer

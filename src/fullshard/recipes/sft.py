@@ -106,7 +106,8 @@ def make_trainer(arguments: SFTArguments) -> Any:
     model_arguments, training = arguments.model, arguments.training
     tokenizer, is_extended = load_tokenizer(model_arguments)
     model = load_model(model_arguments, training)
-    if is_extended:
+    # A table that is longer than the vocabulary has room already, and is not to be made shorter.
+    if is_extended and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8, mean_resizing=False)
     train, test = load_data(arguments.data, model_arguments, tokenizer, training)
     if training.packing and not _uses_flash_attention(model_arguments) and training.packing_strategy == "bfd":
