@@ -417,6 +417,82 @@ def test_new_tokens_go_into_the_rows_that_a_padded_vocabulary_has(tmp_path: Path
         assert found == expected
 
 
+class Killed(Exception):
+    """Of a rank, in the middle of a run."""
+
+
+def steps_run(words: list[str], environment: dict[str, str], killed_at: int = 0) -> tuple[str, list[int]]:
+    """The error of a run, as `run_here` gives it, and the steps it began, counted from 1."""
+    from transformers import TrainerCallback
+
+    from fullshard.recipes import sft
+
+    os.environ.update(environment)
+    steps: list[int] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.append(state.global_step + 1)
+            if steps[-1] == killed_at:
+                raise Killed
+
+    def make(arguments: Any) -> Any:
+        trainer = make_trainer(arguments)
+        trainer.add_callback(Watch())
+        return trainer
+
+    make_trainer = sft.make_trainer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "make_trainer", make)
+        try:
+            return run_here(words), steps
+        except Killed:
+            return "killed", steps
+
+
+def test_what_is_started_again_goes_on_from_its_newest_checkpoint(tmp_path: Path, place: Path) -> None:
+    output, again = tmp_path / "out", {"TORCHELASTIC_RESTART_COUNT": "1"}
+    words = small_run(place, output, "--save_steps", "1", "--max_steps", "3", "--splits", "train")
+    assert run_ranks(steps_run, 1, words, {}, 3) == [("killed", [1, 2, 3])]
+    (output / "checkpoint-9").mkdir()  # killed while it was saved
+    older = ["--resume_from_checkpoint", str(output / "checkpoint-1")]
+    assert run_ranks(steps_run, 1, [*words, *older], again) == [("", [3])]
+    assert run_ranks(steps_run, 1, words, again) == [("", [])]  # it failed after its last step, as it was pushed
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "begun"),
+    [
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, [], "holds checkpoint-2, checkpoint-1 of an earlier run"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "False"], "holds checkpoint-2, checkpoint-1"),
+        ({"FULLSHARD_ELASTIC": "1:2"}, ["--resume_from_checkpoint", "elsewhere/checkpoint-7"], "holds checkpoint-2"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "out/checkpoint-1"], "holds checkpoint-2 of"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "out/checkpoint-2"], "begun"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "True"], "begun"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--save_only_model", "True"], "begun"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, [], "begun"),
+        ({}, ["--resume_from_checkpoint", "out/checkpoint-1"], "begun"),
+    ],
+)
+def test_what_may_be_started_again_does_not_begin_beside_other_checkpoints(
+    tmp_path: Path, environment: dict[str, str], words: list[str], begun: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fullshard.recipes import sft
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    def begin(arguments: Any) -> None:
+        raise ConfigError("begun")
+
+    monkeypatch.setattr(sft, "make_trainer", begin)
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for number in (1, 2):
+        write_rows(tmp_path / f"out/checkpoint-{number}/trainer_state.json", {})
+    with pytest.raises(ConfigError, match=begun):
+        sft.run(read_arguments(small_run(tmp_path, Path("out"), *words), print))
+
+
 def labels_of(words: list[str]) -> list[tuple[str, str]]:
     """What the model reads, and of it what it is trained on."""
     from fullshard.recipes.sft import make_trainer

@@ -37,13 +37,13 @@ from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination, Pending
 from fullshard.checkpoint.storage import Bytes, write_file
 from fullshard.checkpoint.verify import problems_of_file
-from fullshard.config.switches import ELASTIC, MAX_LOST_STEPS
+from fullshard.config.switches import MAX_LOST_STEPS
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.auto_reshard import available_host_memory
 from fullshard.launch.copies import find_copies_directory
-from fullshard.launch.environment import read_rank_environment
+from fullshard.launch.environment import may_be_started_again, read_rank_environment
 from fullshard.plan.copies import COST
 
 
@@ -74,7 +74,7 @@ class MemoryCopies:
         if max_lost_steps < 0:
             raise ConfigError(f"max_lost_steps = {max_lost_steps}", hint="use 1 or more, or 0 for as few as are cheap")
         self.directory = find_copies_directory()
-        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" and not ELASTIC.read():
+        if not may_be_started_again():
             raise ConfigError(
                 f"max_lost_steps = {max_lost_steps}, and nothing starts the processes again: copies would be of no use",
                 hint="add --max_restarts N, or --nnodes MIN:MAX",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import device as devices
-from fullshard.config.switches import timeout_of_environment
+from fullshard.config.switches import ELASTIC, timeout_of_environment
 from fullshard.core.errors import ConfigError
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE
 from fullshard.launch.tpu import check_tpu_environment
@@ -69,6 +69,12 @@ def is_started_again(environ: Mapping[str, str] | None = None) -> bool:
     """Whether processes of this job have run before: a launcher, torchrun or fullshard's, has started them anew."""
     environ = os.environ if environ is None else environ
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def may_be_started_again(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the launcher starts the processes of this job anew if one fails, or a host comes or goes."""
+    environ = os.environ if environ is None else environ
+    return environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or bool(ELASTIC.read(environ))
 
 
 def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:

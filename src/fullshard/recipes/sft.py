@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -19,7 +20,12 @@ from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
 from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError, DataError
-from fullshard.launch.environment import is_started_again, read_rank_environment, run_on_main
+from fullshard.launch.environment import (
+    is_started_again,
+    may_be_started_again,
+    read_rank_environment,
+    run_on_main,
+)
 from fullshard.launch.preemption import should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe.report import write_report
@@ -67,8 +73,8 @@ def run(arguments: SFTArguments) -> Any:
 
 def _run(arguments: SFTArguments) -> Any:
     environment, output = read_rank_environment(), Path(arguments.training.output_dir)
-    resume = _resume(arguments.training.resume_from_checkpoint)
-    goes_on = run_on_main(environment, is_started_again) or resume is not None
+    resume = run_on_main(environment, lambda: _where_to_begin(arguments.training))
+    goes_on = resume is not None or run_on_main(environment, is_started_again)
     if (merge_dir := arguments.model.merge_dir) is not None:
         run_on_main(environment, lambda: require_room_to_merge(Path(merge_dir), output, goes_on=goes_on))
     trainer = make_trainer(arguments)
@@ -289,6 +295,36 @@ def _load_split(name: str, split: str) -> Any:
 
 def _uses_flash_attention(arguments: ModelArguments) -> bool:
     return arguments.use_flash_attn and cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
+
+
+def _where_to_begin(training: Any) -> Any:
+    """What Trainer is to resume from. Called on rank 0.
+
+    After a restart it is the newest checkpoint, whatever was asked for: it is this run's, because a run that may be
+    started again does not begin beside those of another.
+
+    Raises:
+        ConfigError: nobody could tell after a restart which checkpoints are this run's.
+    """
+    from fullshard.integrations.transformers.trainer import complete_checkpoints
+
+    output = Path(training.output_dir)
+    asked, held = _resume(training.resume_from_checkpoint), complete_checkpoints(output)
+    if training.save_only_model:  # with which nothing can go on
+        return asked
+    if is_started_again():
+        if held:
+            say(f"started again: training goes on from the newest checkpoint in {output}")
+        return True if held else asked
+    if asked is not True and may_be_started_again():
+        begin = None if asked is None else Path(asked).resolve()
+        others = [path.name for path in itertools.takewhile(lambda path: path.resolve() != begin, held)]
+        if others:
+            raise ConfigError(
+                f"{output} holds {', '.join(others)} of an earlier run, and after a restart this one would go on there",
+                hint="--resume_from_checkpoint True goes on from the newest; else use another --output_dir",
+            )
+    return asked
 
 
 def _resume(value: Any) -> Any:

@@ -149,6 +149,13 @@ class ShardedTraining:
                 agree_to_start_again(error, self._train_batch_size)
             raise
 
+    def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The batches of a step; none for a run that was resumed at its end, which would make one step too many."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch, forward and backward."""
         with teachers_head(self):
@@ -367,14 +374,15 @@ def _of_global_batches(sampler: Any, world_size: int) -> Any:
     return sampler
 
 
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in an output directory that were written to their end, newest first."""
+    found = [p for p in directory.glob("checkpoint-*") if p.name[11:].isdigit() and (p / _COMPLETE).is_file()]
+    return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
+
+
 def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | None:
     """The newest complete checkpoint of which no byte of the training state is damaged. A collective."""
-
-    def complete() -> list[Path]:
-        found = [p for p in directory.glob("checkpoint-*") if p.name[11:].isdigit() and (p / _COMPLETE).is_file()]
-        return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
-
-    paths = run_on_main(accelerator.process.environment, complete)
+    paths = run_on_main(accelerator.process.environment, lambda: complete_checkpoints(directory))
     for number, path in enumerate(paths, start=1):
         try:
             if run_on_main(accelerator.process.environment, (path / TRAINER_STATE / MANIFEST_NAME).is_file):
