@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -651,6 +651,30 @@ lr_scheduler_kwargs: {x: [1, 2]}
         in_yaml(tmp_path / "run.yaml", "max_steps: [1, 2]\n")
     training = parsed("--report_to", "tensorboard", "x", "--label-names", "a", "b", "--max_steps", "1")[0].training
     assert (training.report_to, training.label_names) == (["tensorboard", "x"], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("words", "launch"),
+    [
+        (["--check_plan", "True", "--warm-spares", "yes"], ["--check_plan", "--warm_spares"]),
+        (["--check_plan=True", "--warm_spares=0"], ["--check_plan"]),
+        (["--check_plan", "False", "--max_restarts", "1", "--warm_spares"], ["--max_restarts", "1", "--warm_spares"]),
+        (["--check_plan"], ["--check_plan"]),
+    ],
+)
+def test_the_launchers_flags_take_true_and_false(
+    words: list[str], launch: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fullshard.cli.sft import sft
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr("fullshard.cli.main.app", seen.append)
+    for own in (["--output_dir", "1"], ["--bf16"]):
+        for written in ([*own, *words], [*words, *own]):
+            sft(cast("Any", SimpleNamespace(args=written)))
+            assert seen.pop() == ["launch", *launch, "-m", "fullshard.recipes.sft", *own]
+    with pytest.raises(ConfigError, match="--check_plan = 'maybe'"):
+        sft(cast("Any", SimpleNamespace(args=["--check_plan=maybe", "--bf16"])))
 
 
 @pytest.mark.full

@@ -21,7 +21,8 @@ _LAUNCH = {
     "--grace_period": 2,
     "--timeout": 2,
 }
-"""The launcher's flags, and how many words each takes."""
+"""The launcher's flags, and how many words each takes; those of one word may be followed by true or false."""
+_SAYS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _RECIPE = "fullshard.recipes.sft"
 _HELP = """Usage: fullshard sft [--num_processes N] [--config_file FILE]
                      --model_name_or_path M --dataset_name D ...
@@ -75,12 +76,20 @@ def _take_launch_flags(words: list[str]) -> list[str]:
     """Remove the launcher's flags from `words`, and return them."""
     taken: list[str] = []
     for position in reversed(range(len(words))):
-        name, sign, _ = words[position].partition("=")
+        name, sign, value = words[position].partition("=")
         name = name.replace("-", "_").replace("__", "--", 1)
-        if name in _LAUNCH:
-            count = 1 if sign else _LAUNCH[name]
-            taken = [*words[position : position + count], *taken]
-            del words[position : position + count]
+        if name not in _LAUNCH:
+            continue
+        count = 1 if sign else _LAUNCH[name]
+        flag = words[position : position + count]
+        if _LAUNCH[name] == 1:
+            is_on = _SAYS.get((value if sign else "".join(words[position + 1 : position + 2])).lower())
+            if sign and is_on is None:
+                raise ConfigError(f"{name} = {value!r}", hint="use true or false")
+            count = 1 if sign or is_on is None else 2
+            flag = [] if is_on is False else [name]
+        taken = [*flag, *taken]
+        del words[position : position + count]
     return taken
 
 
