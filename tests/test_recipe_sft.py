@@ -392,6 +392,58 @@ def test_a_split_is_the_files_that_have_its_name(tmp_path: Path) -> None:
         loaded(tmp_path, "--splits", "train,tes")
 
 
+NOTHING: dict[str, Any] = {"messages": []}
+MIXED = {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "text", "text": "and this?"}]}]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        ([CHAT, CHAT, NOTHING], r"split train: row 3 has \[\] in the column messages, expected a list of m.*\nhint"),
+        ([NOTHING], r"row 1 has \[\] in"),
+        ([MIXED, NOTHING], r"row 2 has \[\] in"),
+        ([CHAT, {"messages": None}], "row 2 has null in"),
+        ([CHAT, {"messages": "hi"}], 'row 2 has "hi" in'),
+        ([{"messages": ["hi"]}], r'row 1 has \["hi"\] in'),
+        ([{"text": None}, {"text": "a"}], "row 1 has null in the column text, expected a text\nhint"),
+        ([{"text": None}], "row 1 has null in the column text"),
+        ([{"text": "a"}, {"text": 5}], "row 2 has 5 in the column text"),
+        ([{"text": 5}], "row 1 has 5 in the column text"),
+        ([{"text": ["a"]}], r'row 1 has \["a"\] in the column text'),
+        ([{"text": "2024-01-01T00:00:00"}], "row 1 has "),  # which the reader takes for a time
+        (
+            [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
+            "row 2 has null in the column completion, expected a text or a list of messages\nhint",
+        ),
+        ([{"prompt": CHAT["messages"], "completion": []}], r"row 1 has \[\] in the column completion"),
+    ],
+)
+def test_a_row_that_holds_nothing_to_train_on_is_named(tmp_path: Path, rows: list[dict[str, Any]], wrong: str) -> None:
+    write_rows(tmp_path / "train.jsonl", *rows)
+    form = "none" if "text" in rows[0] else "chatml"
+    with pytest.raises(DataError, match=wrong):
+        loaded(tmp_path, "--splits", "train", chat_template_format=form)
+
+
+def test_rows_that_can_be_trained_on(tmp_path: Path) -> None:
+    tools = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+    kinds: list[tuple[str, list[dict[str, Any]]]] = [
+        ("chatml", [CHAT | {"tools": None}, CHAT | tools]),
+        ("chatml", [CHAT, MIXED]),
+        ("chatml", [{"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}]),
+        ("none", [{"prompt": "a", "completion": ""}]),
+        ("none", [{"text": "a"}, {"text": ""}]),
+    ]
+    for number, (form, rows) in enumerate(kinds):
+        write_rows(tmp_path / str(number) / "train.jsonl", *rows)
+        train, _ = loaded(tmp_path / str(number), "--splits", "train", chat_template_format=form)
+        assert len(train) == len(rows)
+    write_rows(tmp_path / "eval/train.jsonl", CHAT)
+    write_rows(tmp_path / "eval/test.jsonl", NOTHING)
+    with pytest.raises(DataError, match="split test: row 1"):
+        loaded(tmp_path / "eval")
+
+
 def rows_of_embeddings(words: list[str]) -> int:
     from fullshard.recipes.sft import make_trainer
     from fullshard.recipes.sft_arguments import read_arguments

@@ -33,6 +33,7 @@ from fullshard.recipes.hub import Hub, pushing_later, say
 from fullshard.recipes.merging import merge, require_room_to_merge
 from fullshard.recipes.optimizers import matrix_optimizer
 from fullshard.recipes.profiling import StepMemory, StepProfile, profiled, watched
+from fullshard.recipes.rows import require_rows
 from fullshard.recipes.sft_arguments import DataArguments, ModelArguments, SFTArguments, read_arguments
 
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -220,6 +221,7 @@ def load_data(arguments: DataArguments, model: ModelArguments, tokenizer: Any, t
 
     Raises:
         ConfigError: no split to train on, two for one purpose, or no column of a known kind.
+        DataError: files that cannot be read, or a row that holds neither text nor chat.
     """
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -233,7 +235,9 @@ def load_data(arguments: DataArguments, model: ModelArguments, tokenizer: Any, t
         data = _load_split(arguments.dataset_name, split)
         if not len(data):
             raise ConfigError(f"{arguments.dataset_name}: split {split} has no rows")
-        found[role], names[role] = data.select_columns(_columns(data.column_names, arguments, model, training)), split
+        data = data.select_columns(_columns(data.column_names, arguments, model, training))
+        require_rows(data, f"{arguments.dataset_name}, split {split}")
+        found[role], names[role] = data, split
     if "train" not in found:
         raise ConfigError(f"--splits {arguments.splits!r} names no split to train on", hint="for example train,test")
     is_chat = any(not isinstance(found["train"][0][name], str) for name in found["train"].column_names)
