@@ -512,6 +512,50 @@ def test_what_is_started_again_goes_on_from_its_newest_checkpoint(tmp_path: Path
     assert run_ranks(steps_run, 1, words, again) == [("", [])]  # it failed after its last step, as it was pushed
 
 
+KILLED_ONCE = """
+import os
+from pathlib import Path
+from transformers import TrainerCallback
+from fullshard.recipes import sft, merging
+
+class Watch(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        with open("steps-" + os.environ["RANK"], "a") as file:
+            file.write(str(state.global_step + 1))
+        if state.global_step == 2 and os.environ["RANK"] == "1" and not Path("killed").exists():
+            Path("killed").touch()
+            os._exit(3)
+
+def make(arguments):
+    trainer = of_sft(arguments)
+    trainer.add_callback(Watch())
+    return trainer
+
+def merge(*arguments, **options):
+    of_merging(*arguments, **options)
+    if not Path("failed").exists():
+        Path("failed").touch()
+        raise RuntimeError("after merging")
+
+of_sft, of_merging, sft.make_trainer, sft.merge = sft.make_trainer, merging.merge, make, merge
+sft.main()
+"""
+
+
+@pytest.mark.full
+def test_a_launcher_starts_again_what_was_killed_and_what_had_merged(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(KILLED_ONCE)
+    words = small_run(place, Path("out"), "--merge_dir", "out/merged", "--save_steps", "1", "--max_steps", "4")
+    launch = ["launch", "--num_processes", "2", "--max_restarts", "2", "--monitor_interval", "0.1", "script.py"]
+    said = run([*launch, *words])
+    assert (tmp_path / "steps-1").read_text() == "12334"
+    assert said.count("started again: training goes on from the newest checkpoint in out") == 2
+    assert (tmp_path / "out/merged/config.json").is_file() and (tmp_path / "failed").exists()
+
+
 @pytest.mark.parametrize(
     ("environment", "words", "begun"),
     [
