@@ -50,7 +50,7 @@ class TrainArguments(View):
         description="Where the checkpoints go: a directory, or a URL of an object store such as s3://bucket/run. "
         "Default: checkpoints in the output directory",
     )
-    overwrite: bool = Field(False, description="Remove the checkpoints of an earlier run")
+    overwrite: bool = Field(False, description="Remove the checkpoints of an earlier run (step-*), and begin anew")
     resume: str = Field(
         "auto",
         description="auto: the newest complete checkpoint there is; never; or a checkpoint's path",

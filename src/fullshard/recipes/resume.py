@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 
 from fullshard.checkpoint import AsyncSaver, MemoryCopies, load_checkpoint, save_checkpoint, whole_checkpoints
 from fullshard.checkpoint.format import read_manifest
-from fullshard.checkpoint.objects import Location, ObjectPath, location
+from fullshard.checkpoint.objects import Location, entries_of, location
+from fullshard.checkpoint.storage import OLD_PREFIX
 from fullshard.checkpoint.store import store_of
 from fullshard.core.errors import ConfigError, DamagedError
 from fullshard.launch import run_on_main
@@ -20,6 +21,9 @@ from fullshard.recipes.loop import Trainer
 
 _STREAM = ("batch_size", "seq_len", "seed", "held_out")
 """Settings that fix which sequences each step sees; a resumed run must keep them."""
+
+_NAME = re.compile(rf"({re.escape(OLD_PREFIX)})?step-(?P<steps>\d+)(?(1)-\w+)")
+"""Of a checkpoint, also of one that was stepping aside for another when a save was killed."""
 
 
 def find_checkpoints(arguments: TrainArguments) -> list[Location]:
@@ -35,7 +39,9 @@ def find_checkpoints(arguments: TrainArguments) -> list[Location]:
     if is_started_again():
         return _of_this_run(arguments)
     if arguments.overwrite:
-        _remove_all(directory)
+        for path in _of_runs(directory):
+            store_of(path).remove(path)
+        return []
     if arguments.resume == "auto":
         return list(whole_checkpoints(directory))
     present = sorted(path.name for path in directory.glob("step-*")) if directory.is_dir() else []
@@ -52,6 +58,18 @@ def find_checkpoints(arguments: TrainArguments) -> list[Location]:
             hint="use another --output-dir, or remove them (--overwrite removes all)",
         )
     return [] if arguments.resume == "never" else [location(arguments.resume)]
+
+
+def _of_runs(directory: Location) -> dict[Location, int]:
+    """The checkpoints of runs in a directory, whole or not, each with the steps behind it."""
+    entries = entries_of(directory) if directory.is_dir() else []
+    return {path: steps for path in entries if (steps := _steps_of(path)) >= 0 and path.is_dir()}
+
+
+def _steps_of(path: Location) -> int:
+    """By its name, which a user may have changed: then -1, which is before all others."""
+    match = _NAME.fullmatch(path.name)
+    return int(match["steps"]) if match else -1
 
 
 def _of_this_run(arguments: TrainArguments) -> list[Location]:
@@ -173,14 +191,6 @@ def roll_back(
         return None
     trainer.skipped_batches = batches - back
     return back
-
-
-def _remove_all(directory: Location) -> None:
-    if isinstance(directory, ObjectPath):
-        for path in directory.glob("step-*"):
-            store_of(path).remove(path)
-    elif directory.exists():
-        shutil.rmtree(directory)
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

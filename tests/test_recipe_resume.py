@@ -1,0 +1,89 @@
+"""What `train` goes on from, what it refuses to go on from, and what it leaves alone until it is sure."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from transformers import LlamaConfig
+
+from fullshard.checkpoint.objects import ObjectPath, location
+from fullshard.observe import StepMetrics, read_metrics
+from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.resume import find_checkpoints
+from fullshard.recipes.train import train
+
+Run = Callable[..., list[StepMetrics]]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    """Of a run of two steps of a tiny Llama."""
+    (tmp_path / "data.txt").write_text("".join(f"line {i} is {i * i % 17} long\n" for i in range(300)))
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=320,
+        max_position_embeddings=64,
+    )
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    return {
+        "model": str(tmp_path / "config.json"),
+        "data": str(tmp_path / "data.txt"),
+        "output_dir": tmp_path / "out",
+        "steps": 2,
+        "batch_size": 4,
+        "seq_len": 16,
+        "save_every": 1,
+        "held_out": 0,
+        "vocab_size": 320,
+        "sample_tokens": 0,
+        "export": False,
+        "plot": False,
+        "device": "cpu",
+    }
+
+
+@pytest.fixture
+def run(settings: dict[str, Any], tmp_path: Path) -> Run:
+    """Train in this process into a directory of that name and return the steps; settings are given by name."""
+
+    def run(output: str = "out", **changes: Any) -> list[StepMetrics]:
+        train(TrainArguments.parse(settings | {"output_dir": tmp_path / output} | changes))
+        return list(read_metrics(tmp_path / output / "metrics.jsonl"))
+
+    return run
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_overwrite_removes_checkpoints_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    """In a directory that the user has named, through a link, too."""
+    there, link = tmp_path / "there", tmp_path / "link"
+    there.mkdir()
+    link.symlink_to(there)
+    run(checkpoint_dir=str(link))
+    (there / "thesis.txt").write_text("mine")
+    (there / "step-by-step").mkdir()
+    shutil.copytree(there / "step-000002", there / "kept")
+    (there / "step-000001").rename(there / ".old-step-000001-0123456789abcdef")  # as by a save that was killed
+    run(checkpoint_dir=str(link), overwrite=True, steps=1)
+    assert _names(there) == ["LATEST", "kept", "step-000001", "step-by-step", "thesis.txt"]
+    assert [event.step for event in read_metrics(tmp_path / "out" / "metrics.jsonl")] == [1]
+
+
+def test_overwrite_in_an_object_store(settings: dict[str, Any]) -> None:
+    there = location("memory://bucket/run")
+    for name in ("step-000003/manifest.json", "step-000003/part", "mine/model", "step-by-step/1", "step-000004"):
+        (there / name).write_bytes(b"")
+    arguments = TrainArguments.parse(settings | {"checkpoint_dir": "memory://bucket/run", "overwrite": True})
+    assert find_checkpoints(arguments) == []
+    assert sorted(cast("ObjectPath", there).beneath()) == ["mine/model", "step-000004", "step-by-step/1"]
