@@ -11,6 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from fullshard.checkpoint.objects import ObjectPath, location
+from fullshard.core.errors import ConfigError
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.resume import find_checkpoints
@@ -87,3 +88,30 @@ def test_overwrite_in_an_object_store(settings: dict[str, Any]) -> None:
     arguments = TrainArguments.parse(settings | {"checkpoint_dir": "memory://bucket/run", "overwrite": True})
     assert find_checkpoints(arguments) == []
     assert sorted(cast("ObjectPath", there).beneath()) == ["mine/model", "step-000004", "step-by-step/1"]
+
+
+def test_a_checkpoint_from_elsewhere_is_not_mixed_with_what_is_there(run: Run, tmp_path: Path) -> None:
+    """Whatever the numbers of steps are: neither replaced, nor pruned as the older ones of this run."""
+    run()
+    run("elsewhere", seed=1)
+    checkpoints = tmp_path / "out" / "checkpoints"
+    before = {name: (checkpoints / name / "manifest.json").read_bytes() for name in ("step-000001", "step-000002")}
+    for name in before:
+        with pytest.raises(ConfigError, match=r"an earlier run .*: step-000001, step-000002\nhint: .*--resume auto"):
+            run(resume=str(tmp_path / "elsewhere" / "checkpoints" / name), steps=4, seed=1)
+    assert {name: (checkpoints / name / "manifest.json").read_bytes() for name in before} == before
+    run("elsewhere", resume=str(tmp_path / "elsewhere" / "checkpoints" / "step-000002"), steps=3, seed=1)
+
+
+def test_steps_are_compared_as_numbers(
+    run: Run, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    older, newer = (tmp_path / "out" / "checkpoints" / name for name in ("step-999999", "step-1000000"))
+    for path, written in ((older, "step-000001"), (newer, "step-000002")):
+        path.with_name(written).rename(path)
+    with pytest.raises(ConfigError, match=r"an earlier run .*: step-1000000\nhint"):
+        find_checkpoints(TrainArguments.parse(settings | {"resume": str(older)}))
+    assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(newer)})) == [newer]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(older)})) == [newer, older]

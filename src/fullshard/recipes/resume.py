@@ -44,20 +44,21 @@ def find_checkpoints(arguments: TrainArguments) -> list[Location]:
         return []
     if arguments.resume == "auto":
         return list(whole_checkpoints(directory))
-    present = sorted(path.name for path in directory.glob("step-*")) if directory.is_dir() else []
-    if arguments.resume == "never":
-        newer = present
-    else:
-        path = location(arguments.resume)
-        if not path.is_dir():
+    mixed = _of_runs(directory)
+    named = None if arguments.resume == "never" else location(arguments.resume)
+    if named is not None:
+        if not named.is_dir():
             raise ConfigError(f"--resume {arguments.resume}: no such checkpoint directory")
-        newer = [name for name in present if path.resolve().parent == directory.resolve() and name > path.name]
-    if newer:
+        real = named.resolve()
+        if real.parent == directory.resolve():  # then those before it are this run's
+            mixed = {path: steps for path, steps in mixed.items() if steps > _steps_of(real)}
+    if mixed:
         raise ConfigError(
-            f"{directory} holds checkpoints of an earlier run that this one would be mixed with: {', '.join(newer)}",
-            hint="use another --output-dir, or remove them (--overwrite removes all)",
+            f"{directory} holds checkpoints of an earlier run that this one would be mixed with: "
+            f"{', '.join(path.name for path in mixed)}",
+            hint="use another --output-dir, or --resume auto to go on from them; --overwrite removes them",
         )
-    return [] if arguments.resume == "never" else [location(arguments.resume)]
+    return [] if named is None else [named]
 
 
 def _of_runs(directory: Location) -> dict[Location, int]:
@@ -78,7 +79,7 @@ def _of_this_run(arguments: TrainArguments) -> list[Location]:
     if arguments.resume in ("auto", "never"):
         return written
     first = location(arguments.resume)
-    return [*(path for path in written if path.name > first.name), first]
+    return [*(path for path in written if _steps_of(path) > _steps_of(first.resolve())), first]
 
 
 def load_newest(
@@ -125,7 +126,7 @@ def save(
         path,
         **state_after(trainer, arguments, step=step, checksum=checksum),
         total_limit=arguments.keep_checkpoints,
-        # Only an incomplete one can be there: `find_checkpoints` has refused to begin before a complete one.
+        # Only an incomplete or damaged one can be there: `find_checkpoints` has refused to begin before a whole one.
         overwrite=True,
     )
     return path
