@@ -13,8 +13,8 @@ from fullshard.recipes.tokenizer import (
     END_OF_TEXT,
     has_tokenizer,
     load_tokenizer,
-    prepare_trained_tokenizer,
     train_tokenizer,
+    trained_tokenizer,
 )
 
 TEXTS = ["def f(x):\n    return x + 1\n", "for i in range(10):\n    print(i)\n", "class A:\n    pass\n"] * 20
@@ -40,13 +40,17 @@ def test_kept_while_corpus_and_size_are_the_same(tmp_path: Path) -> None:
     directory = tmp_path / "tokenizer"
 
     def prepare(vocab_size: int) -> int:
-        prepare_trained_tokenizer(directory, open_corpus(str(data)), vocab_size=vocab_size)
+        with trained_tokenizer(directory, open_corpus(str(data)), vocab_size=vocab_size) as made:
+            assert len(load_tokenizer(made)) <= vocab_size
         return (directory / "tokenizer.json").stat().st_mtime_ns
 
     first = prepare(310)
     assert prepare(310) == first
     assert prepare(305) != first
     assert has_tokenizer(directory)
+    with pytest.raises(ConfigError), trained_tokenizer(directory, open_corpus(str(data)), vocab_size=310) as made:
+        assert made != directory
+        raise ConfigError("what it is for fails")
     assert len(load_tokenizer(directory)) <= 305
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "tokenizer"]
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
+from fullshard.checkpoint import save_checkpoint
 from fullshard.checkpoint.objects import ObjectPath, location
 from fullshard.core.errors import ConfigError
 from fullshard.observe import StepMetrics, read_metrics
@@ -115,3 +117,42 @@ def test_steps_are_compared_as_numbers(
     assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(newer)})) == [newer]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(older)})) == [newer, older]
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(run: Run, tmp_path: Path) -> None:
+    """Its tokenizer, tokens and settings too: without them it could not go on when the data is as it was again."""
+    run()
+    output, data = tmp_path / "out", tmp_path / "data.txt"
+    text, before = data.read_text(), _contents(output)
+    for changes, message in (
+        ({"vocab_size": 300}, r"the tokens of the data are different \(--vocab-size was 320 and is 300\)\nhint"),
+        ({"max_data_mb": 0.003}, r"different \(--max-data-mb was None and is 0.003\)\nhint"),
+        ({"seed": 3}, "another run: --seed was 0 and is 3\nhint"),
+        ({"steps": 1}, "is 2 steps in, more than --steps 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(**{"steps": 3} | changes)
+        assert _contents(output) == before
+    data.write_text(text + "and more\n")
+    with pytest.raises(ConfigError, match=r"\(what --data names, or the tokenizer, has changed since\)\n"):
+        run(steps=3)
+    assert _contents(output) == before
+    data.rename(tmp_path / "moved.txt").write_text(text)
+    run(steps=3, data=str(tmp_path / "moved.txt"))  # the same text, in a file of another name and time
+
+
+def _contents(directory: Path) -> dict[Path, bytes]:
+    """Of all files but the journal, which says that somebody has tried."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != "events.jsonl"]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_a_checkpoint_that_train_has_not_written_is_refused(settings: dict[str, Any], run: Run, tmp_path: Path) -> None:
+    """Before the data is prepared, not after everything was loaded."""
+    model = torch.nn.Linear(2, 2)
+    for number, extra in enumerate((None, {"step": torch.ones(1)})):
+        path = tmp_path / f"mine-{number}"
+        save_checkpoint(path, model=model, extra=extra)
+        with pytest.raises(ConfigError, match=r"is no checkpoint of `fullshard train`: its `extra` does not hold arg"):
+            run(resume=str(path))
+    assert not (tmp_path / "out" / "tokenizer").exists()

@@ -45,7 +45,8 @@ class Console:
         self.plan: RunPlan | None = None
 
     def open(self, accelerator: Accelerator, arguments: TrainArguments) -> None:
-        """Write down what the run is, and start its trackers. On rank 0."""
+        """Write down what the run is, now that it will go on, and start its trackers. On rank 0."""
+        write_text(arguments.output_dir / "arguments.json", arguments.to_json())
         if self.plan is not None:
             write_text(arguments.output_dir / "plan.json", json.dumps(self.plan.as_dict(), indent=2) + "\n")
         write_text(arguments.output_dir / "environment.json", json.dumps(_environment(accelerator), indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.corpus import Corpus, open_corpus
 from fullshard.recipes.model import read_config
 from fullshard.recipes.packing import PackedSequences, TokenFile, split_held_out, tokenise, unigram_entropy
-from fullshard.recipes.tokenizer import has_tokenizer, load_tokenizer, prepare_trained_tokenizer
+from fullshard.recipes.tokenizer import has_tokenizer, load_tokenizer, trained_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,20 @@ class TrainingData:
     description: str
 
 
-def prepare_data(arguments: TrainArguments, environment: RankEnvironment) -> TrainingData:
+def prepare_data(arguments: TrainArguments, environment: RankEnvironment, check: Callable[[int], None]) -> TrainingData:
     """Tokenizer and sequences of the run. All ranks call this; rank 0 writes to the output directory.
+
+    Args:
+        arguments: of the run.
+        environment: the place of this process.
+        check: called on rank 0 with the checksum of the tokens. If it raises, the tokenizer and the tokens of the run
+            so far are still there: without them, and without its data, it could not go on any more.
 
     Raises:
         DataError: the data cannot be read, or is too small.
         ConfigError: the tokenizer cannot be used.
     """
-    source, file, description = run_on_main(environment, lambda: _make_files(arguments))
+    source, file, description = run_on_main(environment, lambda: _make_files(arguments, check))
     tokenizer = load_tokenizer(source)
     tokens, kept = split_held_out(file.open(), arguments.held_out, seq_len=arguments.seq_len)
     entropy = run_on_main(environment, lambda: unigram_entropy(tokens, len(tokenizer)))
@@ -59,14 +66,27 @@ def prepare_data(arguments: TrainArguments, environment: RankEnvironment) -> Tra
     )
 
 
-def _make_files(arguments: TrainArguments) -> tuple[str, TokenFile, str]:
-    """Where the tokenizer is, the token file, and the corpus in words."""
+def _make_files(arguments: TrainArguments, check: Callable[[int], None]) -> tuple[str, TokenFile, str]:
+    """Where the tokenizer is (the model's own if it has one, else one trained), the token file, the corpus in words."""
     corpus = open_corpus(
         arguments.data,
         text_field=arguments.text_field,
         max_nbytes=None if arguments.max_data_mb is None else int(arguments.max_data_mb * 1e6),
     )
-    source = _tokenizer_source(arguments, corpus)
+    vocab_size = arguments.vocab_size
+    if arguments.model is not None:
+        path = Path(arguments.model)
+        if not path.exists() or (path.is_dir() and has_tokenizer(path)):
+            return arguments.model, _make_tokens(arguments, corpus, arguments.model, check), corpus.description
+        vocab_size = min(vocab_size, _config_vocab_size(arguments.model))
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    directory = arguments.output_dir / "tokenizer"
+    with trained_tokenizer(directory, corpus, vocab_size=vocab_size) as trained:
+        file = _make_tokens(arguments, corpus, str(trained), check)
+    return str(directory), file, corpus.description
+
+
+def _make_tokens(arguments: TrainArguments, corpus: Corpus, source: str, check: Callable[[int], None]) -> TokenFile:
     tokenizer = load_tokenizer(source)
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -78,27 +98,15 @@ def _make_files(arguments: TrainArguments) -> tuple[str, TokenFile, str]:
 
     directory = arguments.output_dir / "data"
     directory.mkdir(parents=True, exist_ok=True)
-    file = tokenise(
+    return tokenise(
         directory / "tokens.bin",
         corpus.documents(),
         encode,
         end_of_text=tokenizer.eos_token_id,
         vocab_size=len(tokenizer),
         key=f"{corpus.fingerprint}/{_identity(source)}",
+        check=check,
     )
-    return source, file, corpus.description
-
-
-def _tokenizer_source(arguments: TrainArguments, corpus: Corpus) -> str:
-    """The directory or hub name of the tokenizer: the model's own if it has one, else one trained on the corpus."""
-    vocab_size = arguments.vocab_size
-    if arguments.model is not None:
-        path = Path(arguments.model)
-        if not path.exists() or (path.is_dir() and has_tokenizer(path)):
-            return arguments.model
-        vocab_size = min(vocab_size, _config_vocab_size(arguments.model))
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    return str(prepare_trained_tokenizer(arguments.output_dir / "tokenizer", corpus, vocab_size=vocab_size))
 
 
 def _config_vocab_size(model: str) -> int:

@@ -65,6 +65,7 @@ def tokenise(
     end_of_text: int,
     vocab_size: int,
     key: str,
+    check: Callable[[int], None] = lambda checksum: None,
 ) -> TokenFile:
     """Write the tokens of the documents to `path`, or keep the file that is there if it was made for the same `key`.
 
@@ -77,12 +78,14 @@ def tokenise(
         end_of_text: token id put after each document.
         vocab_size: one more than the highest token id.
         key: names everything the tokens depend on.
+        check: called with the checksum before the file counts; if it raises, `path` is what it was before.
 
     Raises:
         DataError: there is no text at all.
     """
     description = path.with_suffix(".json")
     if (kept := _kept(path, description, key)) is not None:
+        check(kept.crc32c)
         return kept
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     checksum, count, number = 0, 0, 0
@@ -95,6 +98,7 @@ def tokenise(
                 count, number = count + len(ids) + 1, number + 1
         if not number:
             raise DataError("the data holds no text")
+        check(checksum)
     made = TokenFile(path, dtype, count, number, checksum)
     write_text(description, json.dumps(_described(made) | {"key": key}) + "\n")
     return made

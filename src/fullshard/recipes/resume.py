@@ -13,6 +13,7 @@ from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.objects import Location, entries_of, location
 from fullshard.checkpoint.storage import OLD_PREFIX
 from fullshard.checkpoint.store import store_of
+from fullshard.checkpoint.values import decode_value
 from fullshard.core.errors import ConfigError, DamagedError
 from fullshard.launch import run_on_main
 from fullshard.launch.environment import is_started_again
@@ -21,6 +22,12 @@ from fullshard.recipes.loop import Trainer
 
 _STREAM = ("batch_size", "seq_len", "seed", "held_out")
 """Settings that fix which sequences each step sees; a resumed run must keep them."""
+
+_DATA = ("data", "text_field", "max_data_mb", "model", "vocab_size")
+"""Settings that the tokens of the data may depend on: it may have moved, and still be the same."""
+
+_KEPT = {"step", "data_crc32c", "arguments"}
+"""What `state_after` has put into every checkpoint, of whatever version."""
 
 _NAME = re.compile(rf"({re.escape(OLD_PREFIX)})?step-(?P<steps>\d+)(?(1)-\w+)")
 """Of a checkpoint, also of one that was stepping aside for another when a save was killed."""
@@ -80,6 +87,27 @@ def _of_this_run(arguments: TrainArguments) -> list[Location]:
         return written
     first = location(arguments.resume)
     return [*(path for path in written if _steps_of(path) > _steps_of(first.resolve())), first]
+
+
+def require_same_run(paths: Sequence[Location], arguments: TrainArguments, *, checksum: int | None = None) -> None:
+    """Refuse before anything is written, or loaded, what this run cannot go on from. Called on rank 0.
+
+    Args:
+        paths: the checkpoints; none is nothing to refuse.
+        arguments: of the run.
+        checksum: of the data, once that is known.
+
+    Raises:
+        CheckpointError: the first of the checkpoints has no manifest that can be read.
+        ConfigError: it belongs to another run, or `train` has not written it.
+    """
+    if not paths:
+        return
+    extra = read_manifest(paths[0]).states.get("extra")
+    kept: dict[str, Any] = {}
+    if isinstance(extra, dict) and extra.keys() >= _KEPT:
+        kept = {key: decode_value(extra[key], {}) for key in _KEPT}
+    _check_same_run(paths[0], kept, arguments, checksum=checksum)
 
 
 def load_newest(
@@ -160,14 +188,11 @@ def _went_back(
     path: Location, extra: dict[str, Any], trainer: Trainer, arguments: TrainArguments, *, checksum: int
 ) -> int:
     """Set what is no part of model or optimizer; the number of steps behind it."""
-    step = int(extra["step"])
     _check_same_run(path, extra, arguments, checksum=checksum)
     if trainer.accelerator.slices is not None:
         trainer.accelerator.slices.load_state_dict(extra.get("slices"))
-    if step > arguments.steps:
-        raise ConfigError(f"the checkpoint {path} is {step} steps in, more than --steps {arguments.steps}")
     trainer.skipped_batches = int(extra.get("skipped_batches", 0))  # older checkpoints have none
-    return step
+    return int(extra["step"])
 
 
 def roll_back(
@@ -201,26 +226,35 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     return {"model": trainer.model, "optimizer": trainer.optimizer.optimizer, "scaler": scaler, "objects": objects}
 
 
-def _check_same_run(path: Location, extra: dict[str, Any], arguments: TrainArguments, *, checksum: int) -> None:
+def _check_same_run(path: Location, extra: dict[str, Any], arguments: TrainArguments, *, checksum: int | None) -> None:
+    if not extra.keys() >= _KEPT:
+        raise ConfigError(
+            f"{path} is no checkpoint of `fullshard train`: its `extra` does not hold {', '.join(sorted(_KEPT))}",
+            hint="`fullshard ckpt export` makes weights of it, which --model takes",
+        )
     saved = extra["arguments"]
-    differing = [
-        f"--{name.replace('_', '-')} was {saved[name]} and is {getattr(arguments, name)}"
-        for name in _STREAM
-        if saved[name] != getattr(arguments, name)
-    ]
+    differing = _differing(_STREAM, saved, arguments)
     if arguments.deterministic != "no" or saved.get("deterministic", "no") != "no":
-        differing += [
-            f"--{name.replace('_', '-')} was {saved.get(name)} and is {getattr(arguments, name)}"
-            for name in ("deterministic", "virtual_ranks")
-            if saved.get(name) != getattr(arguments, name)
-        ]
+        differing += _differing(("deterministic", "virtual_ranks"), saved, arguments)
     averaged = saved.get("ema_decay")  # older checkpoints have none
     if averaged is not None and arguments.ema_decay is None:
         differing.append(f"--ema-decay was {averaged} and is not given, so the average would be lost")
-    if extra["data_crc32c"] != checksum:
-        differing.append("the tokens of the data are different")
+    if checksum is not None and extra["data_crc32c"] != checksum:
+        causes = _differing(_DATA, saved, arguments) or ["what --data names, or the tokenizer, has changed since"]
+        differing.append(f"the tokens of the data are different ({', '.join(causes)})")
     if differing:
         raise ConfigError(
             f"{path} belongs to another run: {'; '.join(differing)}",
-            hint="use the same settings, or another --output-dir",
+            hint="use the same data and settings, or another --output-dir",
         )
+    if extra["step"] > arguments.steps:
+        raise ConfigError(f"the checkpoint {path} is {extra['step']} steps in, more than --steps {arguments.steps}")
+
+
+def _differing(names: Sequence[str], saved: dict[str, Any], arguments: TrainArguments) -> list[str]:
+    now = arguments.model_dump(mode="json")
+    return [
+        f"{arguments.spelled(name)} was {saved.get(name)} and is {now[name]}"
+        for name in names
+        if saved.get(name) != now[name]
+    ]

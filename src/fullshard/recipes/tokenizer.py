@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -42,25 +43,28 @@ def load_tokenizer(source: str | Path) -> Any:
     return tokenizer
 
 
-def prepare_trained_tokenizer(directory: Path, corpus: Corpus, *, vocab_size: int) -> Path:
-    """Train a tokenizer on the corpus into `directory`, unless the one there was trained on the same.
+@contextlib.contextmanager
+def trained_tokenizer(directory: Path, corpus: Corpus, *, vocab_size: int) -> Iterator[Path]:
+    """The directory of a tokenizer that was trained on the corpus, inside. Called on one rank.
 
-    Called on one rank; the others load what it leaves.
-
-    Returns:
-        `directory`.
+    It is `directory` if the one there was trained on the same. Otherwise it is another, which takes the place of
+    `directory` when the block ends well, and of which nothing is left if it does not.
     """
     origin = {"corpus": corpus.fingerprint, "vocab_size": vocab_size}
     record = directory / _ORIGIN_FILE
     if record.is_file() and json.loads(record.read_text(encoding="utf-8")) == origin:
-        return directory
+        yield directory
+        return
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
-    train_tokenizer(corpus.documents(), vocab_size=vocab_size).save_pretrained(str(temporary))
-    (temporary / _ORIGIN_FILE).write_text(json.dumps(origin) + "\n", encoding="utf-8")
-    if directory.exists():
-        shutil.rmtree(directory)
-    temporary.rename(directory)
-    return directory
+    try:
+        train_tokenizer(corpus.documents(), vocab_size=vocab_size).save_pretrained(str(temporary))
+        (temporary / _ORIGIN_FILE).write_text(json.dumps(origin) + "\n", encoding="utf-8")
+        yield temporary
+        if directory.exists():
+            shutil.rmtree(directory)
+        temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -52,7 +53,15 @@ from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.optimizers import matrix_optimizer
 from fullshard.recipes.planned import RunPlan, job_values, plan_run
 from fullshard.recipes.profiling import StepMemory, StepProfile
-from fullshard.recipes.resume import find_checkpoints, load_copy, load_newest, roll_back, save, state_after
+from fullshard.recipes.resume import (
+    find_checkpoints,
+    load_copy,
+    load_newest,
+    require_same_run,
+    roll_back,
+    save,
+    state_after,
+)
 from fullshard.wrap.chunked_loss import use_chunked_loss
 
 _ADAM_BETAS = (0.9, 0.95)
@@ -78,7 +87,9 @@ def train(arguments: TrainArguments) -> None:
         checkpoints = run_on_main(environment, lambda: _prepare_output(arguments))
         record_events(arguments.output_dir)
         held.callback(JOURNAL.close)
-        data = prepare_data(arguments, environment)
+        data = prepare_data(
+            arguments, environment, lambda checksum: require_same_run(checkpoints, arguments, checksum=checksum)
+        )
         console.say(f"data: {data.description}")
         copies = None
         if arguments.max_lost_steps is not None:
@@ -152,17 +163,16 @@ class RunAccelerator(Accelerator):
 
 
 def _prepare_output(arguments: TrainArguments) -> list[Location]:
-    """Make the output directory, find what to resume from, and refuse now what would fail only at the end."""
+    """Find what to resume from, and refuse now what would fail only at the end."""
     if arguments.plot:
         require_plots()
     require_trackers(arguments.trackers, "--log-with")
     if arguments.model is not None:
         read_config(arguments.model)
+    if not os.access(arguments.output_dir, os.W_OK):
+        raise ConfigError(f"cannot write to {arguments.output_dir}", hint="use another --output-dir")
     checkpoints = find_checkpoints(arguments)
-    try:
-        write_text(arguments.output_dir / "arguments.json", arguments.to_json())
-    except OSError as error:
-        raise ConfigError(f"cannot write to {arguments.output_dir}: {error.strerror}") from None
+    require_same_run(checkpoints, arguments)
     return checkpoints
 
 
