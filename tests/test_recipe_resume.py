@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from fullshard.checkpoint import save_checkpoint
+from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.objects import ObjectPath, location
 from fullshard.core.errors import ConfigError
 from fullshard.observe import StepMetrics, read_metrics
@@ -156,3 +157,24 @@ def test_a_checkpoint_that_train_has_not_written_is_refused(settings: dict[str, 
         with pytest.raises(ConfigError, match=r"is no checkpoint of `fullshard train`: its `extra` does not hold arg"):
             run(resume=str(path))
     assert not (tmp_path / "out" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_settings_that_may_change_count_from_a_resume_on(
+    run: Run, tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weight decay too, which checkpoints hold for each parameter group; and a line says so."""
+    run(weight_decay=0, optimizer=optimizer)
+    assert "from here on" not in capsys.readouterr().out
+    losses = [record.loss for record in run(weight_decay=0.5, steps=4, optimizer=optimizer)]
+    assert (
+        "resume: from here on --steps was 2 and is 4, --weight-decay was 0.0 and is 0.5; the learning rate follows "
+        "another schedule\n"
+    ) in capsys.readouterr().out
+    saved = read_manifest(tmp_path / "out" / "checkpoints" / "step-000004").optimizer
+    assert saved is not None and {group.options["weight_decay"] for group in saved.groups} == {0, 0.5}
+    kept = [record.loss for record in run("kept", weight_decay=0, optimizer=optimizer)]
+    assert losses[:2] == kept
+    run("kept", weight_decay=0, steps=4, optimizer=optimizer)
+    kept = [record.loss for record in read_metrics(tmp_path / "kept" / "metrics.jsonl")]
+    assert losses[2] == kept[2] and losses[3] != kept[3]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from fullshard.recipes.loop import Trainer
 
 _STREAM = ("batch_size", "seq_len", "seed", "held_out")
 """Settings that fix which sequences each step sees; a resumed run must keep them."""
+
+_SCHEDULE = ("steps", "warmup_steps", "lr", "min_lr_ratio")
+_CHANGEABLE = (*_SCHEDULE, "weight_decay", "max_grad_norm", "ema_decay", "precision")
+"""Settings that shape the training and may be others at a resume: they count from there on."""
 
 _DATA = ("data", "text_field", "max_data_mb", "model", "vocab_size")
 """Settings that the tokens of the data may depend on: it may have moved, and still be the same."""
@@ -124,7 +129,7 @@ def load_newest(
     """
     for number, path in enumerate(paths, start=1):
         try:
-            return path, load(path, trainer, arguments, checksum=checksum)
+            return path, load(path, trainer, arguments, checksum=checksum, say=say)
         except DamagedError as error:
             if number == len(paths):
                 raise
@@ -173,15 +178,32 @@ def state_after(trainer: Trainer, arguments: TrainArguments, *, step: int, check
     return {**_state(trainer), "extra": extra}
 
 
-def load(path: Location, trainer: Trainer, arguments: TrainArguments, *, checksum: int) -> int:
+def load(
+    path: Location, trainer: Trainer, arguments: TrainArguments, *, checksum: int, say: Callable[[str], None]
+) -> int:
     """Load the checkpoint at `path`; the number of steps it has behind it. Collective.
 
     Raises:
         CheckpointError: it is damaged or does not fit the model.
         ConfigError: it belongs to a run on other data, or with other settings that the order of the data depends on.
     """
-    extra = load_checkpoint(path, **_state(trainer))
-    return _went_back(path, extra, trainer, arguments, checksum=checksum)
+    with _own_weight_decay(trainer.optimizer.optimizer):
+        extra = load_checkpoint(path, **_state(trainer))
+    step = _went_back(path, extra, trainer, arguments, checksum=checksum)
+    if changed := _differing(_CHANGEABLE, extra["arguments"], arguments):
+        is_scheduled_anew = bool(_differing(_SCHEDULE, extra["arguments"], arguments))
+        schedule = "; the learning rate follows another schedule" * is_scheduled_anew
+        say(f"resume: from here on {', '.join(changed)}{schedule}")
+    return step
+
+
+@contextlib.contextmanager
+def _own_weight_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A load inside brings the options of parameter groups; the decay stays that of the run, as its other flags do."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    yield
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
 
 
 def _went_back(
