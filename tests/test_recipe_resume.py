@@ -178,3 +178,12 @@ def test_settings_that_may_change_count_from_a_resume_on(
     run("kept", weight_decay=0, steps=4, optimizer=optimizer)
     kept = [record.loss for record in read_metrics(tmp_path / "kept" / "metrics.jsonl")]
     assert losses[2] == kept[2] and losses[3] != kept[3]
+
+
+def test_a_run_goes_on_in_another_precision(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """In fp16 with a loss scale of its own, since there was none before."""
+    run(precision="bf16", steps=1)
+    run(precision="fp16", steps=2)
+    assert "--precision was bf16 and is fp16" in capsys.readouterr().out
+    metrics = run(precision="fp32", steps=3)
+    assert [record.step for record in metrics] == [1, 2, 3]

@@ -112,7 +112,7 @@ def load_checkpoint(
         model: sharded or not.
         optimizer: over the same groups of parameters as the one saved. Its state is replaced.
         scheduler: its `load_state_dict` is called.
-        scaler: likewise.
+        scaler: likewise, unless the one saved was disabled.
         objects: likewise, in the order they were saved.
         weights: which parameters and buffers to read: `all`, and the checkpoint must hold them all; those that are
             `stored` in it; or `none`. The others keep their values.
@@ -190,8 +190,11 @@ def load_proved(
         load.restore_optimizer(stored)
         load.restore_modules(stored)
         for name, source in wanted.items():
-            if source is not None:
-                _load_state_dict(source, decode_value(load.manifest.states[name], stored))
+            if source is None:
+                continue
+            state = decode_value(load.manifest.states[name], stored)
+            if state or name != "scaler":  # one that was disabled had none, and an enabled one refuses that
+                _load_state_dict(source, state)
         extra = decode_value(load.manifest.states.get("extra"), stored)
         # last, because a load_state_dict() may draw random numbers
         if rng:
