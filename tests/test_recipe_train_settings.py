@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -28,6 +29,7 @@ from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.loop import Trainer, learning_rate
+from fullshard.recipes.tokenizer import train_tokenizer
 from fullshard.recipes.train import train
 from tests.distributed import run_ranks
 
@@ -319,6 +321,25 @@ def test_weights_and_tokenizer_of_a_directory_are_used(run: Run, tmp_path: Path)
     second = run("second", model=str(tmp_path / "out" / "export"), seed=5)
     assert second[0].loss < 0.7 * first[0].loss
     assert not (tmp_path / "second" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize("highest", [370, 70_000])
+def test_a_tokenizer_whose_ids_have_gaps(inputs: Path, run: Run, tmp_path: Path, highest: int) -> None:
+    """Its highest id is more than its size; ids that do not fit the model are refused."""
+    directory = tmp_path / "model"
+    tokenizer = train_tokenizer(iter([(inputs / "data.txt").read_text()]), vocab_size=320)
+    last = max(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    tokenizer.save_pretrained(directory)
+    description = json.loads((directory / "tokenizer.json").read_text())
+    description["model"]["vocab"][last] = highest
+    (directory / "tokenizer.json").write_text(json.dumps(description))
+    _write_config(directory / "config.json", vocab_size=highest + 1, hidden_size=8)
+    run(model=str(directory), steps=1)
+    dtype = json.loads((tmp_path / "out" / "data" / "tokens.json").read_text())["dtype"]
+    assert highest in np.fromfile(tmp_path / "out" / "data" / "tokens.bin", dtype=dtype)
+    _write_config(directory / "config.json", vocab_size=highest)
+    with pytest.raises(ConfigError, match=f"the tokenizer has ids up to {highest}, .* only {highest} embeddings"):
+        run("small", model=str(directory))
 
 
 def test_directory_without_weights_starts_at_random(

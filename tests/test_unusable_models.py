@@ -42,6 +42,9 @@ class Tokenizer:
     def __len__(self) -> int:
         return 97
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(97)}
+
 
 def test_pickled_weights_are_loaded_or_refused_never_made_up(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM

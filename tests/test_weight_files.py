@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import fullshard
 from fullshard.checkpoint import full_state_dict
@@ -26,6 +28,9 @@ CONFIG = LlamaConfig(
     vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     tie_word_embeddings=True,
 )  # fmt: skip
+TOKENIZER = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(WordLevel({str(token): token for token in range(90)}, unk_token="0"))
+)
 
 
 @pytest.fixture
@@ -75,7 +80,7 @@ def test_pickled_weights_are_read(saved: tuple[Path, dict[str, torch.Tensor]], f
 def test_training_starts_from_pickled_weights(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, state = saved
     to_pickle(path, state)
-    model, origin = build_model(str(path), tokenizer=range(90), seq_len=16, seed=0)
+    model, origin = build_model(str(path), tokenizer=TOKENIZER, seq_len=16, seed=0)
     assert origin == f"weights from {path}"
     whole = full_state_dict(shard_model(model, unit_modules=()), rank0_only=False)
     assert all(torch.equal(whole[name], state[name]) for name in state)
@@ -84,7 +89,7 @@ def test_training_starts_from_pickled_weights(saved: tuple[Path, dict[str, torch
 def test_a_configuration_alone_is_trained_from_random_weights_and_said(saved: Any) -> None:
     (saved[0] / "model.safetensors").unlink()
     (saved[0] / "training_args.bin").write_bytes(b"")
-    assert build_model(str(saved[0]), tokenizer=range(90), seq_len=16, seed=4)[1] == "random weights of seed 4"
+    assert build_model(str(saved[0]), tokenizer=TOKENIZER, seq_len=16, seed=4)[1] == "random weights of seed 4"
 
 
 def test_what_is_loaded_later_is_not_drawn_before(saved: Any) -> None:
@@ -92,10 +97,10 @@ def test_what_is_loaded_later_is_not_drawn_before(saved: Any) -> None:
     (saved[0] / "model.safetensors").unlink()
     torch.manual_seed(4)
     state = torch.get_rng_state()
-    model, _ = build_model(str(saved[0]), tokenizer=range(90), seq_len=16, seed=4, is_loaded_later=True)
+    model, _ = build_model(str(saved[0]), tokenizer=TOKENIZER, seq_len=16, seed=4, is_loaded_later=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
-    drawn, _ = build_model(str(saved[0]), tokenizer=range(90), seq_len=16, seed=4)
+    drawn, _ = build_model(str(saved[0]), tokenizer=TOKENIZER, seq_len=16, seed=4)
     assert not torch.equal(torch.get_rng_state(), state)
     assert [(name, p.shape) for name, p in model.named_parameters()] == [
         (name, p.shape) for name, p in drawn.named_parameters()
@@ -148,7 +153,7 @@ def test_what_cannot_be_read_is_refused_with_what_it_is(saved: Any, name: str | 
     if name is not None:
         (path / name).write_bytes(b"")
         with pytest.raises(CheckpointError, match=message):
-            build_model(str(path), tokenizer=range(90), seq_len=16, seed=0)
+            build_model(str(path), tokenizer=TOKENIZER, seq_len=16, seed=0)
     with pytest.raises(CheckpointError, match=message) as error:
         loaded(path)
     assert error.value.hint

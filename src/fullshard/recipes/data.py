@@ -14,7 +14,7 @@ from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.corpus import Corpus, open_corpus
 from fullshard.recipes.model import read_config
 from fullshard.recipes.packing import PackedSequences, TokenFile, split_held_out, tokenise, unigram_entropy
-from fullshard.recipes.tokenizer import has_tokenizer, load_tokenizer, trained_tokenizer
+from fullshard.recipes.tokenizer import count_ids, has_tokenizer, load_tokenizer, trained_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def prepare_data(arguments: TrainArguments, environment: RankEnvironment, check:
     source, file, description = run_on_main(environment, lambda: _make_files(arguments, check))
     tokenizer = load_tokenizer(source)
     tokens, kept = split_held_out(file.open(), arguments.held_out, seq_len=arguments.seq_len)
-    entropy = run_on_main(environment, lambda: unigram_entropy(tokens, len(tokenizer)))
+    entropy = run_on_main(environment, lambda: unigram_entropy(tokens, count_ids(tokenizer)))
     return TrainingData(
         tokenizer=tokenizer,
         train=PackedSequences(tokens, arguments.seq_len),
@@ -103,7 +103,7 @@ def _make_tokens(arguments: TrainArguments, corpus: Corpus, source: str, check: 
         corpus.documents(),
         encode,
         end_of_text=tokenizer.eos_token_id,
-        vocab_size=len(tokenizer),
+        vocab_size=count_ids(tokenizer),
         key=f"{corpus.fingerprint}/{_identity(source)}",
         check=check,
     )

@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.checkpoint import from_pretrained
 from fullshard.checkpoint.weight_files import weights_file
 from fullshard.core.errors import ConfigError, FullshardError
-from fullshard.recipes.tokenizer import transformers
+from fullshard.recipes.tokenizer import count_ids, transformers
 
 
 def build_model(
@@ -23,7 +23,7 @@ def build_model(
 
     Args:
         source: a config.json, a Hugging Face directory with or without weights, a hub name, or None for the default.
-        tokenizer: its size and its end-of-text token must fit the model.
+        tokenizer: its ids and its end-of-text token must fit the model.
         seq_len: must fit the model's positions.
         seed: fixes random weights, on any number of ranks alike.
         is_loaded_later: no random weights are made, which takes long; what they are instead is undefined.
@@ -102,8 +102,8 @@ def _own_errors(what: str, hint: str | None = None) -> Iterator[None]:
 
 def _check_fits(config: Any, source: str | None, *, tokenizer: Any, seq_len: int) -> None:
     name = "the default model" if source is None else repr(source)
-    if len(tokenizer) > config.vocab_size:
-        raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, {name} only {config.vocab_size} embeddings")
+    if (ids := count_ids(tokenizer)) > config.vocab_size:
+        raise ConfigError(f"the tokenizer has ids up to {ids - 1}, {name} only {config.vocab_size} embeddings")
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
         raise ConfigError(

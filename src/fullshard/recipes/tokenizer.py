@@ -43,6 +43,12 @@ def load_tokenizer(source: str | Path) -> Any:
     return tokenizer
 
 
+def count_ids(tokenizer: Any) -> int:
+    """One more than its highest token id, which is more than its size where ids are left out."""
+    ids: dict[str, int] = tokenizer.get_vocab()
+    return max(len(tokenizer), 1 + max(ids.values()))
+
+
 @contextlib.contextmanager
 def trained_tokenizer(directory: Path, corpus: Corpus, *, vocab_size: int) -> Iterator[Path]:
     """The directory of a tokenizer that was trained on the corpus, inside. Called on one rank.
