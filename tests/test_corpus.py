@@ -37,6 +37,16 @@ def test_text_file_is_one_document(tmp_path: Path) -> None:
     assert _documents(path) == ["one\ntwo\n"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """As editors on Windows write it."""
+    for name, text in (("a.txt", "one\ufeff"), ("b.jsonl", '{"text": "one\ufeff"}')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert _documents(tmp_path / name) == ["one\ufeff"]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\xff")
+    with pytest.raises(DataError, match="not UTF-8 text: invalid start byte at byte 6"):
+        _documents(tmp_path / "a.txt")
+
+
 def test_directory_mixes_kinds_in_a_fixed_order(tmp_path: Path) -> None:
     for index in range(8):
         (tmp_path / f"{index}.txt").write_text(f"text {index}")

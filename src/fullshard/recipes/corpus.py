@@ -22,6 +22,7 @@ _DEFAULT_MAX_NBYTES = 12_000_000
 
 _SKIPPED_DIRS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _FILE_ORDER_SEED = 0
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def _documents(path: Path, text_field: str | None) -> Iterator[str]:
 
 def _text(path: Path, *, errors: str) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors=errors)
+        return path.read_text(encoding="utf-8", errors=errors).removeprefix(_BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except OSError as error:
