@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -137,16 +138,16 @@ def test_a_conjugate_is_stored_as_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("make", "words"),
     [
-        (print, "extra/0 is a builtin_function_or_method, which cannot be stored without pickle"),
-        (np.longdouble(1), "extra/0 is a longdouble, which cannot be stored"),
-        (torch.eye(3).to_sparse(), "extra/0 is a torch.sparse_coo tensor of torch.float32"),
+        (lambda: print, "extra/0 is a builtin_function_or_method, which cannot be stored without pickle"),
+        (lambda: np.longdouble(1), "extra/0 is a longdouble, which cannot be stored"),
+        (lambda: torch.eye(3).to_sparse(), "extra/0 is a torch.sparse_coo tensor of torch.float32"),
     ],
 )
-def test_what_cannot_be_stored_is_named(value: Any, words: str) -> None:
+def test_what_cannot_be_stored_is_named(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
-        encode_value([value], where="extra", tensors={})
+        encode_value([make()], where="extra", tensors={})
 
 
 def test_random_numbers_go_on_where_they_were() -> None:
