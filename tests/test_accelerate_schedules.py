@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "on its own": {"with_optimizer": False, "steps": 2},
     "one cycle": {"schedule": "OneCycleLR"},
     "one cycle, accumulated": {"schedule": "OneCycleLR", "steps": 2},
+    "one cycle, as long as there are optimizer steps": {"schedule": "OneCycleLR", "steps": 2, "total": 8},
     "one cycle, split batches": {"schedule": "OneCycleLR", "split_batches": True},
 }
 
@@ -47,7 +48,7 @@ def _rates(library: str, case: dict[str, Any], **options: Any) -> list[float]:
     loader = DataLoader(TensorDataset(torch.randn(28, 4)), batch_size=4)  # 7 batches, which 2 ranks cannot share evenly
     scheduler: Any
     if case.get("schedule") == "OneCycleLR":
-        scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=2 * len(loader))
+        scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=case.get("total", 2 * len(loader)))
     else:
         total = 2 * len(loader)
         scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (total - step) / total))

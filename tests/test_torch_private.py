@@ -534,7 +534,7 @@ def module_versions() -> None:
     assert target._metadata[""]["version"] == 2  # type: ignore[attr-defined]
 
 
-@check("steps_of", "count_step")
+@check("steps_of")
 def schedules() -> None:
     optimizer = torch.optim.SGD([weight(1)])
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -542,9 +542,6 @@ def schedules() -> None:
     before = torch_private.steps_of(schedule)
     schedule.step()
     assert torch_private.steps_of(schedule) == before + 1
-    torch_private.count_step(schedule)
-    assert torch_private.steps_of(schedule) == before + 2
-    torch_private.count_step(object())
     assert torch_private.steps_of(object()) == 0
 
 

@@ -45,10 +45,9 @@ class AcceleratedScheduler:
         """Advance the schedule if the optimizers have just stepped."""
         if not self.with_optimizer:
             self.scheduler.step(*args, **kwargs)
-        elif not self.gradient_state.sync_gradients:
-            if self.gradient_state.adjust_scheduler:
-                torch_private.count_step(self.scheduler)
-        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        elif self.gradient_state.sync_gradients and not any(
+            optimizer.step_was_skipped for optimizer in self.optimizers
+        ):
             for _ in range(self.steps):
                 # A schedule of a fixed length refuses to go on, and an epoch's last step may have had fewer batches.
                 if torch_private.steps_of(self.scheduler) <= getattr(self.scheduler, "total_steps", float("inf")):

@@ -36,7 +36,7 @@ class GradientState:
     Args:
         num_steps: micro-batches per optimizer step.
         sync_with_dataloader: the last micro-batch of an epoch always ends a step.
-        adjust_scheduler: schedulers count micro-batches that do not end a step.
+        adjust_scheduler: kept for scripts that read it; schedulers step with the optimizer, whatever it says.
         sync_each_batch: no choice: every micro-batch is reduced into the sharded gradient.
 
     Attributes:

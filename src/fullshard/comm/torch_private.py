@@ -408,12 +408,6 @@ def steps_of(scheduler: Any) -> int:
     return getattr(scheduler, "_step_count", 0)
 
 
-def count_step(scheduler: Any) -> None:
-    """Have a schedule think that it has stepped, or torch warns that it should have. Since 2.0."""
-    if hasattr(scheduler, "_step_count"):
-        scheduler._step_count += 1
-
-
 def forget_iteration(loader: torch.utils.data.DataLoader[Any]) -> None:
     """A copy of a data loader would go on with the workers of the original. Since 2.0."""
     object.__setattr__(loader, "_iterator", None)
