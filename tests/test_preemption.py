@@ -18,7 +18,7 @@ import pytest
 from transformers import TrainerCallback
 
 from fullshard.core.stopping import STOPPING
-from fullshard.launch.preemption import PREEMPTED, listening
+from fullshard.launch.preemption import AGAIN_SECONDS, PREEMPTED, listening
 from tests.distributed import end_workers, run_ranks
 from tests.launching import LAUNCH, alive, read, started, wait_until
 from tests.trainers import arguments, build, trainer
@@ -75,6 +75,7 @@ def test_a_signal(tmp_path: Path, number: signal.Signals, to: str, grace: int, s
             os.kill(pid, number)
         wait_until(lambda: all(read(tmp_path / f"saving{rank}") for rank in (0, 1)), 20, "the save")
         if second:
+            time.sleep(AGAIN_SECONDS)  # what comes sooner is the same request
             launcher.send_signal(number)
             wait_until(lambda: not any(map(alive, pids)), 2, "the end")
         assert launcher.wait(timeout=20) == code
