@@ -334,6 +334,7 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
     "transposed": lambda m: m.head.weight.T.square().sum(),
     "a matrix norm": lambda m: torch.linalg.matrix_norm(m.head.weight, 2),
     "one vector": lambda m: torch.cat([p.view(-1) for p in m.parameters()]).norm(),
+    "near the identity": lambda m: (m.head.weight @ m.head.weight.T - torch.eye(3).double()).square().sum(),
     "added up in a plain tensor": lambda m: added_up(p.norm() for p in m.parameters()),
 }
 
@@ -359,6 +360,29 @@ def check_penalties() -> None:
             assert_same_gradients(model, plain)
             assert value is None or expected is None or torch.isfinite(whole(value))
             torch.testing.assert_close(whole(penalty(model)).detach(), penalty(plain).detach())
+
+
+def run_weighed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """What is computed of the weights is scaled by, and multiplied with, what each rank has of its own."""
+    inputs = batch(step, rank)
+    loss: torch.Tensor = model(inputs).square().mean()
+    norms: Any = sum(p.norm() for p in model.parameters())
+    weight: Any = model.get_parameter("head.weight")
+    (loss + loss.detach() * norms + ((weight @ weight.T) @ inputs[:3, :2]).square().mean()).backward()
+    return loss.detach()
+
+
+def check_weighed() -> None:
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    sharded_step(model, run_weighed, 0)
+    reference_step(plain, run_weighed, 0)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_penalties_may_be_each_ranks_own(world_size: int) -> None:
+    """Gradients are the mean over the ranks, as those of the losses are."""
+    run_ranks(check_weighed, world_size)
 
 
 def frozen() -> nn.Module:

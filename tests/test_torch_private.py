@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -634,6 +634,26 @@ def worker_agents() -> None:
     torch_private.forget_store(agent)
     assert agent._store is None
     assert "self._store = store" in inspect.getsource(LocalElasticAgent._rendezvous)
+
+
+class Asked(torch.Tensor):
+    calls: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@check("without_functions")
+def functions_of_subclasses() -> None:
+    tensor = torch.zeros(2).as_subclass(Asked)
+    Asked.calls.clear()
+    with torch_private.without_functions():
+        torch.add(tensor, 1)
+    assert not Asked.calls
+    torch.add(tensor, 1)
+    assert Asked.calls
 
 
 @check("version_kept")

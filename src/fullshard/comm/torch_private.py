@@ -14,7 +14,7 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, wraps
@@ -213,6 +213,10 @@ def written(kernel: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that a kernel changes. Since 2.0."""
     arguments = enumerate(kernel._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Inside, no `__torch_function__` of a subclass is asked. Since 2.0."""
 
 
 @contextmanager

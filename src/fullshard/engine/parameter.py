@@ -264,9 +264,6 @@ def _take_grad(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, ShardedParameter)  # noqa: S101 -- it is registered on these
     made: torch.Tensor = _grad_of_autograd(parameter)
     _set_grad_of_autograd(parameter, None)
-    made = made.detach()
-    # From a loss that a penalty was added to a plain tensor comes back, of the whole.
-    is_whole = not isinstance(made, DTensor) and made.shape == parameter.shape
-    own = parameter.span.cut(made).clone() if is_whole else parameter.interval_of(made, "gradient")
+    own = parameter.interval_of(made.detach(), "gradient")
     before = parameter.local_grad
     parameter.publish(own if before is None else before + own.reshape(before.shape))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from fullshard.comm import torch_private
@@ -233,8 +234,7 @@ def dtensor_of(local: torch.Tensor, span: Span, placement: Placement | None = No
 class WholeTensor(DTensor):
     """What was computed of sharded tensors and every rank has whole: a norm, a penalty, a product of matrices.
 
-    With plain numbers it becomes a plain tensor, so that a penalty can be added to a loss: what comes back from that in
-    backward is plain, and taken for the gradient of the whole, equal on every rank, as `full_tensor()` takes it.
+    With plain numbers it becomes a plain tensor, so that a penalty can be added to a loss, each rank to its own.
     """
 
     span: Span
@@ -275,6 +275,17 @@ class WholeTensor(DTensor):
         return dtensor
 
     @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every function of torch that is given one comes through here, above autograd."""
+        kwargs = kwargs or {}
+        with torch_private.without_functions():
+            if any(not isinstance(tensor, DTensor) for tensor in _tensors((args, kwargs))):
+                args, kwargs = _map((list(args), kwargs), WholeTensor, _MakePlain.apply)
+            return func(*args, **kwargs)
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -285,19 +296,31 @@ class WholeTensor(DTensor):
             return _compute(func, args, kwargs)
         if kinds != {WholeTensor}:
             return func(*_map(args, WholeTensor, WholeTensor.plain), **_map(kwargs, WholeTensor, WholeTensor.plain))
-        plain = [t for t in tensors if not isinstance(t, WholeTensor)]
-        written = _written(func, args, kwargs)
-        if torch_private.backward_under_way() == -1:
-            other = next((t for t in plain if t.numel() != 1 and not any(t is target for target in written)), None)
-            if other is not None:
-                raise _mixed(func, next(t for t in tensors if isinstance(t, WholeTensor)), other)
+        _refuse_plain(func, args, kwargs)
         result = func(
             *_map(args, WholeTensor, torch_private.local_of), **_map(kwargs, WholeTensor, torch_private.local_of)
         )
-        if written:
+        if torch_private.writes(func):
             return _changed(args, kwargs)
         held = next(t for t in tensors if isinstance(t, WholeTensor))
-        return result if plain else _map(result, torch.Tensor, held.like)
+        return _map(result, torch.Tensor, held.like)
+
+
+class _MakePlain(torch.autograd.Function):
+    """To a plain tensor, each rank's own from here on; so are the gradients that come back, whose mean is what counts."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: WholeTensor) -> torch.Tensor:
+        ctx.span = whole.span
+        return torch_private.local_of(whole).clone()  # which may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> WholeTensor:
+        mesh, mean = ctx.span.mesh, grad.clone()
+        if mesh.world_group is not None:
+            dist.all_reduce(mean, group=mesh.world_group)
+            mean /= mesh.world_size
+        return WholeTensor.of(mean, ctx.span)
 
 
 class _WholeCopy(DTensor):
@@ -400,7 +423,12 @@ def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, 
     return _gathered(func, args, kwargs)
 
 
-for _dispatched in (_compute, WholeTensor.__torch_dispatch__.__func__, _WholeCopy.__torch_dispatch__.__func__):  # type: ignore[attr-defined]
+for _dispatched in (
+    _compute,
+    WholeTensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+    WholeTensor.__torch_dispatch__.__func__,  # type: ignore[attr-defined]
+    _WholeCopy.__torch_dispatch__.__func__,  # type: ignore[attr-defined]
+):
     torch_private.keep_compiler_out(_dispatched)  # it would trace half of a rule, and reduce twice
 
 
@@ -488,7 +516,7 @@ class _Locals:
             return tensor.local
         if isinstance(tensor, DTensor):
             tensor = _plain_whole(tensor)
-        elif tensor.numel() != 1 and torch_private.backward_under_way() == -1:
+        elif tensor.numel() != 1:
             raise _mixed(self._func, self._target, tensor)
         if tensor.dim() == 0:
             return tensor
@@ -613,8 +641,8 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
 def _refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     tensors = _tensors((args, kwargs))
     plain = next((t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1), None)
-    if plain is not None and torch_private.backward_under_way() == -1:
-        raise _mixed(func, next(t for t in tensors if isinstance(t, (ShardedTensor, _WholeCopy))), plain)
+    if plain is not None:
+        raise _mixed(func, next(t for t in tensors if isinstance(t, (ShardedTensor, WholeTensor, _WholeCopy))), plain)
 
 
 def _mixed(
