@@ -402,6 +402,27 @@ def test_penalties_have_the_right_gradient() -> None:
     run_ranks(check_penalties, 2)
 
 
+def check_norms_in_place() -> None:
+    """As torch has it: a norm changes where it is changed, and not where a plain tensor is made of it."""
+    one = torch.ones((), dtype=torch.float64)
+    for each in (build_sharded(Stack, BLOCKS), build(Stack)):
+        norm: Any = each.get_parameter("head.weight").detach().norm()
+        before, kept = float(norm), norm
+        norm += one
+        norm.add_(one)
+        norm[()] = norm * one
+        assert float(kept) == pytest.approx(before + 2)
+        made: Any = norm + one
+        made.add_(one)
+        assert float(norm) == float(kept) and float(made) == pytest.approx(float(norm) + 2)
+    with pytest.raises(LifecycleError, match=r"computed of head\.weight and a plain tensor with a gradient"):
+        build_sharded(Stack, BLOCKS).get_parameter("head.weight").norm().add_(one.clone().requires_grad_())
+
+
+def test_norms_that_are_changed_in_place() -> None:
+    run_ranks(check_norms_in_place, 2)
+
+
 def uncertainty(model: Any, out: torch.Tensor) -> Any:
     losses = torch.stack([out.square().mean(), out.abs().mean()])
     return (losses * torch.exp(-model.pair) + model.pair).sum()

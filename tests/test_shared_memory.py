@@ -244,6 +244,26 @@ def test_main_weights_change_when_nobody_reads_them(holds_main: bool) -> None:
     assert waited[0] > 0.4
 
 
+def check_dropped() -> None:
+    """Both drop a model that waits for its backward; rank 1's is not collected before it has an answer of rank 0."""
+    gc.collect()
+    gc.disable()
+    for whole in (True, False):
+        model = torch.nn.Linear(8, 8)
+        fully_shard(model)
+        with torch.set_grad_enabled(whole):
+            model(torch.ones(1, 8))
+        if whole and dist.get_rank() == 0:
+            del model
+            gc.collect()
+    dist.barrier()
+    gc.enable()
+
+
+def test_nobody_waits_for_a_peers_garbage_collector() -> None:
+    run_ranks(check_dropped, 2, timeout=20)
+
+
 def test_memory_is_handed_out_again() -> None:
     memory = mmap.mmap(-1, 2**20)
     pool = BufferPool(memory, 4096)

@@ -280,8 +280,15 @@ class WholeTensor(DTensor):
     ) -> Any:
         """Every function of torch that is given one comes through here, above autograd."""
         kwargs = kwargs or {}
+        plain = [tensor for tensor in _tensors((args, kwargs)) if not isinstance(tensor, DTensor)]
         with torch_private.without_functions():
-            if any(not isinstance(tensor, DTensor) for tensor in _tensors((args, kwargs))):
+            if plain and isinstance(args[0], WholeTensor) and _is_in_place(func):
+                if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in plain):
+                    raise LifecycleError(
+                        f"`{func.__name__}` of what is computed of {args[0].name} and a plain tensor with a gradient",
+                        hint="write total = total + loss, which makes a plain tensor",
+                    )
+            elif plain:
                 args, kwargs = _map((list(args), kwargs), WholeTensor, _MakePlain.apply)
             return func(*args, **kwargs)
 
@@ -306,13 +313,18 @@ class WholeTensor(DTensor):
         return _map(result, torch.Tensor, held.like)
 
 
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = func.__name__
+    return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or name.strip("_") + "_" == name
+
+
 class _MakePlain(torch.autograd.Function):
-    """To a plain tensor, each rank's own from here on; so are the gradients that come back, whose mean is what counts."""
+    """To a plain tensor, each rank's own from here on. Gradients that come back are, too: what counts is their mean."""
 
     @staticmethod
     def forward(ctx: Any, whole: WholeTensor) -> torch.Tensor:
         ctx.span = whole.span
-        return torch_private.local_of(whole).clone()  # which may be changed in place
+        return torch_private.local_of(whole).clone()  # which may be changed
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> WholeTensor:

@@ -125,6 +125,7 @@ class SharedBuckets:
         self.pending: deque[Callable[[], bool]] = deque()
         self._end = header
         self._number = 0
+        self._ended = np.zeros(MAX_BUFFERS, dtype=bool)
 
     def place(self, spec: BufferSpec) -> tuple[int, int] | None:
         """(number, first byte) for a new bucket; None if it has no elements, or there is no room for it."""
@@ -136,9 +137,12 @@ class SharedBuckets:
         return number, start
 
     def wait_for_readers(self) -> None:
-        """Wait until every rank has freed what this rank has."""
+        """Wait until every rank has freed what this rank has, but for what it holds no more.
+
+        A peer frees a model that it dropped while that was whole when its collector comes to it: it may wait for us.
+        """
         freed = self.freed[:, : self._number]
-        own = freed[self.peers.rank]
+        own = np.where(self._ended[: self._number], 0, freed[self.peers.rank])
         self.peers.wait_until(lambda: bool((freed >= own).all()))
 
     def is_unread(self, number: int) -> bool:
@@ -152,6 +156,7 @@ class SharedBuckets:
     def end(self, number: int) -> None:
         """This rank has no tensor any more that shows a bucket."""
         self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
+        self._ended[number] = True
 
     def release_pages(self, start: int, nbytes: int) -> None:
         """Give the whole pages among those bytes back to the system. For every rank they are zero then."""
