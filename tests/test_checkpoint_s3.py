@@ -5,10 +5,12 @@ pytest tests/test_checkpoint_s3.py
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,6 +278,15 @@ def test_one_job_at_a_time(server: ObjectServer, bucket: str) -> None:
     assert server.names(bucket) == ["run/.a.lease.json"]
     let_go()
     assert server.names(bucket) == []
+
+
+def test_a_lease_is_as_old_as_the_store_says(server: ObjectServer, bucket: str) -> None:
+    """And not as the clock of another host, here an hour behind."""
+    theirs = {"host": "node7", "pid": 1, "begun": 1, "machine": "another", "since": 0, "renewed": time.time() - 3600}
+    (location(f"s3://{bucket}/run") / ".lease.json").write_bytes(json.dumps(theirs).encode())
+    with pytest.raises(ConfigError, match=r"run is in use: process 1 on node7 .* renewed its lease [01] s ago"):
+        hold_folder(location(f"s3://{bucket}/run"))
+    assert server.names(bucket) == ["run/.lease.json"]
 
 
 def test_a_background_save_and_parts(server: ObjectServer, bucket: str) -> None:

@@ -75,6 +75,22 @@ def test_of_another_host_only_time_tells(tmp_path: Path) -> None:
         assert path.read_text()
 
 
+@pytest.mark.parametrize("ahead_seconds", [3600, -3600])
+def test_clocks_of_two_hosts_may_be_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_seconds: float
+) -> None:
+    """A lease is as old as the file system says: this host would take a running job's, or wait for a dead one's."""
+    path, now = tmp_path / LEASE_NAME, time.time
+    path.write_text(json.dumps({"host": "node7", "pid": 1, "begun": 1, "machine": "another", "since": now()}))
+    monkeypatch.setattr(time, "time", lambda: now() + ahead_seconds)
+    with pytest.raises(ConfigError, match=r"renewed its lease 0 s ago"), lease(tmp_path):
+        pass
+    old = now() - LASTS_SECONDS - 1
+    os.utime(path, (old, old))
+    with lease(tmp_path):
+        assert [file.name for file in tmp_path.iterdir()] == [LEASE_NAME]
+
+
 def test_a_save_that_replaces_or_removes_is_kept_from_anothers(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with another_job("folder", tmp_path) as refused:

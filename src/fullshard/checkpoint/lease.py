@@ -217,7 +217,7 @@ def _replace_ended(path: ObjectPath, ended: dict[str, Any] | None, data: bytes) 
     turn = path.with_name(f"{path.name}.turn")
     if not turn.create(data):
         theirs = _read(turn)
-        if theirs is None or theirs["age"] > LASTS_SECONDS:
+        if theirs is None or _age(turn, theirs) > LASTS_SECONDS:
             turn.unlink(missing_ok=True)
         return False
     try:
@@ -231,14 +231,30 @@ def _replace_ended(path: ObjectPath, ended: dict[str, Any] | None, data: bytes) 
 
 
 def _read(path: Location) -> dict[str, Any] | None:
-    """Whose lease it is, and how long ago they renewed it; None if there is none, or nobody can tell whose it is."""
+    """Whose lease it is, since when and until when; None if there is none, or nobody can tell whose it is."""
     try:
         theirs = json.loads(path.read_text(encoding="utf-8"))
-        renewed = float(theirs["renewed"]) if isinstance(path, ObjectPath) else path.stat().st_mtime
-        numbers = {"age": time.time() - renewed, "since": float(theirs["since"])}
+        renewed = _modified(path) or float(theirs["renewed"])
+        numbers = {"renewed": renewed, "since": float(theirs["since"])}
         return {key: theirs[key] for key in ("host", "pid", "begun", "machine")} | numbers
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _modified(path: Location) -> float | None:
+    """When it was written, by the clock of where it lies; None if that does not say."""
+    return path.modified() if isinstance(path, ObjectPath) else path.stat().st_mtime
+
+
+def _age(path: Location, theirs: dict[str, Any]) -> float:
+    """How many seconds ago a lease was renewed: by the same clock, for two hosts' clocks may be hours apart."""
+    probe = path.with_name(f"{path.name}.{os.getpid()}.now")
+    now: float | None = None
+    with contextlib.suppress(OSError, StoreError):  # where one may only read
+        probe.write_bytes(b"")
+        now = _modified(probe)
+        probe.unlink()
+    return max(0.0, (now or time.time()) - float(theirs["renewed"]))
 
 
 def _remove(path: Path, ended: dict[str, Any] | None) -> None:
@@ -288,16 +304,17 @@ def _refuse_another(path: Location) -> None:
     if theirs is None or _is_mine(path):
         return
     here = {"host": socket.gethostname(), **_process(os.getpid())}
+    age = _age(path, theirs)
     if here["machine"] and theirs["machine"] == here["machine"]:
         has_ended = _process(theirs["pid"])["begun"] != theirs["begun"]
     else:
-        has_ended = theirs["age"] > LASTS_SECONDS
+        has_ended = age > LASTS_SECONDS
     if has_ended or _same(theirs, here):
         return
     name = path.name.removesuffix(LEASE_NAME).removeprefix(".")
     raise ConfigError(
         f"{path.parent / name} is in use: process {theirs['pid']} on {theirs['host']} has it since "
-        f"{time.time() - theirs['since']:.0f} s, and renewed its lease {max(0.0, theirs['age']):.0f} s ago",
+        f"{max(age, time.time() - theirs['since']):.0f} s, and renewed its lease {age:.0f} s ago",
         hint="use another folder, or end that job; one that was killed on another host is in the way for "
         f"{LASTS_SECONDS:.0f} s",
     )

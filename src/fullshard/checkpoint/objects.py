@@ -99,6 +99,14 @@ class ObjectPath:
         is_file = info.get("type") == "file"
         return ObjectStatus(int(info.get("size") or 0), stat.S_IFREG if is_file else stat.S_IFDIR)
 
+    def modified(self) -> float | None:
+        """When it was written, in seconds since 1970 by the store's clock; None if its client does not say."""
+        with self._asked("looked up"):
+            try:
+                return float(self._files().modified(str(self)).timestamp())
+            except NotImplementedError:
+                return None
+
     def exists(self) -> bool:
         """Whether an object has this name, or is beneath it."""
         return self._info() is not None
