@@ -260,6 +260,13 @@ def test_a_silent_host_is_lost_and_one_that_answers_is_not(
     assert second.is_closed()
 
 
+def test_who_does_not_say_who_it_is_has_less_time(where: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_server, "PROOF_SECONDS", 0.3)
+    with socket.create_connection(where, timeout=5) as stranger:
+        while stranger.recv(1000):
+            pass
+
+
 def test_one_that_ends_without_restarts_ends_the_job(where: tuple[str, int]) -> None:
     first, second = started(where)
     second.send("failed", order=(1, 1.0), text="one")

@@ -45,13 +45,20 @@ from fullshard.core.errors import CommunicationError, ConfigError
 KEEP_ALIVE_SECONDS = 1.0
 """How often each side says that it is there."""
 
-TIMEOUT_SECONDS = 10.0
-"""Silence after which a host counts as gone. One whose launcher was killed is known at once: the connection closes."""
+TIMEOUT_SECONDS = 30.0
+"""Silence after which a host counts as gone. One whose launcher was killed is known at once: the connection closes.
+
+The network may be out for some 15 seconds, for what is lost is sent again after twice as long each time: after 12.6
+seconds in all, and after 25.
+"""
+
+PROOF_SECONDS = 10.0
+"""How long who connects may take to say who it is."""
 
 ROOT_CAUSE_SECONDS = 1.0
 """How long the server listens after the first failure that it hears of, if not all hosts have failed before."""
 
-WAITING_SECONDS = 15.0
+WAITING_SECONDS = 35.0
 """How long a host that is one too many may wait for one of the others to turn out to be gone. More than silence."""
 
 LAST_CALL_SECONDS = 30.0
@@ -260,8 +267,10 @@ class RendezvousServer(threading.Thread):
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _check_deadlines(self, now: float) -> None:
-        for peer in [peer for peer in self._peers if now - peer.heard > TIMEOUT_SECONDS]:
-            self._drop(peer, f"has said nothing for {TIMEOUT_SECONDS:.0f} seconds")
+        for peer in list(self._peers):
+            limit = TIMEOUT_SECONDS if peer.hello else PROOF_SECONDS
+            if now - peer.heard > limit:
+                self._drop(peer, f"has said nothing for {limit:.0f} seconds")
         if self._announce_at is not None and now >= self._announce_at:
             self._announce_root_cause()
         if self._is_elastic:
