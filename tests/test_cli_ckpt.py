@@ -253,6 +253,30 @@ def _sharded_llama(source: str, target: str) -> None:
     save_checkpoint(target, model=model, optimizer=optimizer)
 
 
+def test_export_is_in_the_form_that_transformers_stores(tmp_path: Path) -> None:
+    """Each expert on its own, by the name that other programs know: byte for byte what `save_pretrained` writes."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    save_checkpoint(tmp_path / "step-1", model=model)
+    _run("export", tmp_path / "step-1", tmp_path / "hf", "--config-from", tmp_path / "base", "--max-shard-size", "20KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    _run("diff", tmp_path / "base", tmp_path / "hf")
+    _run("export", tmp_path / "hf", tmp_path / "again")  # it is in that form
+    assert files_hold(tmp_path / "again") == files_hold(tmp_path / "base")
+    _run("export", tmp_path / "step-1", tmp_path / "half", "--config-from", tmp_path / "base", "--dtype", "bfloat16")
+    assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def files_hold(directory: Path) -> dict[str, bytes]:
+    return {n: t.numpy().tobytes() for n, t in load_file(directory / "model.safetensors").items()}
+
+
 def test_export_is_what_from_pretrained_reads(tmp_path: Path) -> None:
     """Bit by bit, with the configuration and the tokenizer; and back without one."""
     import transformers

@@ -173,7 +173,7 @@ def export(
     index: _Index = 0,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Write a checkpoint for other programs. Holds 16 MiB of a tensor at a time; for torch's format a whole one."""
+    """Write a checkpoint for other programs. Holds 16 MiB of a tensor at a time; more where it is stored otherwise."""
     if to is Target.HF:
         options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
         _weights(checkpoint, output, index, needs_config=True, **options)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
 from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, stored_tensors
 from fullshard.core.layout import Interval
+from fullshard.engine.fully_shard import meta_parameters
 
 CONFIG_NAME = "config.json"
 _COPIED = (
@@ -48,3 +51,23 @@ def has_safetensors(directory: Path) -> bool:
 def files_beside_weights(directory: Path) -> list[Path]:
     """Configuration and tokenizer files in a directory."""
     return [directory / name for name in _COPIED if (directory / name).is_file()]
+
+
+def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
+    """The model that the configuration in a directory describes, with its parameters on the meta device.
+
+    Args:
+        transformers: the library.
+        directory: see there.
+        dtype: of its parameters.
+
+    Raises:
+        OSError, ValueError: Transformers cannot read the configuration, or knows no such model.
+    """
+    config = transformers.AutoConfig.from_pretrained(directory)
+    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+    cls = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+    make = getattr(cls, "_from_config", None) or cls.from_config
+    with meta_parameters():
+        model: nn.Module = make(config, dtype=dtype)
+    return model

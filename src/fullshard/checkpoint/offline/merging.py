@@ -23,7 +23,7 @@ from torch import nn
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE, TensorRecord
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.objects import on_this_host
-from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
+from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights, skeleton_of
 from fullshard.checkpoint.offline.native import NativeSource
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, dtype_of, tensor_record
 from fullshard.core.errors import CheckpointError
@@ -223,13 +223,9 @@ def _config_directory(adapter: Path) -> Path:
 def _skeleton(base: Path, adapter: Path, weights: _Adapter, dtype: torch.dtype) -> nn.Module:
     """The PEFT model on the meta device."""
     transformers, peft = _import("transformers", "hf"), _import("peft", "sft")
-    config = transformers.AutoConfig.from_pretrained(base)
+    model: Any = skeleton_of(transformers, base, dtype)
     adapter_config = peft.PeftConfig.from_pretrained(str(adapter))
-    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-    cls = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
-    make = getattr(cls, "_from_config", None) or cls.from_config
     with meta_parameters():
-        model: Any = make(config, dtype=dtype)
         rows = _table_rows(weights, model.get_input_embeddings().weight.shape)
         if rows is not None:
             model.resize_token_embeddings(rows, mean_resizing=False)

@@ -18,6 +18,7 @@ from fullshard.checkpoint.objects import ObjectPath
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
 from fullshard.checkpoint.offline.source import Source, dtype_of, stream
+from fullshard.checkpoint.offline.stored_form import in_stored_form
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, committed_directory, storage_order
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -45,7 +46,8 @@ def write_weights(
         dtype: store floating-point tensors as this; default: as they are.
         max_shard_size: bytes of tensors per file, a number or text such as `5GB`.
         config_from: directory to copy configuration and tokenizer from; default: the source itself.
-        needs_config: refuse to write without a configuration.
+        needs_config: what is written is for Transformers: in the form that it stores, and refused without a
+            configuration.
         overwrite: replace `path` if it exists.
         progress: told of bytes written.
 
@@ -55,11 +57,14 @@ def write_weights(
     Raises:
         CheckpointError: a damaged source, adapters, or no configuration; nothing is left at `path`.
         ConfigError: `max_shard_size` or `dtype` that cannot be understood.
+        MissingExtraError: `needs_config` without Transformers.
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
-    records = {**source.contents.parameters, **source.contents.buffers}
-    _refuse_what_is_no_model(source, records, needs_config=needs_config)
+    _refuse_what_is_no_model(source, needs_config=needs_config)
     copied = _configuration(source, config_from, needs_config=needs_config)
+    if needs_config:
+        source = in_stored_form(source, next(file.parent for file in copied if file.name == CONFIG_NAME))
+    records = {**source.contents.parameters, **source.contents.buffers}
     entries = [TensorEntry(name, _stored_dtype(record, cast), record.shape) for name, record in records.items()]
     numbers = file_numbers((entry.nbytes for entry in entries), limit)
     names = file_names(max(numbers, default=0) + 1)
@@ -92,7 +97,8 @@ def _stored_dtype(record: TensorRecord, cast: torch.dtype | None) -> str:
     return record.dtype if _cast(record, cast) is None else str(cast).removeprefix("torch.")
 
 
-def _refuse_what_is_no_model(source: Source, records: dict[str, TensorRecord], *, needs_config: bool) -> None:
+def _refuse_what_is_no_model(source: Source, *, needs_config: bool) -> None:
+    records = {**source.contents.parameters, **source.contents.buffers}
     absent = [name for name, record in records.items() if not record.is_stored]
     if absent:
         raise CheckpointError(
