@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -222,6 +223,27 @@ def check_evaluated_with_gradients() -> None:
 
 def test_evaluation_outputs_kept_on_one_rank() -> None:
     run_ranks(check_evaluated_with_gradients, 2)
+
+
+class PartlyUsedStack(Stack):
+    """Each block has a parameter that nothing uses, so that only leaving it tells that its gradients are there."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        for block in self.blocks:
+            block.unused = nn.Parameter(torch.ones(5))
+
+
+def check_evaluated_with_unused_parameters() -> None:
+    """Rank 0 keeps the outputs of an evaluation that forgot `no_grad`: it must not wait for their backward."""
+    reference, model = build(PartlyUsedStack), build_sharded(PartlyUsedStack, [f"blocks.{i}" for i in range(6)])
+    kept = [model(batch(20, rank)) for rank in range(2)][: 1 - dist.get_rank()]
+    assert_trains_alike(model, reference, run_squared, steps=2)
+    assert len(kept) == 1 - dist.get_rank()
+
+
+def test_evaluation_outputs_of_unused_parameters_kept_on_one_rank() -> None:
+    run_ranks(check_evaluated_with_unused_parameters, 2, timeout=40)
 
 
 # -- activation checkpointing -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """One forward of a unit that autograd may come back to, and how autograd tells that backward is there or has passed.
 
     outputs    a hook on each        the gradient of an output is there: backward is about to enter the unit
-    inputs     an identity each      the gradients of all inputs are there: backward has left it
+    inputs     an identity each      the gradients of all inputs are there: backward has left it; if they will be
 
 What goes wrong in a hook comes out of `loss.backward()` far away, so it is told which unit it was.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch.autograd.graph import Node
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
@@ -46,13 +47,24 @@ class Call(Generic[UnitT]):
         inputs_left: inputs whose gradient is not there yet; None if no input wants one.
     """
 
-    __slots__ = ("__weakref__", "inputs_left", "is_active", "is_done", "page", "previous")
+    __slots__ = ("__weakref__", "_identities", "inputs_left", "is_active", "is_done", "page", "previous")
 
     def __init__(self) -> None:
         self.previous: UnitT | None = None
         self.is_active = self.is_done = False
         self.inputs_left: int | None = None
         self.page: object = None
+        self._identities: list[Node] = []  # the graph before this call, which the owner of the call holds, too
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether it has a part in the backward under way, as far as an input that wants a gradient tells.
+
+        That the graph is there is no sign: a rank that has kept the loss of an evaluation would wait for its backward.
+        """
+        if self.is_active or not self._identities or torch_private.backward_under_way() == -1:
+            return True
+        return any(map(_comes_to, self._identities))
 
     def watch_inputs(self, unit: CallOwner, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
@@ -69,6 +81,7 @@ class Call(Generic[UnitT]):
             view = tensor.view_as(tensor)
             assert view.grad_fn is not None  # noqa: S101 -- it requires grad
             view.grad_fn.register_hook(done)
+            self._identities.append(view.grad_fn)
             self.inputs_left = (self.inputs_left or 0) + 1
             return view
 
@@ -94,6 +107,14 @@ class Call(Generic[UnitT]):
 
         map_tensors(watch, output)
         return found
+
+
+def _comes_to(node: Node) -> bool:
+    """Whether the backward under way does."""
+    try:
+        return bool(torch_private.will_run(node))
+    except RuntimeError:  # `torch.autograd.grad` hands what it comes to there to its caller
+        return True
 
 
 class _OutputHook:

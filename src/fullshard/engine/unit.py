@@ -153,8 +153,8 @@ class Unit(UnitParameters):
 
     @property
     def has_live_calls(self) -> bool:
-        """Whether autograd may still come back to a forward of this unit."""
-        return bool(self._calls)
+        """Whether autograd may still come back to a forward of this unit; in a backward, whether this one does."""
+        return any(call.is_in_backward for call in self._live_calls())
 
     def _live_calls(self) -> list[Call[Unit]]:
         # A copy first: a call may go at any moment, and takes its reference out of the set then.
@@ -163,7 +163,10 @@ class Unit(UnitParameters):
     @property
     def awaits_backward(self) -> bool:
         """Whether it has not yet come back to one of them."""
-        return any(not call.is_done for call in self._live_calls())
+        return bool(self._pending_calls())
+
+    def _pending_calls(self) -> list[Call[Unit]]:
+        return [call for call in self._live_calls() if not call.is_done and call.is_in_backward]
 
     @property
     def is_left(self) -> bool:
@@ -303,7 +306,7 @@ class Unit(UnitParameters):
         """Backward has passed all inputs of `call`."""
         call.is_active, call.is_done = False, True
         self.emit(EventKind.BACKWARD_END)
-        pending = [c for c in self._live_calls() if not c.is_done]
+        pending = self._pending_calls()
         is_over = not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending)
         if is_over:
             self._reshard_after_backward(call.previous)
