@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.fully_shard import unsharded
+from fullshard.engine.fully_shard import fully_shard, unsharded
 from fullshard.engine.module import units_of
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import schedule_of
@@ -244,6 +244,53 @@ def check_evaluated_with_unused_parameters() -> None:
 
 def test_evaluation_outputs_of_unused_parameters_kept_on_one_rank() -> None:
     run_ranks(check_evaluated_with_unused_parameters, 2, timeout=40)
+
+
+class Tower(nn.Module):
+    """A model of which a rank may use a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, with_extra: bool) -> torch.Tensor:
+        out: torch.Tensor = self.own(x)
+        return out + self.extra(x) if with_extra else out
+
+
+class Towers(nn.Module):
+    """Two models whose losses are added up: alike, so that the gradients of one would pass for the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Tower(), Tower()
+
+    def forward(self, x: torch.Tensor, *, rank: int, again: bool) -> torch.Tensor:
+        losses = [self.right(x[:1], with_extra=rank == 0).abs().mean()] * again
+        losses += [self.left(x, with_extra=rank == 1).square().mean()]
+        losses += [self.right(x + 1, with_extra=rank == 1).square().mean() * 3]
+        return torch.stack(losses).sum()
+
+
+def run_towers(model: nn.Module, step: int, rank: int, *, again: bool = False) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank), rank=rank, again=again)
+    loss.backward()
+    return loss.detach()
+
+
+def check_two_models() -> None:
+    for run in (run_towers, partial(run_towers, again=True)):
+        reference, model = build(Towers), build(Towers)
+        for tower in model.children():
+            fully_shard(tower)
+        assert_trains_alike(model, reference, run)
+
+
+@pytest.mark.parametrize("comm", ["", "gloo"])
+def test_two_models_in_one_backward(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    run_ranks(check_two_models, 2, timeout=40)
 
 
 # -- activation checkpointing -----------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Mesh:
     thread: int = field(default_factory=get_ident)
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
     _neighbours: dict[int, Collectives] = field(default_factory=dict)
+    _next_tag: list[int] = field(default_factory=lambda: [0])
 
     @property
     def is_first(self) -> bool:
@@ -87,6 +88,12 @@ class Mesh:
             # Those of a replicate axis, which send messages: where ranks share memory none of this is needed.
             self._neighbours[size] = collectives_for(group, self.device, only_all_reduce=True)
         return self._neighbours[size]
+
+    def take_tags(self, count: int) -> int:
+        """The first of so many tags that nobody has had. The same on every rank if all ranks take as many."""
+        first = self._next_tag[0]
+        self._next_tag[0] += count
+        return first
 
     def watch(self) -> None:
         """Have waits in its groups watched."""

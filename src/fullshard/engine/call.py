@@ -8,6 +8,7 @@ What goes wrong in a hook comes out of `loss.backward()` far away, so it is told
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,6 +22,7 @@ from fullshard.core.errors import FullshardError
 from fullshard.engine.precision import map_tensors
 
 UnitT = TypeVar("UnitT")
+_numbers = itertools.count()
 
 
 class CallOwner(Protocol):
@@ -40,6 +42,7 @@ class Call(Generic[UnitT]):
     """One forward of a unit whose backward may come.
 
     Attributes:
+        number: later ones have higher ones, of whatever model: backward comes to them first.
         previous: the unit whose forward ended just before this one did; backward will want it next. Of a unit around
             others that is the last of them.
         page: the activations that backward needs when it reaches the outputs, if any are on the host (the schedule's).
@@ -47,9 +50,10 @@ class Call(Generic[UnitT]):
         inputs_left: inputs whose gradient is not there yet; None if no input wants one.
     """
 
-    __slots__ = ("__weakref__", "_identities", "inputs_left", "is_active", "is_done", "page", "previous")
+    __slots__ = ("__weakref__", "_identities", "inputs_left", "is_active", "is_done", "number", "page", "previous")
 
     def __init__(self) -> None:
+        self.number = next(_numbers)
         self.previous: UnitT | None = None
         self.is_active = self.is_done = False
         self.inputs_left: int | None = None

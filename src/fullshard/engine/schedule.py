@@ -7,10 +7,11 @@ which reduces what never became ready (zeros where nothing was used).
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -98,12 +99,13 @@ class Schedule:
         self._reduce_order: dict[Unit, int] = {}
         self._forward: list[Unit] = []
         self._last_ended: Unit | None = None
-        self._participants: dict[Unit, None] = {}
-        self._in_backward = False
+        self._participants: dict[Unit, int] = {}  # and the number of the first call of each since the last backward
+        self._in_backward, self._backward = False, -1
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
-        self._unannounced: set[Unit] = set()
+        self._unannounced: dict[Unit, int] = {}
         self.post_optim_event: Any = None
+        _schedules.add(self)
 
     def assemble(self, units: Sequence[Unit]) -> None:
         """Take over the units of a model, from other schedules too, each of a part of it."""
@@ -125,11 +127,14 @@ class Schedule:
         self._is_on_meta = any(unit.stand_ins is not None for unit in self.units)
         if self._is_on_meta:
             return
-        for tag, bucket in enumerate(bucket for unit in self.units for bucket in unit.buckets):
-            bucket.tag = tag
+        self._number_buckets(0)
         self._activations = Activations.of(self.units)
         modules = [module for unit in self.units for module in unit.modules]
         self.rounds = Rounds.of((bucket.rounds for unit in self.units for bucket in unit.buckets), modules)
+
+    def _number_buckets(self, first: int) -> None:
+        for tag, bucket in enumerate(self._buckets(), first):
+            bucket.tag = tag
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -191,6 +196,7 @@ class Schedule:
             if self._activations is not None:
                 check_pages(len(self.units))
             self.lockstep.begin(self.units)
+            self._number_buckets(self.mesh.take_tags(len(self._buckets())))  # not another model's
             for unit in self.units:
                 unit.warn_of_empty()
         # What the user may have done between steps: frozen something, loaded weights, cleared gradients.
@@ -206,9 +212,9 @@ class Schedule:
         if self._activations is not None:
             self._activations.begin(ahead=self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
 
-    def begin_call(self, unit: Unit) -> None:
+    def begin_call(self, unit: Unit, call: Call[Unit]) -> None:
         """A forward that backward may come back to has begun."""
-        self._participants[unit] = None
+        self._participants.setdefault(unit, call.number)
 
     def end_call(self, unit: Unit) -> Unit | None:
         """It has ended; returns the unit of the one that did before."""
@@ -275,7 +281,7 @@ class Schedule:
                 keeps = self.keeps_gradients or not all(each.reduce_gradients for each in self.units)
                 self.rounds.check_backward([u.reducing for u in self.units], keeps=keeps, steps=bool(self.steppers))
             self.reducer.begin(self._steppers_at_work())
-            self._in_backward = True
+            self._in_backward, self._backward = True, torch_private.backward_under_way()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
             # By an order all ranks were seen to share, not by what happened to run or to be alive on this one; without
@@ -315,15 +321,28 @@ class Schedule:
         """Backward comes to `unit`: what it has left without a sign is reduced before anything more is gathered.
 
         Where no input wants a gradient, only the last gradient tells that a unit's backward is over, and none does on
-        a rank that does not use all of it. Ranks that do would launch in another order, and wait for this one.
+        a rank that does not use all of it. Ranks that do would launch in another order, and wait for this one. So it is
+        with a model whose forward was before, in the same backward: its reductions go the same way.
         """
         position = self._reduce_order.get(unit, 0)
-        for other in [other for other in self._unannounced if self._reduce_order.get(other, 0) < position]:
-            self._unannounced.discard(other)  # it began after `unit` in forward, so backward is done with it
-            for bucket in other.buckets:
-                self.reduce_when_due(bucket)
+        # What began after `unit` in forward: backward is done with it.
+        self._reduce_unannounced(o for o in self._unannounced if self._reduce_order.get(o, 0) < position)
+        others = self._others_in_backward()
+        later = [(number, o) for other in others for o, number in other._unannounced.items() if number > call.number]
+        for _, one in sorted(later, key=operator.itemgetter(0), reverse=True):
+            schedule_of(one)._reduce_unannounced([one])
         if call.inputs_left is None:
-            self._unannounced.add(unit)
+            self._unannounced[unit] = self._participants.get(unit, call.number)
+
+    def _others_in_backward(self) -> list[Schedule]:
+        """Those of other models that the backward under way has come to."""
+        return [o for o in _schedules if o is not self and o._in_backward and o._backward == self._backward]
+
+    def _reduce_unannounced(self, units: Iterable[Unit]) -> None:
+        for unit in list(units):
+            del self._unannounced[unit]
+            for bucket in unit.buckets:
+                self.reduce_when_due(bucket)
 
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
@@ -369,6 +388,9 @@ class Schedule:
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
+        for other in self._others_in_backward():  # over for them, too: ranks that have freed all wait for it
+            for unit in other.units:
+                unit.finish_backward()
         if self.reducer.steppers:  # others wait for it before they step, and then are here, too
             for unit in self.units:
                 unit.finish_backward()
@@ -530,6 +552,9 @@ class Schedule:
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             with self.units[-1].waiting("after the last reshard"):
                 mesh.gather.pages.wait_for_readers()
+
+
+_schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
 def schedule_of(unit: Unit) -> Schedule:

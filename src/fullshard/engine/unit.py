@@ -47,7 +47,7 @@ class UnitSchedule(UnitOwner, Protocol):
     def begin_forward(self, unit: Unit) -> None:
         """The unit is about to run forward (not as a recompute)."""
 
-    def begin_call(self, unit: Unit) -> None:
+    def begin_call(self, unit: Unit, call: Call[Unit]) -> None:
         """A forward that backward may come back to has begun."""
 
     def end_call(self, unit: Unit) -> Unit | None:
@@ -217,8 +217,8 @@ class Unit(UnitParameters):
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if torch.is_grad_enabled() and not (in_backward and self.has_live_calls):
             # In backward with a live call this is checkpointing's recompute: its graph is never run backward.
-            self.schedule.begin_call(self)
             call: Call[Unit] = Call()
+            self.schedule.begin_call(self, call)
             self._current.append(call)
             args, kwargs = call.watch_inputs(self, args, kwargs)
         return args, kwargs
