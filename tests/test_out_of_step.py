@@ -5,6 +5,7 @@ pytest tests/test_out_of_step.py
 
 from __future__ import annotations
 
+import gc
 import mmap
 import random
 import re
@@ -215,6 +216,29 @@ def run_with_rates_in_tensors() -> str:
         optimizer.zero_grad()
         rate.fill_(0.25 * (1 + rank_and_size()[0]))
     return ""
+
+
+def run_with_another_optimizer() -> None:
+    """The first one is dropped as a part of a cycle, and on rank 0 alone collected."""
+    model: Any = Net()
+    model = shard_model(model, unit_modules=list(model.layers))
+    gc.collect()
+    gc.disable()
+    for rate in (0.1, 0.2):
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=rate)
+        optimizer.itself = optimizer
+        for _ in range(2):
+            model(torch.ones(2, WIDTH), [0, 1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del optimizer
+        if rank_and_size()[0] == 0:
+            gc.collect()
+    gc.enable()
+
+
+def test_a_dropped_optimizer_has_no_learning_rate() -> None:
+    run_ranks(run_with_another_optimizer, 2)
 
 
 def test_learning_rates_in_tensors_are_compared() -> None:

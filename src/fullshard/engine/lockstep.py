@@ -13,6 +13,7 @@ import struct
 import weakref
 import zlib
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -50,7 +51,6 @@ class Lockstep:
         has_begun: the model was seen to be the same on all ranks.
         is_order_verified: so was the order of its units in a whole forward, and may be relied on.
         loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
-        optimizers: that have stepped the model.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -60,7 +60,7 @@ class Lockstep:
         self._backwards, self._has_gathered = 0, False
         self.has_begun = self.is_order_verified = False
         self.loads = 0
-        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
 
     def begin(self, units: Sequence[Unit]) -> None:
         """Before the first forward: see to it that the model is the same on every rank. A collective.
@@ -104,6 +104,19 @@ class Lockstep:
         self._backwards += 1
         if self._track is not None:
             self._track.note(_END_OF_BACKWARD)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that stepped the model after the last backward, as far as they live."""
+        return [optimizer for reference, _ in self._stepped if (optimizer := reference()) is not None]
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to step the model."""
+        if self._backwards:
+            self._stepped.clear()
+        if all(groups is not optimizer.param_groups for _, groups in self._stepped):
+            # With its groups: one that is dropped would else have a learning rate until a garbage collector comes.
+            self._stepped.append((weakref.ref(optimizer), optimizer.param_groups))
 
     def note_step(self) -> None:
         """An optimizer is about to step."""
@@ -187,10 +200,10 @@ class Lockstep:
         check_agreement(self._mesh, lines, what=f"step {steps + 1} of this process", hint=_HINT)
 
     def _rates(self) -> list[list[float]]:
-        """Of each optimizer, as they are now. Those that are on a device are not waited for."""
+        """Of each optimizer that stepped last, as they are now. Those that are on a device are not waited for."""
         found = []
-        for optimizer in list(self.optimizers):
-            rates = [group.get("lr") for group in optimizer.param_groups]
+        for _, groups in self._stepped:
+            rates = [group.get("lr") for group in groups]
             on_host = [r for r in rates if not isinstance(r, torch.Tensor) or r.device.type == "cpu"]
             found.append([0.0 if rate is None else float(rate) for rate in on_host])  # None: its own rule
         return found

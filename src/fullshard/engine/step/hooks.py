@@ -184,7 +184,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         bucket.touch()  # before the step: one that fails half-way has changed weights, too
     schedules = dict.fromkeys(schedule_of(owner_of(bucket)) for bucket in buckets)
     for schedule in schedules:
-        schedule.lockstep.optimizers.add(optimizer)
+        schedule.lockstep.add_optimizer(optimizer)
         schedule.before_optimizer_step()
         pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
         if pinned is not None:
