@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import CommunicationError
-from fullshard.engine import MixedPrecisionPolicy, shard_model
+from fullshard.engine import MixedPrecisionPolicy, fully_shard, shard_model
 from tests.distributed import run_ranks
 from tests.traps import WIDTH, batch, rank_and_size
 
@@ -170,3 +170,22 @@ def test_different_order_in_the_first_forward() -> None:
     for messages in run_ranks(check_order, 2, 0):
         assert len(messages) == 1
         assert "unit 'a'" in messages[0] and "unit 'b'" in messages[0] and "rank 1" in messages[0]
+
+
+def check_failed_sharding() -> str:
+    """Rank 0 could not shard a model, the others could; all of them try again with another one."""
+    for fails in (rank_and_size()[0] == 0, False):
+        model = Layers()
+        fully_shard(model.get_submodule("first"))
+        if not fails:
+            fully_shard(model)
+    try:
+        model(batch(0, 0).float())
+    except CommunicationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_after_one_that_a_rank_could_not_shard() -> None:
+    for text in run_ranks(check_failed_sharding, 2, timeout=40):
+        assert "rank 0 has [3 buckets" in text and "rank 1 has [4 buckets" in text, text

@@ -44,10 +44,13 @@ class HostPages:
     Attributes:
         are_dear: so that a gradient is better made where it is to be than copied there.
         widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
+        placed: how many buffers have been given a place where ranks look for one another's. As every rank gives places
+            by itself, one that has given fewer, because it failed to shard a model, finds no other's any more.
     """
 
     are_dear: bool = False
     widens: bool = False
+    placed: int = 0
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised memory, shape (numel,), from which `reduce_scatter` is fastest."""

@@ -35,6 +35,10 @@ _WORDS = {
 }
 """What a rank comes to beside units."""
 _HINT = "give every rank as many batches, and have all of them run the same units, steps and learning rates"
+_MODEL_HINT = (
+    "build the same model from the same configuration, and load the same weights, on every rank; after a sharding that "
+    "some ranks failed in, make a new process group"
+)
 _ORDER_HINT = (
     "every rank runs the same units in the same order: make no unit of what runs for some inputs only (experts: their "
     "block is the unit), and build the same model"
@@ -68,8 +72,11 @@ class Lockstep:
         Raises:
             CommunicationError: it is not.
         """
-        loads = f"weights loaded into {self.loads} units"
-        check_agreement(self._mesh, [*_describe_structure(units[::-1]), loads], what="the sharded model")
+        lines = [*_describe_structure(units[::-1]), f"weights loaded into {self.loads} units"]
+        placed = self._mesh.gather.pages.placed
+        if placed:  # last: where the models themselves differ, that is to be said
+            lines += [f"{placed} buckets in shared memory, those of earlier models included"]
+        check_agreement(self._mesh, lines, what="the sharded model", hint=_MODEL_HINT)
         self._units, self.has_begun = units, True
         if self._mesh.gather.size > 1:
             self._track = self._mesh.gather.pages.open_track()

@@ -83,6 +83,11 @@ class SharedPages(CpuPages):
     def __init__(self, buckets: SharedBuckets, queues: SendQueues) -> None:
         self._buckets, self._queues = buckets, queues
 
+    @property
+    def placed(self) -> int:  # type: ignore[override]
+        """See `HostPages`."""
+        return self._buckets.placed
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Where peers read it, in memory that is used again."""
         full = self._queues.pool.empty(numel, dtype)
@@ -111,6 +116,7 @@ class SharedBuckets:
         offered, freed: shape (ranks, buckets); each row is written by its rank.
         shared: the buckets, as all ranks see them.
         own: the same, but what this rank writes there is seen by itself alone.
+        placed: how many buckets have a place, and the number of the next one.
         pending: offers for gathers that this rank could not make yet, because a peer reads what it would write over.
     """
 
@@ -124,15 +130,15 @@ class SharedBuckets:
         self.offered, self.freed = counts.reshape(2, peers.size, MAX_BUFFERS)
         self.pending: deque[Callable[[], bool]] = deque()
         self._end = header
-        self._number = 0
+        self.placed = 0
         self._ended = np.zeros(MAX_BUFFERS, dtype=bool)
 
     def place(self, spec: BufferSpec) -> tuple[int, int] | None:
         """(number, first byte) for a new bucket; None if it has no elements, or there is no room for it."""
-        number, start, nbytes = self._number, self._end, spec.numel * spec.dtype.itemsize
+        number, start, nbytes = self.placed, self._end, spec.numel * spec.dtype.itemsize
         if not nbytes or number == MAX_BUFFERS or start + nbytes > len(self.shared):
             return None
-        self._number += 1
+        self.placed += 1
         self._end += -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         return number, start
 
@@ -141,8 +147,8 @@ class SharedBuckets:
 
         A peer frees a model that it dropped while that was whole when its collector comes to it: it may wait for us.
         """
-        freed = self.freed[:, : self._number]
-        own = np.where(self._ended[: self._number], 0, freed[self.peers.rank])
+        freed = self.freed[:, : self.placed]
+        own = np.where(self._ended[: self.placed], 0, freed[self.peers.rank])
         self.peers.wait_until(lambda: bool((freed >= own).all()))
 
     def is_unread(self, number: int) -> bool:
