@@ -600,6 +600,32 @@ def test_failure_then_training_goes_on(place: str, first: bool) -> None:
     run_ranks(check_failure, 2, place, first)
 
 
+def check_failure_then_another_loss() -> None:
+    """Two losses of two forwards: the backward of the first fails, and the second one's counts all the same."""
+    reference = build(Failing)
+    model: Any = build_sharded(Failing, BLOCKS)
+    rank = dist.get_rank()
+    for place in ("backward", "late in backward"):
+        model.fail_in = place
+        first = model(batch(0, rank)).square().mean()
+        model.fail_in = ""
+        second = model(batch(1, rank)).square().mean()
+        with pytest.raises(ArithmeticError):
+            first.backward()
+        second.backward()
+        reference_step(reference, run_squared, 1)
+        assert_same_gradients(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("comm", ["gloo", "auto"])
+def test_failure_then_the_backward_of_another_loss(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    run_ranks(check_failure_then_another_loss, 2)
+
+
 def check_failure_frees_memory() -> None:
     model = build_sharded(Failing, BLOCKS)
     run_squared(model, 0, 0)

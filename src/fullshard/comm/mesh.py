@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
 from fullshard.comm.cpu.gloo import end_waits
+from fullshard.comm.cpu.shared_memory import MAX_BUFFERS
 from fullshard.comm.device import require_gloo
 from fullshard.comm.select import collectives_for
 from fullshard.comm.stalls import STALLS
@@ -90,9 +91,12 @@ class Mesh:
         return self._neighbours[size]
 
     def take_tags(self, count: int) -> int:
-        """The first of so many tags that nobody has had. The same on every rank if all ranks take as many."""
-        first = self._next_tag[0]
-        self._next_tag[0] += count
+        """The first of so many tags that no other model has, or none of late: there are as many as buckets may be.
+
+        It is the same on every rank if all ranks take as many.
+        """
+        first = self._next_tag[0] if self._next_tag[0] + count <= MAX_BUFFERS else 0
+        self._next_tag[0] = first + count
         return first
 
     def watch(self) -> None:

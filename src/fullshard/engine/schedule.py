@@ -7,6 +7,7 @@ which reduces what never became ready (zeros where nothing was used).
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import time
@@ -101,6 +102,7 @@ class Schedule:
         self._last_ended: Unit | None = None
         self._participants: dict[Unit, int] = {}  # and the number of the first call of each since the last backward
         self._in_backward, self._backward = False, -1
+        self._end_of_backward: Callable[[], object] = lambda: None  # what is to be called; None once that is impossible
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
         self._unannounced: dict[Unit, int] = {}
@@ -276,6 +278,8 @@ class Schedule:
 
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
+        if self._in_backward and self._end_of_backward() is None:
+            self._give_up_backward()  # the last one has raised, and nothing came since that would have noticed
         if not self._in_backward:
             if self.rounds.count is not None:
                 keeps = self.keeps_gradients or not all(each.reduce_gradients for each in self.units)
@@ -289,7 +293,10 @@ class Schedule:
             participants = list(reversed(self._participants))
             for participant in sorted(participants, key=lambda u: self._reduce_order.get(u, 0)):
                 self._enqueue(participant)
-            torch_private.call_after_backward(self._finish_backward)
+            finish = functools.partial(self._finish_backward)
+            torch_private.call_after_backward(finish)
+            self._end_of_backward = weakref.ref(finish)  # autograd lets go of it with the backward
+            del finish
         if unit not in self._queued:
             self._enqueue(unit)
 
@@ -496,9 +503,18 @@ class Schedule:
         for unit in self.units:
             unit.reset()  # first: it waits for reductions under way, which write into what is forgotten next
         self._depth = 0
+        self._give_up_backward()
+        self._participants.clear()
+
+    def _give_up_backward(self) -> None:
+        """Forget one that has failed, but not the forwards before it: those of another loss may be among them."""
+        for unit in self.units:
+            unit.give_up_backward()
         self.rounds.clear()
         self.lockstep.end_track()
+        participants = self._participants.copy()
         self._end_backward()
+        self._participants = participants
 
     def recover(self) -> None:
         """Drop what a backward that ended in an exception has left: nothing is told of its end.

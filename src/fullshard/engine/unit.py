@@ -145,11 +145,18 @@ class Unit(UnitParameters):
         self._current.clear()
         self._ran.clear()
         self.is_kept_for_backward = False
+        self.give_up_backward()
+
+    def give_up_backward(self) -> None:
+        """A backward has failed half-way, after which another one may come to the forwards before it."""
+        for call in self._live_calls():
+            call.is_active = False
         for bucket in self.buckets:
             if bucket.gradient is not None:
                 with self.waiting("reduce"):
                     bucket.gradient.reset()
-        self.reshard()
+        if not self.is_kept_for_backward:
+            self.reshard()
 
     @property
     def has_live_calls(self) -> bool:
