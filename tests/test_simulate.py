@@ -60,10 +60,9 @@ T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, 
 
 
 def test_an_encoder_and_a_decoder() -> None:
-    """T5's first layers lend their position bias to all others, so backward comes to them twice: it says so."""
-    assert simulate(transformers_model(WHISPER), Job.of({"seq_len": 16}), world_size=4).differences == []
-    found = simulate(transformers_model(T5), Job.of({"seq_len": 16}), world_size=4)
-    assert "decoder.block.1" in found.differences[0]
+    """T5's first layers lend their position bias to all others, which hand it on: backward comes to each once."""
+    for model in (WHISPER, T5):
+        assert simulate(transformers_model(model), Job.of({"seq_len": 16}), world_size=4).differences == []
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,17 @@ class Call(Generic[UnitT]):
         inputs_left: inputs whose gradient is not there yet; None if no input wants one.
     """
 
-    __slots__ = ("__weakref__", "_identities", "inputs_left", "is_active", "is_done", "number", "page", "previous")
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "_identities",
+        "inputs_left",
+        "is_active",
+        "is_done",
+        "number",
+        "page",
+        "previous",
+    )
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -58,6 +68,7 @@ class Call(Generic[UnitT]):
         self.is_active = self.is_done = False
         self.inputs_left: int | None = None
         self.page: object = None
+        self._before: list[Node | None] = []
         self._identities: list[Node] = []  # the graph before this call, which the owner of the call holds, too
 
     @property
@@ -83,9 +94,10 @@ class Call(Generic[UnitT]):
             if not tensor.requires_grad:
                 return tensor
             view = tensor.view_as(tensor)
-            assert view.grad_fn is not None  # noqa: S101 -- it requires grad
+            assert view.grad_fn is not None and view._base is not None  # noqa: S101 -- a view that requires grad
             view.grad_fn.register_hook(done)
             self._identities.append(view.grad_fn)
+            self._before.append(view._base.grad_fn)
             self.inputs_left = (self.inputs_left or 0) + 1
             return view
 
@@ -95,6 +107,7 @@ class Call(Generic[UnitT]):
     def watch_outputs(self, unit: CallOwner, output: Any) -> bool:
         """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
         hook = _OutputHook(unit, self)
+        before, self._before = self._before, []
         found = False
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,8 +116,10 @@ class Call(Generic[UnitT]):
                 return tensor
             found = True
             base = tensor._base
-            if base is not None and base.grad_fn is not None:
+            if base is not None and base.grad_fn is not None and not any(base.grad_fn is node for node in before):
                 # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
+                # That of an input which is handed on as it came (T5's position bias) is another unit's: backward gets
+                # there long after it has left this one, which would be gathered again and stay whole to the end.
                 base.grad_fn.register_prehook(uncompiled(hook))
             tensor.register_hook(uncompiled(hook))
             return tensor
