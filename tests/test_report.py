@@ -140,3 +140,47 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no run: neither metrics.jsonl(.|\n)*hint: name the --output-dir"):
         write_report([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_file_that_was_cut_off_is_named_with_its_line(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "run", events=DONE)
+    plan = (run / "plan.json").read_text()
+    (run / "plan.json").write_text(plan[:40])
+    with pytest.raises(DataError, match=r"plan\.json is not valid JSON.*\nhint: a kill may have cut it off"):
+        read_runs([run])
+    (run / "plan.json").write_text("[1]")
+    with pytest.raises(DataError, match=r"plan\.json: expected an object, got a list"):
+        read_runs([run])
+    (run / "plan.json").write_text(plan)
+    metrics = (run / "metrics.jsonl").read_text().splitlines()
+    for line in (metrics[2][:30], '{"epoch": 1}', "[1]", "\udce9"):
+        text = "\n".join([*metrics[:2], line, *metrics[3:]]) + "\n"
+        (run / "metrics.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(DataError, match=r"metrics\.jsonl:3: expected a step as"):
+            read_runs([run])
+
+
+def test_of_trainers_states_the_newest_that_is_whole_counts(tmp_path: Path) -> None:
+    for step, text in ((9, '{"log_history": [{"step": 9, "loss": 2.0}]}'), (10, '{"log_history": [{"st')):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
+    (run,) = read_runs([tmp_path])
+    assert run.series("loss") == ([9], [2.0])
+    (tmp_path / "checkpoint-9" / "trainer_state.json").unlink()
+    with pytest.raises(DataError, match=r"checkpoint-10.trainer_state\.json is not valid JSON"):
+        read_runs([tmp_path])
+
+
+@pytest.mark.parametrize(("output", "what"), [("nowhere/x.html", "there is no folder"), ("", "is a folder; name a")])
+def test_where_nothing_can_be_written_is_said_first(output: str, what: str, tmp_path: Path) -> None:
+    """Also of what takes minutes: a simulation's picture, a calibration."""
+    file = str(tmp_path / output)
+    commands = (
+        ["report", "no-run", "-o", file],
+        ["simulate", "-m", "GPT-2", "-d", "8xH100", "--timeline", file],
+        ["plan", "--calibrate", file],
+    )
+    for command in commands:
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "400"})
+        assert result.exit_code == 2
+        assert what in result.output

@@ -33,6 +33,16 @@ def path_word(text: str) -> Path:
         raise typer.BadParameter(str(error)) from None
 
 
+def file_word(text: str) -> Path:
+    """The `parser` of a file that is written after long work: that it can be is known before."""
+    path = path_word(text)
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}; make it, or name another")
+    return path
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What a shell may put in place of the word that is being typed.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.options import options_from, path_word
+from fullshard.cli.options import file_word, options_from, path_word
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
 
@@ -91,7 +91,7 @@ Sweep = Annotated[
 ]
 Calibrate = Annotated[
     Path | None,
-    typer.Option(help="Measure this machine into FILE.json, which --devices 2xFILE.json then names", parser=path_word),
+    typer.Option(help="Measure this machine into FILE.json, which --devices 2xFILE.json then names", parser=file_word),
 ]
 Shape = Annotated[int | None, typer.Option(min=1, help="With a number of parameters: its shape")]
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fullshard.cli.options import path_word
+from fullshard.cli.options import file_word, path_word
+from fullshard.core.errors import ConfigError
 
 
 def report(
@@ -17,7 +18,7 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The file. Default: report.html in the first directory", parser=path_word),
+        typer.Option("--output", "-o", help="The file. Default: report.html in the first directory", parser=file_word),
     ] = None,
 ) -> None:
     """Write a report of a run, or compare several.
@@ -27,5 +28,8 @@ def report(
     from fullshard.observe.report import write_report
 
     path = runs[0] / "report.html" if output is None else output
-    write_report(runs, path)
+    try:
+        write_report(runs, path)
+    except PermissionError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="name another file with --output") from None
     typer.echo(f"wrote {path}")

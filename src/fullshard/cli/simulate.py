@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.options import options_from, path_word
+from fullshard.cli.options import file_word, options_from
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
 
@@ -36,10 +36,10 @@ def simulate(
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Time the step on --devices, and write a trace for Perfetto into .json", parser=path_word),
+        typer.Option(help="Time the step on --devices, and write a trace for Perfetto into .json", parser=file_word),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="The same as a picture: .png, .svg or .pdf", parser=path_word)
+        Path | None, typer.Option(help="The same as a picture: .png, .svg or .pdf", parser=file_word)
     ] = None,
     launch_us: Annotated[
         float | None,

@@ -86,7 +86,7 @@ class StepMetrics:
         Raises:
             ValueError, TypeError, KeyError: the line is not such a record.
         """
-        values: dict[str, Any] = json.loads(line)
+        values: dict[str, Any] = dict(json.loads(line))
         unfit = {name: float(v) for name, v in values.items() if isinstance(v, str)}
         return cls(**(values | unfit | {"memory_nbytes": tuple(values["memory_nbytes"])}))
 

@@ -17,6 +17,7 @@ from fullshard.core.paths import local_path
 from fullshard.observe.sinks import read_metrics
 
 _TRAINER_STATE = "trainer_state.json"
+_LEFT_OUT = "a kill may have cut it off; move it away, and the report leaves it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def read_runs(paths: list[Path]) -> list[RunRecord]:
     """The runs in some directories, with names that differ.
 
     Raises:
-        DataError: a directory holds no run.
+        DataError: a directory holds no run, or a file of it cannot be read.
     """
     runs = [_read(local_path(path)) for path in paths]
     names = [run.name for run in runs]
@@ -73,17 +74,15 @@ def read_runs(paths: list[Path]) -> list[RunRecord]:
 
 
 def _read(directory: Path) -> RunRecord:
+    if not directory.is_dir():
+        raise DataError(f"{directory} is no folder, and a run is one", hint="name the --output-dir of a run")
     steps = [dataclasses.asdict(metrics) for metrics in read_metrics(directory / "metrics.jsonl")]
-    states = sorted(directory.glob(f"checkpoint-*/{_TRAINER_STATE}"), key=_number)
-    if not steps:
-        for path in (directory / _TRAINER_STATE, *reversed(states)):
-            if path.is_file():
-                steps = _logged(json.loads(path.read_text(encoding="utf-8")))
-                break
+    steps = steps or _logged(_trainer_state(directory))
     events = list(read_journal(directory))
     if not steps and not events:
         raise DataError(
-            f"{directory} holds no run: neither metrics.jsonl, as `fullshard train` writes it, nor {_TRAINER_STATE}",
+            f"{directory} holds no run: neither metrics.jsonl, as `fullshard train` writes it, nor a {_TRAINER_STATE} "
+            "with losses",
             hint="name the --output-dir of a run",
         )
     settings = _json(directory / "settings.json")
@@ -100,7 +99,31 @@ def _read(directory: Path) -> RunRecord:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """What a file holds; nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}", hint=_LEFT_OUT) from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: expected an object, got a {type(found).__name__}", hint=_LEFT_OUT)
+    return found
+
+
+def _trainer_state(directory: Path) -> dict[str, Any]:
+    """What Trainer has noted last. A kill may have cut off what it was writing: then what it wrote before."""
+    in_checkpoints = sorted(directory.glob(f"checkpoint-*/{_TRAINER_STATE}"), key=_number, reverse=True)
+    cut_off = None
+    for path in (directory / _TRAINER_STATE, *in_checkpoints):
+        try:
+            if state := _json(path):
+                return state
+        except DataError as error:
+            cut_off = cut_off or error
+    if cut_off is not None:
+        raise cut_off
+    return {}
 
 
 def _number(path: Path) -> tuple[int, ...]:

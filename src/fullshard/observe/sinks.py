@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from fullshard.core.errors import DataError
 from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
 from fullshard.observe.files import write_text
@@ -104,15 +105,24 @@ class JsonlSink:
 def read_metrics(path: Path) -> Iterator[StepMetrics]:
     """The steps a metrics file holds; nothing if there is no such file.
 
-    A last line that a killed run left unfinished is left out. Any other line that is no record raises what
-    `StepMetrics.from_json` raises.
+    A last line that a killed run left unfinished is left out.
+
+    Raises:
+        DataError: another line is no record.
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
                 yield StepMetrics.from_json(line)
+            except (ValueError, TypeError, KeyError):
+                raise DataError(
+                    f"{path}:{number}: expected a step as `fullshard train` writes it, got {line[:80]!r}",
+                    hint="a full disk or another program may have written it; take the line out, or move the file away",
+                ) from None
 
 
 class TensorboardSink:
