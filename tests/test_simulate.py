@@ -65,6 +65,14 @@ def test_an_encoder_and_a_decoder() -> None:
         assert simulate(transformers_model(model), Job.of({"seq_len": 16}), world_size=4).differences == []
 
 
+def test_models_without_sdpa_and_models_nobody_builds() -> None:
+    """Gemma 2 caps its scores, which only its own attention does; Kimi-K2 is the planner's alone."""
+    gemma = {**SMALL, "model_type": "gemma2", "head_dim": 16}
+    assert simulate(transformers_model(gemma), Job.of({"seq_len": 16}), world_size=4).differences == []
+    with pytest.raises(ConfigError, match=r"model_type 'kimi_k2' is none of Transformers.*\nhint: update"):
+        transformers_model(MODELS["Kimi-K2"])
+
+
 @pytest.mark.parametrize(
     ("strategy", "shard_size", "line"),
     [

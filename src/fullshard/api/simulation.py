@@ -224,14 +224,23 @@ def _second_step(
     return (gather, reduce, replicate), seconds
 
 
-def transformers_model(values: dict[str, Any], *, attention: str = "sdpa") -> Callable[[], nn.Module]:
+def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
     """Builds what a `config.json` describes: a causal language model, or one with an encoder and a decoder.
 
     Args:
         values: what the file says.
-        attention: what computes it, by Transformers' name.
+        attention: what computes it, by Transformers' name. None: what the model itself would take.
+
+    Raises:
+        ConfigError: Transformers does not know the model.
     """
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
+    kind_of_model = values.get("model_type")
+    if kind_of_model not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"model_type {kind_of_model!r} is none of Transformers {transformers.__version__}, which builds the model",
+            hint="update transformers, or ask fullshard plan, which builds none",
+        )
 
     def build() -> nn.Module:
         config = transformers.AutoConfig.for_model(**as_numbers(values))
