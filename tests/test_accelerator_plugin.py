@@ -5,6 +5,7 @@ pytest tests/test_accelerator_plugin.py
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
-from fullshard.api import FullyShardedDataParallelPlugin
+from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api import plugin as plugin_module
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig
@@ -242,6 +243,42 @@ def test_fields_without_effect_say_so_once(fields: dict[str, Any], reason: str) 
 def test_what_is_not_as_written_says_so(fields: dict[str, Any], note: str) -> None:
     with pytest.warns(UserWarning, match=note):
         assert Plugin(**fields).wrap_policy() == BySize(100_000_000)
+
+
+@pytest.mark.parametrize("wrong", [["head"], [nn.Linear], 3, {"head": nn.Linear(2, 2)}])
+def test_ignored_modules_are_modules(wrong: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"expected modules of the model, got(.|\n)*hint: for names write one regular"
+    ):
+        Plugin(ignored_modules=wrong)
+
+
+def test_ignored_modules_may_be_one_or_a_generator() -> None:
+    model = nn.ModuleDict({"router": nn.Linear(2, 2), "expert": nn.Linear(2, 2)})
+    assert Plugin(ignored_modules=model["router"]).ignored_module_list(model) == [model["router"]]
+    plugin = Plugin(ignored_modules=(module for module in model.values()))
+    for _ in range(2):
+        assert plugin.ignored_module_list(model) == list(model.values())
+
+
+def test_ignored_modules_of_another_model_are_said_to_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(ignored_modules=[copy.deepcopy(model)[1]]))
+    accelerator.prepare(model)
+    assert "ignored_modules: none of them is in this Sequential" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [
+        (wrap.transformer_auto_wrap_policy, r"transformer_auto_wrap_policy says nothing of transformer_layer_cls"),
+        (wrap.lambda_auto_wrap_policy, r"hint: pass functools.partial\(lambda_auto_wrap_policy, lambda_fn=...\)"),
+        (functools.partial(wrap.size_based_auto_wrap_policy, force_leaf_modules={nn.Linear}), "force_leaf_modules"),
+    ],
+)
+def test_torchs_policies_that_would_be_read_wrongly_are_refused(policy: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Plugin(auto_wrap_policy=policy)
 
 
 def test_ignored_modules_by_expression() -> None:

@@ -104,7 +104,7 @@ class FullyShardedDataParallelPlugin:
     mixed_precision_policy: Any = None
     auto_wrap_policy: Any = None
     cpu_offload: Any = None
-    ignored_modules: Iterable[nn.Module] | str | None = None
+    ignored_modules: nn.Module | Iterable[nn.Module] | str | None = None
     state_dict_type: Any = None
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
@@ -122,6 +122,8 @@ class FullyShardedDataParallelPlugin:
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "state_dict_type" and type(value) is str:
             value = _StateDictType(value)
+        if name == "ignored_modules" and value is not None and not isinstance(value, str):
+            value = _modules(value)
         super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
@@ -224,7 +226,7 @@ class FullyShardedDataParallelPlugin:
             return []
         if isinstance(self.ignored_modules, str):
             return modules_matching(model, self.ignored_modules)
-        return list(self.ignored_modules)
+        return _modules(self.ignored_modules)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Fix the policy for `model` now, which checks its class names.
@@ -324,6 +326,22 @@ def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
     return found
 
 
+def _modules(value: Any) -> list[nn.Module]:
+    """What `ignored_modules` holds, one module or several; a generator is read once and for every model.
+
+    Raises:
+        ConfigError: something else is among them, such as a name.
+    """
+    found = [value] if isinstance(value, nn.Module) or not isinstance(value, Iterable) else list(value)
+    wrong = next((item for item in found if not isinstance(item, nn.Module)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"ignored_modules: expected modules of the model, got {wrong!r}",
+            hint="for names write one regular expression, for example ignored_modules=r'head|.*\\.router'",
+        )
+    return found
+
+
 def _offload_fields(value: Any) -> dict[str, Any]:
     """The fields that `cpu_offload` stands for: truth values for a policy, anything else as it is."""
     if isinstance(value, OffloadPolicy):
@@ -367,6 +385,7 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
         case "transformer_auto_wrap_policy" if "transformer_layer_cls" in keywords:
             return ByClass(tuple(sorted(keywords["transformer_layer_cls"], key=str)))
         case "size_based_auto_wrap_policy":
+            _check_alone_by_size(function, keywords)
             return BySize(keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS))
         case "always_wrap_policy":
             return ByPredicate(_always)
@@ -376,8 +395,35 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
             return ByPredicate(torch_private.wrap_function(function))
     if callable(policy) and not isinstance(policy, type) and "recurse" in inspect.signature(policy).parameters:
         # The general form asks `policy(module, recurse, nonwrapped_numel)` about each module.
+        _check_complete(policy)
         return ByPredicate(lambda module: bool(policy(module=module, recurse=False, nonwrapped_numel=numel(module))))
     return None
+
+
+_ASKED = ("module", "recurse", "nonwrapped_numel")
+
+
+def _check_complete(policy: Callable[..., Any]) -> None:
+    """See to it that a policy of the general form has all that it is not asked with."""
+    parameters = inspect.signature(policy).parameters.values()
+    named = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    lacking = [name for name in named if name not in _ASKED]
+    if lacking:
+        name = getattr(policy, "__name__", "the policy")
+        raise ConfigError(
+            f"auto_wrap_policy: {name} says nothing of {', '.join(lacking)}",
+            hint=f"pass functools.partial({name}, {lacking[0]}=...)",
+        )
+
+
+def _check_alone_by_size(policy: Any, keywords: Mapping[str, Any]) -> None:
+    """See to it that torch's policy by size has no exceptions but its own: units here are chosen by size alone."""
+    for name in ("exclude_wrap_modules", "force_leaf_modules"):
+        if keywords.get(name) not in (None, getattr(policy, name.upper())):
+            raise ConfigError(
+                f"auto_wrap_policy: size_based_auto_wrap_policy with {name} is not supported",
+                hint="leave it out, or pass a function that says of a module whether it is a unit",
+            )
 
 
 def _always(module: nn.Module) -> bool:

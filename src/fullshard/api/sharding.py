@@ -135,6 +135,8 @@ def shard(
     if device_mesh is not None:
         _check_split(model, device_mesh)
     ignored = setup.ignored_modules(model)
+    if ignored and not {id(module) for module in ignored} & {id(module) for module in model.modules()}:
+        say(f"ignored_modules: none of them is in this {type(model).__name__}, so all of it is sharded")
     units = _units(model, setup, ignored, process)
     apart = embedding_modules(model) if config.wrap_embeddings else ()
     _upcast(model, precision.mode, say)
