@@ -279,6 +279,24 @@ def test_accelerate_yaml_is_planned_as_it_is(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "starts 8 processes" in wrong.stderr
 
 
+@pytest.mark.parametrize(
+    ("written", "note"),
+    [
+        ("sharding: {wrap: none}", "wrap (sharding.wrap = none): planned with a unit per layer"),
+        ("fsdp_config: {fsdp_auto_wrap_policy: SIZE_BASED_WRAP}", "fsdp_auto_wrap_policy (sharding.wrap = size): "),
+        ("sharding: {wrap_classes: [GPT2MLP]}", "(sharding.wrap_classes = [GPT2MLP]): planned as the model's layers"),
+        ("sharding: {ignored_modules: 'h.*'}", "ignored_modules (sharding.ignored_modules = h.*): planned as sharded"),
+        ("precision: {mode: 'no', param_dtype: bfloat16}", "param_dtype (precision.param_dtype = bfloat16): "),
+    ],
+)
+def test_a_file_whose_units_are_others_than_planned_says_so(written: str, note: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(written)
+    done = run("-m", "GPT-2", "-d", "2xA100", "--config", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    assert any(f"{path}:1:" in said and note in said for said in json.loads(done.stdout)["notes"])
+
+
 def test_a_deepspeed_file_says_the_batch_and_not_the_precision(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.cli.options import file_word, options_from, path_word
+from fullshard.config.dialect import shown
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
 
 if TYPE_CHECKING:
+    from fullshard.config.resolve import Resolved
     from fullshard.plan.alternatives import Alternative
     from fullshard.plan.evaluate import Plan
     from fullshard.plan.hardware import Cluster
@@ -206,6 +208,7 @@ def _question(
         job = Job.from_run(resolved.config, **given)
         processes, hosts = resolved.config.launch.num_processes, hosts or resolved.config.launch.num_machines
         notes += [str(note) for note in resolved.notes if batch is None or note.key != _MICRO_BATCH]
+        notes += _unplanned(resolved)
         if "precision" not in given and "precision.mode" not in resolved.settings:
             notes.append(f"{config} says nothing of precision: planned in {job.compute_dtype}, as it is stored")
     if devices is None and calibration is not None:
@@ -237,6 +240,26 @@ def _answer(
     fixed = set(fixed) - {"micro_batch", "accumulation"}
     found = search(model, job, cluster, fixed=fixed, margin=margin, may_round=may_round)
     return found[0], pareto(found)
+
+
+_UNPLANNED = {
+    "sharding.wrap": "planned with a unit per layer; larger ones need more memory",
+    "sharding.wrap_classes": "planned as the model's layers; with others memory and traffic are not those below",
+    "sharding.ignored_modules": "planned as sharded; every rank holds all of them",
+    "precision.param_dtype": "planned in the dtypes of precision.mode alone",
+    "training.virtual_ranks": "planned without; the slices of a step take more time",
+}
+"""Settings that a run follows and a plan does not, and what that means for its figures."""
+
+
+def _unplanned(resolved: Resolved) -> list[str]:
+    """A line for each setting of a file that makes a run another than the planned one."""
+    found = []
+    for path, meaning in _UNPLANNED.items():
+        setting = resolved.settings.get(path)
+        if setting is not None and setting.value not in (None, "auto", "class", ()):
+            found.append(f"{setting.origin}: {setting.key} ({path} = {shown(setting.value)}): {meaning}")
+    return found
 
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
