@@ -304,6 +304,26 @@ def test_faults_of_a_file(tmp_path: Path) -> None:
             load_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"num_key_value_heads": 16}, "8 attention heads cannot share 16 key-value heads equally"),
+        ({"num_experts_per_tok": 9}, "a token goes to 9 experts, and there are 8"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or false"),
+    ],
+)
+def test_numbers_that_make_no_model(changes: dict[str, Any], what: str) -> None:
+    sizes = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    with pytest.raises(ConfigError, match=what):
+        from_config({**MODELS["Mixtral-8x7B"], **sizes, **changes}, where="config.json")
+
+
+def test_quantised_weights_of_a_file_are_said_to_be_planned_plain() -> None:
+    quantized = {**MODELS["Llama-2-7B"], "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    _, (note,) = from_config(quantized, where="config.json")
+    assert "quantization_config (gptq) is left out" in note
+
+
 def test_an_unknown_dense_model_is_planned_as_a_llama_and_said_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**small("llama"), "model_type": "brand_new"}), encoding="utf-8")
     model, notes = load_model(str(tmp_path))

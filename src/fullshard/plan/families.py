@@ -416,7 +416,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         ConfigError: an unknown `model_type` without Llama's fields, or a field that is missing or wrong.
     """
     kind = _KNOWN_AS.get(str(values.get("model_type")), values.get("model_type"))
-    notes = []
+    notes = _left_out(values, where)
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: no model_type", hint="the file must be the model's whole config.json")
     nested = values.get("text_config")
@@ -447,8 +447,37 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     if layers > MOST_LAYERS:
         raise ConfigError(f"{where}: a model of {layers} layers", hint=f"at most {MOST_LAYERS} are planned")
     shape = FAMILIES[kind](fields)
+    _check_heads_and_experts(shape, where)
     if kind in ESTIMATED:
         notes.append(f"{kind}: {ESTIMATED[kind]}")
     unknown = sorted({block.activation for block in shape.blocks} - KEPT_BY_ACTIVATION.keys())
     notes += [f"{where}: activation {name!r} is not known; planned as one that keeps its input" for name in unknown]
     return dataclasses.replace(shape, name=name or kind), notes
+
+
+def _left_out(values: Mapping[str, Any], where: str) -> list[str]:
+    """What a file says and a plan does not take from it."""
+    quantized = values.get("quantization_config")
+    if not quantized:
+        return []
+    method = quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else quantized
+    return [
+        f"{where}: quantization_config ({method}) is left out: all weights are planned in --base-dtype; a frozen base "
+        "in four bits is --method qlora"
+    ]
+
+
+def _check_heads_and_experts(shape: ModelShape, where: str) -> None:
+    """See to it that the numbers of a file make layers that can be run; it may be a copy with a slip.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    for block in dict.fromkeys(shape.blocks):
+        if block.heads % block.kv_heads:
+            wrong = f"{block.heads} attention heads cannot share {block.kv_heads} key-value heads equally"
+        elif block.experts_per_token > block.experts:
+            wrong = f"a token goes to {block.experts_per_token} experts, and there are {block.experts}"
+        else:
+            continue
+        raise ConfigError(f"{where}: {wrong}", hint="no such model can be run; look at the numbers again")

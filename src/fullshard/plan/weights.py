@@ -35,9 +35,17 @@ class Fields:
         return default
 
     def flag(self, name: str, default: bool) -> bool:
-        """A field that is true or false."""
+        """A field that is true or false.
+
+        Raises:
+            ConfigError: it is something else, such as the text "false".
+        """
         value = self.values.get(name)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        if not isinstance(value, bool | int):
+            raise ConfigError(f"{self.where}: {name} is {value!r}, expected true or false")
+        return bool(value)
 
     def is_set(self, name: str) -> bool:
         """Whether the field is there."""
