@@ -118,6 +118,27 @@ def test_tensorboard_holds_what_was_logged(tmp_path: Path, monkeypatch: pytest.M
     assert "lr: 0.5" in hparams.read_text()
 
 
+def test_a_second_run_has_trackers_of_its_own(tmp_path: Path) -> None:
+    """What the first one had is finished, and takes no more."""
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", kept := Kept()], project_dir=str(tmp_path))
+    for name in ("first", "second"):
+        accelerator.init_trackers(name)
+        accelerator.log({"loss": 1.0}, step=1)
+        accelerator.end_training()
+    assert kept.told == ["start", ({"loss": 1.0}, 1, {}), "finish"] * 2
+    assert [len(list((tmp_path / name).glob("events*"))) for name in ("first", "second")] == [1, 1]
+
+
+def test_values_that_no_tracker_takes_are_not_dropped_without_a_word(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    with pytest.warns(UserWarning, match="log: tensorboard has not been started: call init_trackers first"):
+        accelerator.log({"loss": 1.0})
+    with pytest.raises(ConfigError, match=r"no tracker is called 'tensorbord'\nhint: did you mean 'tensorboard'"):
+        accelerator.init_trackers("run", init_kwargs={"tensorbord": {"flush_secs": 1}})
+    accelerator.init_trackers("run", init_kwargs={"wandb": {"entity": "others"}})  # for another time
+    assert len(accelerator.trackers) == 1
+
+
 def test_a_tracker_that_a_script_registers_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", dict(tracking.LOGGER_TYPE_TO_CLASS))
     tracking.register_tracker_class(Registered)
@@ -174,6 +195,31 @@ def test_a_profile_has_rows_of_the_engine_and_all_ranks(tmp_path: Path) -> None:
     assert all(forward["ts"] <= p["ts"] <= forward["ts"] + forward["dur"] for p in products), "on the profiler's clock"
     groups = {entry["args"]["name"] for entry in merged if entry["name"] == "process_name"}
     assert {"rank 0", "rank 1"} <= groups
+
+
+def test_a_schedule_that_has_recorded_nothing_costs_no_run(tmp_path: Path) -> None:
+    (tmp_path / "profile_0.json").write_text("of an earlier profile")
+    handler = ProfileKwargs(output_trace_dir=str(tmp_path), schedule_option={"wait": 5, "warmup": 1, "active": 1})
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match=r"nothing was recorded.*after 1 calls"), accelerator.profile(handler) as made:
+        made.step()
+    assert not any(path.suffix == ".json" for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"activities": ["gpu"]}, "no activity 'gpu'"),
+        ({"schedule_option": {"wait": 1, "warmup": 1, "activ": 1}}, "schedule_option = .*'activ'"),
+        ({"schedule_option": {"wait": -1, "warmup": 1, "active": 1}}, "wait=-1"),
+        ({"output_trace_dir": __file__}, "output_trace_dir: cannot make"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused_before_it_begins(wrong: dict[str, Any], what: str) -> None:
+    begun = False
+    with pytest.raises(ConfigError, match=what), Accelerator(cpu=True).profile(ProfileKwargs(**wrong)):
+        begun = True
+    assert not begun
 
 
 def test_ranges_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:

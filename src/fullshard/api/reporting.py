@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 
 from fullshard.api.checkpointing import Checkpointing
 from fullshard.api.options import ProfileKwargs
+from fullshard.config.settings import suggestion
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
+from fullshard.core.paths import local_path
 from fullshard.observe import add_rows, marked, merge_traces
 
 
@@ -37,9 +40,15 @@ class Reporting(Checkpointing):
             project_name: the name of the run.
             config: what the trackers keep about it.
             init_kwargs: per tracker's name, further arguments for it.
+
+        Raises:
+            ConfigError: `init_kwargs` names a tracker that there is not.
         """
+        if self.log_with:
+            _check_names(init_kwargs or {}, self.log_with)
         if not self.is_main_process:
             return
+        self.trackers = []  # those of a run before this one are finished
         for wanted in self.log_with:
             tracker = wanted
             if not hasattr(wanted, "start"):  # a name
@@ -82,6 +91,9 @@ class Reporting(Checkpointing):
             step: the step they belong to.
             log_kwargs: per tracker's name, further arguments for it.
         """
+        if self.log_with and not self.trackers and self.is_main_process:
+            names = ", ".join(map(_tracker_name, self.log_with))
+            warnings.warn(f"log: {names} has not been started: call init_trackers first", stacklevel=2)
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
@@ -93,24 +105,37 @@ class Reporting(Checkpointing):
             profile_handler: `ProfileKwargs`, Accelerate's or fullshard's; default: the one in `kwargs_handlers`. With
                 its `output_trace_dir` every rank leaves a trace `profile_{rank}.json` there, and rank 0 one of all
                 ranks whose traces it finds there, `trace.json`.
+
+        Raises:
+            ConfigError: an activity, a schedule or a directory that cannot be had.
         """
         handler = profile_handler or self.profile_handler or ProfileKwargs()
+        directory = None if handler.output_trace_dir is None else _trace_directory(handler.output_trace_dir)
         with marked(self._models), _profiler(handler) as profiler:
             yield profiler
-        if handler.output_trace_dir is not None:
-            directory = Path(handler.output_trace_dir)
-            directory.mkdir(parents=True, exist_ok=True)
-            traces = [directory / f"profile_{rank}.json" for rank in range(self.num_processes)]
-            own = traces[self.process_index]
+        if directory is not None:
+            self._write_traces(profiler, directory)
+
+    def _write_traces(self, profiler: torch.profiler.profile, directory: Path) -> None:
+        traces = [directory / f"profile_{rank}.json" for rank in range(self.num_processes)]
+        own = traces[self.process_index]
+        own.unlink(missing_ok=True)  # of an earlier profile
+        try:
             profiler.export_chrome_trace(str(own))
+        except AssertionError:  # torch's way to say so; what was trained meanwhile is not to be lost for it
+            steps = f"the schedule had not come to its active steps after {profiler.step_num} calls of step()"
+            warnings.warn(f"profile: nothing was recorded, and no trace is written: {steps}", stacklevel=4)
+        else:
             add_rows(own)
-            self.wait_for_everyone()
-            if self.is_main_process:
-                merge_traces([path for path in traces if path.is_file()], directory / "trace.json")
+        self.wait_for_everyone()
+        found = [path for path in traces if path.is_file()]
+        if self.is_main_process and found:
+            merge_traces(found, directory / "trace.json")
 
     def _finish_trackers(self) -> None:
         for tracker in self.trackers:
             tracker.finish()
+        self.trackers = []
 
 
 def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
@@ -140,13 +165,42 @@ def _accelerates() -> Any:
     return import_extra("accelerate.tracking", extra="track", purpose="log_with, whose trackers are Accelerate's")
 
 
+def _tracker_name(tracker: Any) -> str:
+    return str(tracker.name if hasattr(tracker, "start") else tracker)
+
+
+def _check_names(named: Mapping[str, Any], started: Iterable[Any]) -> None:
+    """See to it that `init_kwargs` is for trackers that there are; those of other runs may be among them."""
+    known = {*_accelerates().LOGGER_TYPE_TO_CLASS, *map(_tracker_name, started)}
+    for name in named.keys() - known:
+        raise ConfigError(f"init_kwargs: no tracker is called {name!r}", hint=suggestion(name, sorted(known)))
+
+
+def _trace_directory(text: str) -> Path:
+    """The directory, made before anything is profiled."""
+    directory = local_path(text)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_trace_dir: cannot make {directory}: {error.strerror}") from None
+    return directory
+
+
 def _profiler(handler: Any) -> torch.profiler.profile:
-    activities = handler.activities and [
-        getattr(torch.profiler.ProfilerActivity, a.upper()) for a in handler.activities
-    ]
+    kinds = {kind.lower(): found for kind, found in torch.profiler.ProfilerActivity.__members__.items()}
+    for name in handler.activities or ():
+        if name.lower() not in kinds:
+            raise ConfigError(f"profile: no activity {name!r}", hint=suggestion(name.lower(), kinds))
+    try:
+        schedule = handler.schedule_option and torch.profiler.schedule(**handler.schedule_option)
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"profile: schedule_option = {handler.schedule_option}: {error}",
+            hint="as for torch.profiler.schedule, for example {'wait': 1, 'warmup': 1, 'active': 3}",
+        ) from None
     return torch.profiler.profile(
-        activities=activities,
-        schedule=handler.schedule_option and torch.profiler.schedule(**handler.schedule_option),
+        activities=handler.activities and [kinds[name.lower()] for name in handler.activities],
+        schedule=schedule,
         on_trace_ready=handler.on_trace_ready,
         record_shapes=handler.record_shapes,
         profile_memory=handler.profile_memory,
