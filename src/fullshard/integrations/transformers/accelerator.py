@@ -20,7 +20,7 @@ from fullshard.api import (
 from fullshard.api.state import GradientState
 from fullshard.config.resolve import Resolved
 from fullshard.core.errors import ConfigError
-from fullshard.integrations.transformers.arguments import asked_timeout
+from fullshard.integrations.transformers.arguments import NO_DEEPSPEED, asked_timeout
 
 _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
@@ -152,7 +152,7 @@ class TrainerAccelerator(Accelerator):
 
 def _refuse(args: Any) -> None:
     refused = {
-        "deepspeed": "there is one engine here; write its settings as fsdp_config, or launch with the file",
+        "deepspeed": NO_DEEPSPEED,
         "parallelism_config": "tensor, context and pipeline parallelism are not supported",
         "fp16_full_eval": "a sharded model cannot be cast; use fp16=True, which computes evaluation in it, too",
         "bf16_full_eval": "a sharded model cannot be cast; use bf16=True, which computes evaluation in it, too",

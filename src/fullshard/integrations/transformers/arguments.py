@@ -22,8 +22,11 @@ from fullshard.config.dialect import Reading, refuse
 from fullshard.config.load import load_fsdp_config, load_fsdp_words
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
+from fullshard.core.errors import ConfigError
 from fullshard.core.patience import FIRST_SECONDS
 from fullshard.launch.environment import read_rank_environment
+
+NO_DEEPSPEED = "there is one engine here; write its settings as fsdp_config, or launch with the file"
 
 _PREPARED: dict[str, Any] = {
     "min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False,
@@ -77,6 +80,8 @@ class ShardedArguments:
     """In front of `TrainingArguments`: reads `fsdp` and `fsdp_config`, and joins the job as the engine needs it."""
 
     def __post_init__(self: Any) -> None:
+        if self.deepspeed:  # or Transformers would ask for the package
+            raise ConfigError("TrainingArguments.deepspeed is not supported", hint=NO_DEEPSPEED)
         if not torch.accelerator.is_available():
             self.use_cpu = True  # Transformers would refuse bf16, which a CPU computes in, too
         super().__post_init__()  # type: ignore[misc]
