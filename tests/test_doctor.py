@@ -144,12 +144,15 @@ def test_torch_that_cannot_use_the_devices() -> None:
     hardware = Hardware(8, 2**34, (DetectedDevice("NVIDIA H200"),) * 2)
     report = make_report(hardware, {})
     report["torch"] |= {"CUDA available": "false", "built for": "processors only"}
-    [finding] = doctor._torch(hardware, report)
+    [finding] = doctor._torch(hardware, report, "auto")
     assert "the driver shows 2 GPUs, and torch (built for processors only) can use none" in finding.text
     report["packages"]["torch"] = "2.3.1+cpu"
-    assert "torch 2.3.1+cpu is too old" in texts(doctor._torch(hardware, report))
+    assert "torch 2.3.1+cpu is too old" in texts(doctor._torch(hardware, report, "auto"))
     failed = Hardware(8, 2**34, failure="nvidia-smi failed: driver mismatch")
-    assert "nvidia-smi failed: driver mismatch" in texts(doctor._torch(failed, report))
+    assert "nvidia-smi failed: driver mismatch" in texts(doctor._torch(failed, report, "auto"))
+    assert not any("GPU" in text for text in texts(doctor._torch(LAPTOP, report, "cpu")))
+    no_gpu = "device = cuda, and this host shows no GPU that torch (built for processors only) can use"
+    assert no_gpu in texts(doctor._torch(LAPTOP, report, "cuda"))
 
 
 def test_clock_that_is_behind() -> None:
@@ -268,3 +271,8 @@ def test_a_trial_is_judged_in_words() -> None:
     [died] = judge(Trial(137, {"sum over the ranks": "right"}, [], {}), [])
     assert "exit code 137; checks that were reached: sum over the ranks" in died.text
     assert list(judge(Trial(0, {"a": "right"}, [], {}), [])) == []
+    elsewhere = Finding("this host's own name stands for 127.0.0.1", "...", is_wrong=False, on_one_host=False)
+    [without_cause] = judge(Trial(2, {}, [], {}), [elsewhere])
+    assert "most likely" not in without_cause.text and "traceback above" in without_cause.hint
+    [with_cause] = judge(Trial(2, {}, [], {}), [elsewhere, Finding("no GPU", "...")])
+    assert with_cause.text.endswith("most likely: no GPU")

@@ -41,11 +41,13 @@ class Finding:
         text: what, in words.
         hint: one action that mends it.
         is_wrong: whether runs fail or misbehave because of it; else they are only slower or more fragile.
+        on_one_host: whether it matters to ranks of this host alone, as those of a trial are.
     """
 
     text: str
     hint: str
     is_wrong: bool = True
+    on_one_host: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def examine(
         *_host_name(),
         *_threads(environ, nproc, hardware.cpu_count),
         *_limits(shared_memory_nbytes(), open_files_limit()),
-        *_torch(hardware, report),
+        *_torch(hardware, report, device),
         *_tpu(report, device),
         *_clock(time.time()),
     ]
@@ -155,6 +157,7 @@ def _host_name() -> Iterator[Finding]:
             f"this host's own name {name} stands for {address}, which other hosts cannot reach",
             "on one host that is fine; on several give --main_process_ip the address that they can reach",
             is_wrong=False,
+            on_one_host=False,
         )
 
 
@@ -197,17 +200,24 @@ def _limits(shared: int | None, files: int | None) -> Iterator[Finding]:
         )
 
 
-def _torch(hardware: Hardware, report: Report) -> Iterator[Finding]:
+def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]:
     version = report["packages"].get("torch", "0")
     if is_too_old(version):
         yield Finding(f"torch {version} is too old", f"install torch {'.'.join(map(str, OLDEST_TORCH))} or later")
     if hardware.failure:
         yield Finding(hardware.failure, "check the driver with nvidia-smi, or restart the host")
-    if hardware.accelerators and report["torch"]["CUDA available"] == "false":
-        count, built = len(hardware.accelerators), report["torch"]["built for"]
+    if report["torch"]["CUDA available"] != "false":
+        return
+    built = report["torch"]["built for"]
+    if hardware.accelerators:
         yield Finding(
-            f"the driver shows {count} GPUs, and torch (built for {built}) can use none",
+            f"the driver shows {len(hardware.accelerators)} GPUs, and torch (built for {built}) can use none",
             "install a torch that is built for the driver's CUDA version",
+        )
+    elif device == "cuda":
+        yield Finding(
+            f"device = cuda, and this host shows no GPU that torch (built for {built}) can use",
+            "start the container with its GPUs (--gpus all), or use --device cpu",
         )
 
 
@@ -270,7 +280,8 @@ def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
             yield Finding(f"{name}: {outcome}", "please report this with the output of `fullshard doctor --run --json`")
     if trial.exit_code:
         reached = ", ".join(trial.checks) or "none"
-        causes = [finding.text for finding in seen if finding.is_wrong] or [finding.text for finding in seen]
+        near = [finding for finding in seen if finding.on_one_host]
+        causes = [finding.text for finding in near if finding.is_wrong] or [finding.text for finding in near]
         why = f"; most likely: {causes[0]}" if causes else ""
         yield Finding(
             f"the ranks ended with exit code {trial.exit_code}; checks that were reached: {reached}{why}",
