@@ -207,6 +207,7 @@ def test_keys_and_values_in_any_spelling(key: str, value: Any) -> None:
         ({"fsdp_reshard_after_forward": 2}, "sharding.strategy", "SHARD_GRAD_OP"),
         ({"fsdp_reshard_after_forward": "HYBRID_SHARD"}, "sharding.strategy", "HYBRID_SHARD"),
         ({"fsdp_ignored_modules": ".*router"}, "sharding.ignored_modules", ".*router"),
+        ({"fsdp_transformer_layer_cls_to_wrap": ["A", 3]}, "sharding.wrap_classes", ("A", "3")),
     ],
 )
 def test_values_arrive(keys: dict[str, Any], path: str, value: Any) -> None:
@@ -351,6 +352,47 @@ def test_a_deepspeed_file_as_transformers_documents_it(tmp_path: Path) -> None:
     assert training.gradient_clipping == 1.0
     for word in ("stage", "device", "pin_memory", "overlap_comm", "optimizer", "scheduler", "zero_hpz_partition_size"):
         assert f" {word} " in notes(found)
+
+
+def test_deepspeeds_batch_sizes_do_not_say_how_many_micro_batches_a_step_has(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
+    wanted = "do not set gradient_accumulation_steps here"
+    assert wanted in notes(read(tmp_path, json.dumps(sizes), "ds.json"))
+    for more in ({"gradient_accumulation_steps": 2}, {"train_batch_size": "auto"}):
+        assert wanted not in notes(read(tmp_path, json.dumps({**sizes, **more}), "ds.json"))
+
+
+def test_the_loss_scale_of_fp16_that_is_off_is_of_no_account(tmp_path: Path) -> None:
+    fp16 = {"enabled": False, "loss_scale": 128}
+    zero = {"zero_optimization": {"stage": 2}}
+    assert read(tmp_path, json.dumps({**zero, "fp16": fp16}), "ds.json").config.precision.mode == "no"
+    with pytest.raises(ConfigError, match="a constant loss scale of 128 is not supported"):
+        read(tmp_path, json.dumps({**zero, "fp16": {**fp16, "enabled": True}}), "ds.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("training: {gradient_clipping: .nan}", r"run.yaml:1:12: gradient_clipping: expected a number, got nan"),
+        ("launch: {monitor_interval: .inf}", "input should be a finite number, got inf"),
+        ("launch: {timeout: .inf}", "input should be a finite number, got inf"),
+    ],
+)
+def test_numbers_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, text)
+
+
+def test_one_gpu_may_be_a_number(tmp_path: Path) -> None:
+    assert read(tmp_path, "distributed_type: FSDP\ngpu_ids: 0\n").config.launch.gpu_ids == ("0",)
+
+
+def test_a_hint_that_lists_all_keys_is_said_once(tmp_path: Path) -> None:
+    """Somebody else's whole file, with thirty keys that are none here, stays readable."""
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, "num_processes: 2\nbase_model: a\nload_in_8bit: false\nsample_packing: true\n")
+    assert str(caught.value).count("unknown key") == 3
+    assert str(caught.value).count("known are compute_environment") == 1
 
 
 # -- Transformers -------------------------------------------------------------------------------------------------

@@ -225,10 +225,19 @@ _ZERO = Dialect(
 
 
 def _finish(reading: Reading) -> None:
-    """ZeRO++ and MiCS name the size of a group: then the strategy is the hybrid one."""
+    """Rules about several keys.
+
+    ZeRO++ and MiCS name the size of a group: then the strategy is the hybrid one. And from two batch sizes DeepSpeed
+    takes how many micro-batches a step has, which it knows the number of ranks for.
+    """
     size = reading.setting("sharding.shard_size")
     if size is not None:
         make_hybrid(reading, size)
+    whole, micro = (reading.entries.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+    said = "gradient_accumulation_steps" in reading.entries
+    if whole is not None and micro is not None and not (said or _is_auto(whole.value) or _is_auto(micro.value)):
+        text = f"and {micro.key} do not set gradient_accumulation_steps here: write it, or a step is one micro-batch"
+        reading.notes.append(Note(whole.origin, whole.key, Status.NO_EFFECT, text))
 
 
 def make_hybrid(reading: Reading, because: Setting) -> None:
@@ -251,6 +260,14 @@ def make_hybrid(reading: Reading, because: Setting) -> None:
 
 _SCALE = "GradScalerKwargs in the script shape the loss scale"
 
+
+def _finish_fp16(reading: Reading) -> None:
+    """What is switched off has no loss scale that could be wrong."""
+    enabled, scale = reading.entries.get("enabled"), reading.entries.get("loss_scale")
+    if enabled is not None and scale is not None and enabled.value is False:
+        reading.problems = [problem for problem in reading.problems if scale.origin not in problem.origins]
+
+
 _FP16 = Dialect(
     "fp16",
     (
@@ -264,6 +281,7 @@ _FP16 = Dialect(
         *no_effect("inputs are cast", "auto_cast"),
         *refused("main weights are float32", "fp16_master_weights_and_grads"),
     ),
+    finish=_finish_fp16,
 )
 _BF16 = Dialect(
     "bf16",

@@ -137,7 +137,10 @@ def refuse(problems: Iterable[Problem]) -> None:
         return
     if len(problems) == 1:
         raise ConfigError(str(problems[0]), hint=problems[0].hint)
-    lines = [f"  {problem}" + (f" ({problem.hint})" if problem.hint else "") for problem in problems]
+    lines, said = [], set()
+    for problem in problems:  # a hint that lists all keys is long enough once
+        lines.append(f"  {problem}" + (f" ({problem.hint})" if problem.hint and problem.hint not in said else ""))
+        said.add(problem.hint)
     raise ConfigError(
         "\n".join([f"{len(problems)} problems", *lines]),
         hint="mend these and try again; `fullshard config check` looks without running",

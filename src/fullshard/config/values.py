@@ -5,6 +5,7 @@ A value that cannot be read is a `ValueError` whose message says what was expect
 
 from __future__ import annotations
 
+import math
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -47,10 +48,10 @@ def integer(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """A number."""
+    """A number. Not NaN, which is equal to nothing and within no bounds."""
     try:
-        if not isinstance(value, bool):
-            return float(value)
+        if not isinstance(value, bool) and not math.isnan(found := float(value)):
+            return found
     except (TypeError, ValueError):
         pass
     raise ValueError(f"expected a number, got {value!r}")
@@ -64,8 +65,8 @@ def text(value: Any) -> str:
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Names: a list, or a text with commas; spaces around a name are dropped."""
-    items = value.split(",") if isinstance(value, str) else value
+    """Names: a list, or a text with commas; spaces around a name are dropped. A number is the name of a device."""
+    items = value.split(",") if isinstance(value, str) else [value] if type(value) is int else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
         raise ValueError(f"expected names separated by commas, got {value!r}")
     return tuple(name for item in items if (name := str(item).strip()))
