@@ -194,6 +194,10 @@ def test_how_many_of_what(text: str) -> None:
         ("8xL40S", "8 x L40S in 1 host"),
         ("16xA10G", "16 x A10G in 2 hosts"),
         ("8xNVIDIA H100 80GB", "8 x H100 in 1 host"),
+        ("8xNVIDIA H100 80GB HBM3", "8 x H100 in 1 host"),
+        ("8xNVIDIA A100-SXM4-40GB", "8 x A100-40 in 1 host"),
+        ("NVIDIA A100-SXM4-80GB", "1 x A100-80 in 1 host"),
+        ("8xH200 141GB", "8 x H200 in 1 host"),
         ("8xH100-PCIe", "8 x H100-PCIe in 1 host"),
         ("2 x RTX 5090", "2 x RTX5090 in 1 host"),
         ("4xA6000", "4 x RTX-A6000 in 1 host"),
@@ -229,6 +233,12 @@ def test_every_device_has_a_source_and_makes_sense() -> None:
 def test_what_a_device_cannot_is_said(device: str, note: str) -> None:
     shape, _ = load_model("GPT-2")
     assert any(note in said for said in notes_of(evaluate(shape, Job.of({}), parse_cluster(f"8x{device}"))))
+
+
+@pytest.mark.parametrize("text", ["A100-PCIE-40GB", "H100 40GB", "V100-PCIE-16GB"])
+def test_memory_that_a_kind_does_not_have_is_not_taken_for_another(text: str) -> None:
+    with pytest.raises(ConfigError, match="unknown hardware"):
+        find_device(text)
 
 
 def test_a_kind_that_begins_with_a_number() -> None:

@@ -227,15 +227,34 @@ def find_device(name: str) -> Device:
     """
     if name.endswith(".json"):
         return read_calibration(local_path(name))
-    by_key = _names()
-    found = by_key.get(_key(name))
+    found = _row_called(name)
     if found is None:
+        by_key = _names()
         close = difflib.get_close_matches(_key(name), by_key, n=3, cutoff=0.6)
         names = ", ".join(dict.fromkeys(by_key[key] for key in close)) if close else ", ".join(DEVICES)
         raise ConfigError(
             f"unknown hardware {name!r}", hint=f"{'did you mean ' if close else 'known are '}{names}; or --calibrate"
         )
     return DEVICES[found]
+
+
+_FORM = re.compile(r"[-_ ](?:sxm\d?|hbm\d?e?)(?=[-_ ]|$)", re.IGNORECASE)
+_MEMORY = re.compile(r"[-_ ](\d+) ?gi?b(?=[-_ ]|$)", re.IGNORECASE)
+
+
+def _row_called(name: str) -> str | None:
+    """The row for a name, also one that a driver prints: `NVIDIA A100-SXM4-40GB`, `NVIDIA H100 80GB HBM3`.
+
+    Memory that is said must be the row's, which may be more by what GiB are more than GB.
+    """
+    by_key, plain = _names(), _FORM.sub("", name)
+    found = by_key.get(_key(name)) or by_key.get(_key(plain))
+    memory = _MEMORY.search(plain)
+    if found is None and memory is not None:
+        found = by_key.get(_key(_MEMORY.sub("", plain)))
+        if found is not None and not 0.95 < DEVICES[found].memory / (int(memory[1]) * GB) < 1.1:
+            return None
+    return found
 
 
 def _names() -> dict[str, str]:
