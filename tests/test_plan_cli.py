@@ -338,6 +338,47 @@ def test_the_best_is_written_as_a_configuration(tmp_path: Path) -> None:
     assert again.returncode == 2 and "--overwrite" in again.stderr
 
 
+def test_what_is_no_part_of_a_plan_is_written_as_the_planned_file_has_it(tmp_path: Path) -> None:
+    planned, path = tmp_path / "run.yaml", tmp_path / "best.yaml"
+    planned.write_text(
+        "launch: {num_processes: 8, max_restarts: 3}\n"
+        "sharding: {strategy: SHARD_GRAD_OP, wrap_classes: [LlamaDecoderLayer]}\n"
+        "training: {gradient_clipping: 1.0}\ncheckpoint: {async_save: true}\nprecision: {mode: bf16}\n"
+    )
+    arguments = ("-m", "Llama-2-7B", "-d", "A100", "--config", str(planned), "--checkpointing", "full")
+    done = run(*arguments, "--optimizer", "adamw-8bit", "--write", str(path))
+    assert "the script is to have optimizer = adamw-8bit, micro_batch = 1, seq_len = 2048\n" in done.stderr
+    config = resolve([load_file(path)]).config
+    assert (config.launch.max_restarts, config.training.gradient_clipping, config.checkpoint.async_save) == (3, 1, True)
+    assert (config.sharding.strategy, config.sharding.wrap_classes) == ("SHARD_GRAD_OP", ("LlamaDecoderLayer",))
+    assert config.sharding.activation_checkpointing  # as planned
+    nowhere = run(*arguments, "--write", str(tmp_path / "nowhere" / "best.yaml"))
+    assert nowhere.returncode == 2 and "name a file in a folder that exists" in nowhere.stderr
+
+
+def test_the_notes_on_a_compared_file_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text("sharding: {wrap: none}")
+    done = run("-m", "GPT-2", "-d", "2xA100", "--config", str(path), "--compare", str(path), "--json")
+    assert sum("(sharding.wrap = none)" in note for note in json.loads(done.stdout)["notes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--overwrite",), "--overwrite without --write"),
+        (("--calibrate", "config.json"), "is there, and is no calibration"),
+        (("--reshard-after-forward", "auto", "--unsharded-memory-gib", "1e300"), "less than or equal to"),
+    ],
+)
+def test_what_would_do_nothing_or_harm_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    placed = [str(tmp_path / word) if word.endswith(".json") else word for word in arguments]
+    done = run("-m", "GPT-2", "-d", "2xA100", *placed)
+    assert done.returncode == 2 and message in done.stderr
+    assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}'
+
+
 def test_strategy_auto_is_auto() -> None:
     arguments = ("-m", "GPT-2", "-d", "2xA100", "--json", "--micro-batch", "2")
     one, other = run(*arguments, "--auto"), run(*arguments, "--strategy", "auto")

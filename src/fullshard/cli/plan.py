@@ -138,8 +138,10 @@ def plan(
     if config is None and (files := [text for text in compare if _is_file(text)]):
         config = path_word(files[0])
         compare.remove(files[0])
+    if overwrite and write is None and calibrate is None:
+        raise ConfigError("--overwrite without --write", hint="say which file: --write FILE.yaml")
     if calibrate is not None:
-        _calibrate(calibrate)
+        _calibrate(calibrate, overwrite=overwrite)
         if model is None:
             return
     if model is None:
@@ -158,12 +160,12 @@ def plan(
     chosen, front = _answer(described, job, cluster, part, fixed=fixed, may_round=may_round)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
     own = str(chosen.cluster) if config is None else config.name
-    beside = [_beside(chosen, given, devices, hosts, text, price) for text in compare]
+    beside = [_beside(chosen, given, devices, hosts, text, price, notes) for text in compare]
     side_by_side = _side_by_side(chosen, own, price, tokens, [each for some in beside for each in some], sweep)
     if plot is not None:
         _draw(chosen, plot, sweep, side_by_side)
     if write is not None:
-        _write(chosen, write, overwrite=overwrite)
+        _write(chosen, write, config, overwrite=overwrite)
     if as_json:
         _print_json(chosen, changes, notes, front, side_by_side)
     else:
@@ -295,14 +297,21 @@ def _is_file(text: str) -> bool:
 
 
 def _beside(
-    chosen: Plan, given: dict[str, Any], devices: str | None, hosts: int | None, text: str, price: float | None
+    chosen: Plan,
+    given: dict[str, Any],
+    devices: str | None,
+    hosts: int | None,
+    text: str,
+    price: float | None,
+    notes: list[str],
 ) -> list[Alternative]:
-    """What one word of --compare asks for: a file, settings, or devices."""
+    """What one word of --compare asks for: a file, settings, or devices. `notes` gets those on a file."""
     from fullshard.plan.alternatives import Alternative, elsewhere, with_settings
     from fullshard.plan.evaluate import evaluate
 
     if _is_file(text):
-        job, cluster, _ = _question(given, devices, hosts, path := path_word(text), None)
+        job, cluster, more = _question(given, devices, hosts, path := path_word(text), None)
+        notes += more
         return [Alternative(path.name, evaluate(chosen.model, job, cluster), price)]
     if "=" in text:
         return [with_settings(chosen.model, chosen.job, chosen.cluster, text, price=price)]
@@ -371,21 +380,27 @@ def _print_tables(plan: Plan, changes: list[Any], notes: list[str], front: list[
                 console.print(f"{row['what']}: {said}", markup=False, highlight=False)
 
 
-def _write(plan: Plan, path: Path, *, overwrite: bool) -> None:
-    from fullshard.config.write import write_native
-    from fullshard.plan.report import as_run_config
+def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> None:
+    """Write what `fullshard launch` runs the plan with, and what of the file that was planned is no part of a plan."""
+    from fullshard.config.load import load_file
+    from fullshard.config.resolve import resolve
+    from fullshard.config.write import save_text, write_native
+    from fullshard.plan.report import as_run_config, for_the_script
 
     if not plan.fits:
         raise ConfigError(f"{path} is not written: the plan {plan.verdict}", hint="change it, or use --auto")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{path} is there already", hint="add --overwrite, or name another file")
-    path.write_text(write_native(as_run_config(plan)), encoding="utf-8")
+    settings = {} if planned is None else resolve([load_file(planned)]).settings
+    config = as_run_config(plan, {name: setting.value for name, setting in settings.items()})
+    save_text(write_native(config), path, overwrite=overwrite)
     typer.echo(f"wrote {path}: run it with fullshard launch --config_file {path} SCRIPT", err=True)
+    typer.echo(f"the script is to have {for_the_script(plan.job)}", err=True)
 
 
-def _calibrate(path: Path) -> None:
+def _calibrate(path: Path, *, overwrite: bool) -> None:
     if path.suffix != ".json":
-        raise ConfigError(f"{path}: a calibration is a .json file")
+        raise ConfigError(f"{path}: a calibration is a .json file", hint="name the file that is to be written")
+    if path.exists() and not overwrite and "memory_bandwidth" not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(f"{path} is there, and is no calibration", hint="name another file, or add --overwrite")
     from fullshard.api.calibration import calibrate
 
     device = calibrate(path)

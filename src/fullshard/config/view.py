@@ -9,7 +9,7 @@ Bounds, default and description are the schema's; the schema also says what goes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -99,14 +99,16 @@ class View(BaseModel):
         Raises:
             ConfigError: they do not go together; the message begins with the fields to blame.
         """
-        settings = []
+        return resolve([Reading(settings=list(self.run_settings(**changed)))]).config
+
+    def run_settings(self, **changed: Any) -> Iterator[Setting]:
+        """What the fields say of the run; `changed` as for `run_config`."""
         for name, row in self.of_the_run().items():
             value = changed.get(name, getattr(self, name))
             found = {row.target: value} if row.read is None else row.read(value)
             assert isinstance(found, Mapping)  # noqa: S101 - the rows of views have no other readers
             origin = Origin.argument(self.spelled(name))
-            settings += [Setting(path, one, origin, name) for path, one in found.items()]
-        return resolve([Reading(settings=settings)]).config
+            yield from (Setting(path, one, origin, name) for path, one in found.items())
 
     @field_validator("strategy", mode="before", check_fields=False)
     @classmethod

@@ -267,19 +267,35 @@ def _matrices_dict(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def as_run_config(plan: Plan) -> RunConfig:
+def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunConfig:
     """The configuration that `fullshard launch` runs this plan with.
 
     What it cannot say (batch size, sequence length, optimizer, LoRA) belongs to the script.
 
+    Args:
+        plan: the plan.
+        others: settings by path of the file that was planned; those that a plan says nothing of are kept.
+
     Raises:
         ConfigError: the plan needs something this engine does not have, such as selective checkpointing with compile.
     """
-    from fullshard.config.schema import LaunchConfig, RunConfig
+    from fullshard.config.schema import RunConfig
 
-    launch = LaunchConfig(
-        num_processes=plan.cluster.count,
-        num_machines=plan.cluster.hosts,
-        device="cpu" if plan.cluster.device.name == "CPU" else "auto",
+    device = "cpu" if plan.cluster.device.is_cpu else "auto"
+    return RunConfig.of_paths(
+        {
+            "launch.device": device,
+            **(others or {}),
+            **{setting.path: setting.value for setting in plan.job.run_settings()},
+            "launch.num_processes": plan.cluster.count,
+            "launch.num_machines": plan.cluster.hosts,
+        }
     )
-    return RunConfig(**{**dict(plan.job.run_config()), "launch": launch})
+
+
+def for_the_script(job: Job) -> str:
+    """What of a plan no configuration can say, so that the script has to."""
+    ours, plain = job.of_the_run(), job.__class__.model_fields
+    values = {name: value for name, value in job.model_dump().items() if name not in ours}
+    named = {n: v for n, v in values.items() if n in ("micro_batch", "seq_len", "optimizer") or v != plain[n].default}
+    return ", ".join(f"{name} = {value}" for name, value in named.items())
