@@ -383,6 +383,11 @@ def test_numbers_that_are_none(tmp_path: Path, text: str, message: str) -> None:
         read(tmp_path, text)
 
 
+def test_nested_keys_where_one_value_belongs_are_shown_as_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mixed_precision: expected a text, got \(dtype: 'bf16',\)"):
+        read(tmp_path, "distributed_type: FSDP\nmixed_precision:\n  dtype: bf16\n")
+
+
 def test_one_gpu_may_be_a_number(tmp_path: Path) -> None:
     assert read(tmp_path, "distributed_type: FSDP\ngpu_ids: 0\n").config.launch.gpu_ids == ("0",)
 

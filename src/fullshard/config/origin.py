@@ -58,7 +58,7 @@ class Origin:
 DEFAULT = Origin(Precedence.DEFAULT, "default")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Entry:
     """One key with its value, as found.
 
@@ -71,6 +71,10 @@ class Entry:
     key: str
     value: Any
     origin: Origin
+
+    def __repr__(self) -> str:
+        """As it was written: messages show what they got, nested keys too."""
+        return f"{self.key}: {self.value!r}"
 
     @property
     def is_mapping(self) -> bool:
