@@ -65,6 +65,13 @@ def test_an_encoder_and_a_decoder() -> None:
         assert simulate(transformers_model(model), Job.of({"seq_len": 16}), world_size=4).differences == []
 
 
+def test_a_heads_bias_is_in_its_unit() -> None:
+    model = {"model_type": "gptj", "vocab_size": 99, "n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8,
+             "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+    job = Job.of({"seq_len": 16, "wrap_embeddings": True})
+    assert simulate(transformers_model(model), job, world_size=4).differences == []
+
+
 def test_models_without_sdpa_and_models_nobody_builds() -> None:
     """Gemma 2 caps its scores, which only its own attention does; Kimi-K2 is the planner's alone."""
     gemma = {**SMALL, "model_type": "gemma2", "head_dim": 16}

@@ -268,8 +268,10 @@ class ModelShape:
                 hint="leave wrap_embeddings out",
             )
         embedding = max(embeddings, key=lambda p: p.numel)
-        rest = tuple(p for p in self.root.parameters if p is not embedding and p not in heads)
-        first, last = (UnitShape(ps[0].name.rpartition(".")[0], ps) for ps in ((embedding,), heads))
+        names = [weight.name.rpartition(".")[0] for weight in (embedding, heads[0])]
+        of_module = {name: [p for p in self.root.parameters if p.name.rpartition(".")[0] == name] for name in names}
+        first, last = (UnitShape(name, tuple(of_module[name])) for name in names)  # a head's bias goes with it
+        rest = tuple(p for p in self.root.parameters if p.name.rpartition(".")[0] not in names)
         return dataclasses.replace(
             self,
             units=(first, *self.units[:-1], last, dataclasses.replace(self.root, parameters=rest)),
