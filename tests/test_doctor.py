@@ -86,6 +86,8 @@ def variables(**environ: str) -> list[Finding]:
         ({"GLOO_SOCKET_IFNAME": "eth77"}, "GLOO_SOCKET_IFNAME=eth77 names a network interface", "use one of lo"),
         ({"NCCL_SOCKET_IFNAME": "=l"}, "NCCL_SOCKET_IFNAME==l names a network interface", "unset NCCL_SOCKET_IFNAME"),
         ({"FSDP_OFFLOAD_PARAM": "true"}, "unknown variable FSDP_OFFLOAD_PARAM", "FSDP_OFFLOAD_PARAMS"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp9"}, "$ACCELERATE_MIXED_PRECISION: setting 'mode': input should be", "fp"),
+        ({"FULLSHARD_TIMEOUT": "soon"}, "FULLSHARD_TIMEOUT = 'soon'", "use a number of seconds"),
     ],
 )
 def test_variables_that_break_a_run(environ: dict[str, str], words: str, hint: str) -> None:

@@ -105,13 +105,13 @@ SWITCHES = {switch.name: switch for switch in (COMM, GRADIENTS, HEAP, OFFLOAD, O
 """All of them, by name; those that the launcher sets come last."""
 
 
-def timeout_of_environment() -> float | None:
-    """Seconds that `TIMEOUT` asks for; None if it does not.
+def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | None:
+    """Seconds that `TIMEOUT` asks for, in `os.environ` unless `environ` is given; None if it does not.
 
     Raises:
         ConfigError: that is no time.
     """
-    text = TIMEOUT.read()
+    text = TIMEOUT.read(environ)
     try:
         seconds = float(text) if text else None
     except ValueError:
@@ -138,6 +138,10 @@ def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
             yield name, f"unknown variable {name} = {value!r}", hint
         elif value and SWITCHES[name].values and value not in SWITCHES[name].values:
             yield name, f"{name} = {value!r}", SWITCHES[name].hint
+    try:
+        timeout_of_environment(environ)
+    except ConfigError:
+        yield TIMEOUT.name, f"{TIMEOUT.name} = {environ[TIMEOUT.name]!r}", f"use {TIMEOUT.form}, or leave it out"
 
 
 def check_switches() -> None:

@@ -14,6 +14,9 @@ from typing import Any
 
 from fullshard.config.hardware import Hardware
 from fullshard.config.load import load_environment
+from fullshard.config.resolve import resolve
+from fullshard.config.settings import plain_message
+from fullshard.core.errors import ConfigError
 from fullshard.core.requirements import INSTALL_TPU, OLDEST_TORCH, is_too_old, tpu_nodes, why_no_tpu
 from fullshard.core.sizes import MIB, format_nbytes
 from fullshard.launch.report import Report, open_files_limit, shared_memory_nbytes
@@ -113,8 +116,14 @@ def _variables(environ: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding(
                 f"MASTER_ADDR={address} is not a known host: {error}", "unset it, or name the host with rank 0"
             )
-    for problem in load_environment(environ).problems:
+    reading = load_environment(environ)
+    for problem in reading.problems:
         yield Finding(str(problem), problem.hint or "unset it")
+    if not reading.problems:
+        try:
+            resolve([reading])
+        except ConfigError as error:  # each can be read, and is out of bounds or does not go with another
+            yield Finding(plain_message(error), error.hint or "unset it")
 
 
 def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
