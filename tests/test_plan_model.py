@@ -5,6 +5,8 @@ pytest tests/test_plan_model.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,6 +50,19 @@ def test_a_model_is_planned_like_its_configuration() -> None:
     assert plan.traffic == expected.traffic
     assert plan.time.total == pytest.approx(expected.time.total)
     assert fullshard.plan_model(model, "8xA100").fits
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "what"),
+    [
+        ("Llama-2-7B", "8xH100", r"expected a model, got 'Llama-2-7B'\nhint: by name: fullshard plan --model"),
+        (torch.nn.ReLU(), "8xH100", "expected a model, got one without parameters"),
+        (torch.nn.Linear(2, 2), 8, r"of which kind\?\nhint: write it as 8xH100"),
+    ],
+)
+def test_what_cannot_be_planned(model: Any, devices: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        fullshard.plan_model(model, devices)
 
 
 def test_a_model_shows_what_is_trained() -> None:

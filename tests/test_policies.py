@@ -6,12 +6,14 @@ pytest tests/test_policies.py
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fullshard.core.errors import WrapError
 from fullshard.wrap.policies import (
@@ -253,6 +255,11 @@ def _loss_and_grads(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tenso
     loss = model(tokens).square().sum()
     loss.backward()
     return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_torchs_policies_belong_to_the_plugin() -> None:
+    with pytest.raises(WrapError, match=r"a policy of torch's FSDP(.|\n)*hint: name the classes"):
+        parse_policy(functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

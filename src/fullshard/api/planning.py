@@ -82,9 +82,12 @@ def plan_model(
         settings: fields of `fullshard.plan.job.Job`, but for `method`, `lora_*` and `base_dtype`: the model shows them.
 
     Raises:
-        ConfigError: unknown hardware or settings, or settings that the model decides.
+        ConfigError: no model, unknown hardware or settings, or settings that the model decides.
         WrapError: the policy does not fit the model.
     """
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        what = "one without parameters" if isinstance(model, nn.Module) else repr(model)
+        raise ConfigError(f"plan: expected a model, got {what}", hint="by name: fullshard plan --model NAME")
     decided = sorted(name for name in settings if name == "method" or name.startswith(("lora_", "base_")))
     if decided:
         raise ConfigError(
@@ -93,7 +96,7 @@ def plan_model(
     shape = dataclasses.replace(model_shape(model, policy=policy), is_final=True)
     job = Job.of({"base_dtype": _base_dtype(shape), **settings})
     shape = shape.map(lambda _, p: [dataclasses.replace(p, dtype=_main_dtype(p, job.precision))])
-    return evaluate(shape, job, parse_cluster(devices, hosts))
+    return evaluate(shape, job, parse_cluster(str(devices), hosts))
 
 
 def _base_dtype(model: ModelShape) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -158,6 +159,11 @@ def parse_policy(value: object) -> WrapPolicy:
             # A set of names has a different order in every process; ranks must agree on it.
             return ByClass(tuple(sorted(value, key=str) if isinstance(value, set | frozenset) else value))
         case _ if callable(value) and not isinstance(value, type | nn.Module):
+            if _asks_as_torch_does(value):
+                raise WrapError(
+                    f"{value!r} is a policy of torch's FSDP, which asks for more than a module",
+                    hint="name the classes, pass a function of a module, or give it to the plugin's auto_wrap_policy",
+                )
             return ByPredicate(value)
     raise WrapError(
         f"cannot make a wrap policy of {value!r}",
@@ -218,6 +224,14 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     if is_unit(embedding) or is_unit(head):
         raise WrapError(f"the input embedding or the head of {name} is a unit already", hint=hint)
     return embedding, head
+
+
+def _asks_as_torch_does(function: Callable[..., object]) -> bool:
+    """Whether it is called as `policy(module, recurse, nonwrapped_numel)`."""
+    try:
+        return "recurse" in inspect.signature(function).parameters
+    except ValueError:  # of a built-in, which does not say
+        return False
 
 
 def _names_a_class(item: object) -> bool:
