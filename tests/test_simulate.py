@@ -132,6 +132,15 @@ def test_differences_are_found() -> None:
     assert [text.split(":")[0] for text in found] == ["event 0", "(gather, reduce, replicate) bytes", "main weights"]
 
 
+def test_parts_that_tokens_do_not_reach_are_named() -> None:
+    """The eyes of a model that sees: nobody shows it a picture."""
+    result = simulate(transformers_model(SMALL), Job.of({"seq_len": 16}), world_size=4)
+    unseen = [event for event in result.events if event.unit != "model.layers.1"]
+    seen = {name: getattr(result, name) for name in Simulation.__slots__}
+    (found,) = Simulation(**{**seen, "events": unseen}).differences
+    assert found == "1 planned units did not run, model.layers.1 the first: a simulation feeds tokens alone"
+
+
 class Halved(nn.Module):
     """Layers, and something after them."""
 

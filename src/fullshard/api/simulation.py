@@ -20,7 +20,7 @@ from fullshard.api.sharding import torch_dtype
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.simulated import SimulatedCollectives, simulated_mesh
 from fullshard.core.errors import ConfigError
-from fullshard.core.events import Event, EventSink
+from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
@@ -69,6 +69,12 @@ class Simulation:
     @property
     def differences(self) -> list[str]:
         """What differs between the engine and the planner, in words; empty if nothing does."""
+        ran, planned = (
+            dict.fromkeys(e.unit for e in es if e.kind is EventKind.FORWARD_BEGIN)
+            for es in (self.events, self.predicted)
+        )
+        if idle := [unit for unit in planned if unit not in ran]:
+            return [f"{len(idle)} planned units did not run, {idle[0]} the first: a simulation feeds tokens alone"]
         found = []
         # What a model keeps for backward depends on its kernels, of which the meta device has others.
         events, predicted = ([e for e in es if e.what != "activations"] for es in (self.events, self.predicted))
