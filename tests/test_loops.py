@@ -6,17 +6,20 @@ pytest tests/test_loops.py
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import pickle
+import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from fullshard.api import Accelerator, DataLoaderConfiguration
+from fullshard.api import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from fullshard.api.data import ShardedDataLoader
 from fullshard.core.errors import ConfigError, DataError
 from tests.distributed import run_ranks
@@ -80,8 +83,33 @@ def _epochs(kind: str, count: int, how: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("how", [{}, {"split_batches": True}, {"even_batches": False}], ids=str)
 def test_what_rank_0_reads_for_all_is_what_each_would_have_read(kind: str, how: dict[str, Any]) -> None:
     for count in (1, 9, 16):
-        alone = run_ranks(_epochs, 2, kind, count, how)
+        alone = run_ranks(_epochs, 2, kind, count, {**how, "dispatch_batches": False})
         assert run_ranks(_epochs, 2, kind, count, {**how, "dispatch_batches": True}) == alone
+
+
+class Shuffled(IterableDataset[int]):
+    """A stream in an order that no seed gives; of each worker its part."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        mine = range(21) if worker is None else range(worker.id, 21, worker.num_workers)
+        return iter(random.Random().sample(mine, len(mine)))
+
+
+def _shuffled(num_workers: int, tiles: int) -> list[list[int]]:
+    parallelism = ParallelismConfig(dp_shard_size=2, tp_size=tiles) if tiles > 1 else None
+    made = Accelerator(cpu=True, parallelism_config=parallelism)
+    loader = made.prepare(DataLoader(Shuffled(), batch_size=4, num_workers=num_workers))
+    this: Any = multiprocessing.current_process()
+    with mock.patch.dict(this._config, daemon=False):  # or it may not have workers
+        return [made.gather_for_metrics(batch).tolist() for batch in loader]
+
+
+@pytest.mark.parametrize(("ranks", "num_workers", "tiles"), [(2, 0, 1), (2, 2, 1), (4, 0, 2)])
+def test_a_stream_in_an_order_of_each_ranks_own_loses_nothing(ranks: int, num_workers: int, tiles: int) -> None:
+    first, *others = run_ranks(_shuffled, ranks, num_workers, tiles)
+    assert sorted(number for step in first for number in step) == list(range(21))
+    assert all(other == first for other in others)
 
 
 def _only_rank_0_reads(fails_at: int) -> Any:

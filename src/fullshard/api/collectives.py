@@ -26,6 +26,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """This rank in the default process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def map_leaves(function: Callable[[torch.Tensor], Any], data: Any, *, strict: bool = False) -> Any:
     """`data` with `function` applied to every tensor in nested lists, (named) tuples and mappings.
 

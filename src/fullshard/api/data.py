@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, cast
 
 import torch
@@ -67,7 +68,8 @@ class ShardedDataLoader(DataLoader[Any]):
         synchronize: called at the start of every epoch, on all ranks.
         even_batches: fill up an incomplete last step, so that all ranks have as many batches of the same size. It can
             be changed at any time, as `loader.batch_sampler.even_batches`. Iterable datasets are always even.
-        dispatch_batches: rank 0 reads the batches of all ranks and sends each its own.
+        dispatch_batches: rank 0 reads the batches of all ranks and sends each its own. None: that of an iterable
+            dataset, which may give every rank another order.
         on_uneven: called at the start of an epoch in which some ranks have more batches than others.
         rounds_per_step: batches that a loader which drops its incomplete last step has of each step.
 
@@ -90,14 +92,15 @@ class ShardedDataLoader(DataLoader[Any]):
         gradient_state: GradientState | None = None,
         synchronize: Callable[[], None] | None = None,
         even_batches: bool = True,
-        dispatch_batches: bool = False,
+        dispatch_batches: bool | None = False,
         on_uneven: Callable[[], None] | None = None,
         rounds_per_step: int = 1,
     ) -> None:
         _refuse_sharded(loader, world_size)
         share = _Share.of(loader, rank, world_size, split_batches)
         share.deal.rounds_per_step = rounds_per_step
-        share.deal.for_all = dispatch_batches and world_size > 1
+        dispatch = isinstance(loader.dataset, IterableDataset) if dispatch_batches is None else dispatch_batches
+        share.deal.for_all = dispatch and world_size > 1
         share.deal.even = even_batches or share.is_always_even
         inherited = {name: getattr(loader, name) for name in _INHERITED if hasattr(loader, name)}
         if device is not None and inherited["num_workers"] and not traits_of(device).may_fork:
@@ -165,8 +168,7 @@ class ShardedDataLoader(DataLoader[Any]):
         discard = self.share.start_epoch(self._seed, self.epoch, skip)
         deal = self.share.deal
         if deal.for_all:
-            read = functools.partial(self._read, discard * deal.world_size)
-            iterator = dispatched(read, self.share.last_real, deal.rank, deal.world_size)
+            iterator = dispatched(functools.partial(self._read, discard), self.share.last_real, deal.world_size)
         else:
             iterator = self._read(discard)
         self._consumed = skip
@@ -194,12 +196,12 @@ class ShardedDataLoader(DataLoader[Any]):
             return False
 
     def _read(self, discard: int) -> Iterator[tuple[Any, int | None]]:
-        """What the loader itself gives, after the first `discard` batches; with the real items if a batch has them."""
-        batches = iter(super().__iter__())
+        """Batches, with the real items of their rounds if they have them; after what the loader gives at first."""
+        given = iter(super().__iter__())
         for _ in range(discard):
-            next(batches, _END)
-        for batch in batches:
-            yield self.share.unpack(batch)
+            next(given, _END)
+        for batch in given:
+            yield from self.share.unpack(batch)
 
     def state_dict(self) -> dict[str, int]:
         """Position of the loop: seed, epoch and items used. Valid at any number of ranks."""
@@ -280,13 +282,13 @@ class _Share:
         return len(cast("Sized", self._order))
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
-        """Prepare the next iteration. Returns how many steps the loop itself must throw away."""
+        """Prepare the next iteration. Returns how much the loop itself must throw away of what the loader gives."""
         self._sampler.prepare(seed, epoch, skip)
         return 0
 
-    def unpack(self, batch: Any) -> tuple[Any, int | None]:
-        """The batch, and the real items of its round if it carries them."""
-        return batch, None
+    def unpack(self, given: Any) -> Iterable[tuple[Any, int | None]]:
+        """Batches in what the loader gave, each with the real items of its round if that is known."""
+        return [(given, None)]
 
     def last_real(self) -> int | None:
         """Real items of the last round, once it was dealt."""
@@ -368,7 +370,7 @@ def _drawn_under_seed(order: Iterable[Any], seed: int) -> list[Any]:
 
 
 class _IterableShare(_Share):
-    """One rank's share of an iterable dataset: every rank reads the stream and keeps its part of each round."""
+    """One rank's share of an iterable dataset: whoever reads the stream keeps a part of each round, or all of it."""
 
     is_always_even = True
 
@@ -381,7 +383,7 @@ class _IterableShare(_Share):
         batched = loader.batch_size is not None
         return {
             "dataset": self._dataset,
-            "batch_size": self.deal.per_rank if batched else None,
+            "batch_size": None,  # what the dataset gives is a round
             "collate_fn": _CollateDealt(loader.collate_fn, batched=batched),
         }
 
@@ -411,24 +413,27 @@ class _IterableShare(_Share):
             )
         return rounds
 
-    def unpack(self, batch: Any) -> tuple[Any, int | None]:
-        inner, real = batch
-        return inner, int(real)
+    def unpack(self, given: Any) -> Iterable[tuple[Any, int | None]]:
+        batches, real = given
+        return [(batch, int(real)) for batch in batches]
 
     def last_real(self) -> int | None:
         return None
 
 
 class _DealtDataset(IterableDataset[Any]):
-    """This rank's samples of a stream, each with the number of real samples in its round."""
+    """The rounds of a stream: this rank's share or, if it reads for all, the share of each; and the real samples.
+
+    A whole round at a time, so that it comes from one worker: each of them deals rounds of its own.
+    """
 
     def __init__(self, deal: Deal, dataset: IterableDataset[Any]) -> None:
         self.deal = deal
         self.dataset = dataset
         self.skip = 0
 
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        return self._items(self.skip)
+    def __iter__(self) -> Iterator[tuple[list[list[Any]], int]]:
+        return self._rounds(self.skip)
 
     def __getattr__(self, name: str) -> Any:
         # Scripts reach through `loader.dataset`. Names looked up before __init__ (unpickling) must not recurse.
@@ -436,24 +441,22 @@ class _DealtDataset(IterableDataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def _items(self, skip: int) -> Iterator[tuple[Any, int]]:
-        for share, real in self.deal.shares(self.dataset, skip=skip):
-            for item in share:
-                yield item, real
+    def _rounds(self, skip: int) -> Iterator[tuple[list[list[Any]], int]]:
+        shares = self.deal.shares(self.dataset, skip=skip)
+        while of_round := list(itertools.islice(shares, self.deal.world_size if self.deal.for_all else 1)):
+            yield [share for share, _ in of_round], of_round[0][1]
 
 
 class _CollateDealt:
-    """Collates samples of a `_DealtDataset`; in a worker process, so it must pickle."""
+    """Collates what a `_DealtDataset` gives; in a worker process, so it must pickle."""
 
     def __init__(self, collate: Callable[[Any], Any], *, batched: bool) -> None:
         self._collate = collate
         self._batched = batched
 
-    def __call__(self, dealt: Any) -> tuple[Any, int]:
-        if not self._batched:
-            item, real = dealt
-            return self._collate(item), real
-        return self._collate([item for item, _ in cast("Sequence[tuple[Any, int]]", dealt)]), dealt[0][1]
+    def __call__(self, dealt: tuple[list[list[Any]], int]) -> tuple[list[Any], int]:
+        shares, real = dealt
+        return [self._collate(share if self._batched else share[0]) for share in shares], real
 
 
 def _deal(batch_size: int | None, rank: int, world_size: int, split_batches: bool, drop_last: bool) -> Deal:

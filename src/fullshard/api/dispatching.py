@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fullshard.api.collectives import scatter_objects
+from fullshard.api.collectives import rank, scatter_objects, world_size
 from fullshard.core.errors import DataError
 
 
@@ -35,22 +35,22 @@ class Parcel:
 def dispatched(
     read: Callable[[], Iterator[tuple[Any, int | None]]],
     last_real: Callable[[], int | None],
-    rank: int,
-    world_size: int,
+    shares: int,
 ) -> Iterator[tuple[Any, int | None]]:
     """This rank's batches, and the real items of the round where rank 0 knows them. A collective at each.
 
     Args:
         read: begins to read on rank 0, the batches of one step one rank after the other; called there only.
         last_real: the real items of the last round, once everything was read.
-        rank: this rank.
-        world_size: number of ranks.
+        shares: number of them in a step. Where there are more ranks, as many neighbours have the same.
 
     Raises:
         DataError: on the other ranks, if reading fails on rank 0, which raises what it was.
     """
-    parcels = _parcels(read, last_real, world_size) if rank == 0 else itertools.repeat(None)
-    for parcel_of_each in parcels:
+    copies = max(1, world_size() // shares)
+    parcels = _parcels(read, last_real, shares) if rank() == 0 else itertools.repeat(None)
+    for of_each_share in parcels:
+        parcel_of_each = of_each_share and [parcel for parcel in of_each_share for _ in range(copies)]
         parcel = scatter_objects(parcel_of_each)
         if parcel.error is not None:
             raise DataError(
@@ -64,17 +64,17 @@ def dispatched(
 
 
 def _parcels(
-    read: Callable[[], Iterator[tuple[Any, int | None]]], last_real: Callable[[], int | None], world_size: int
+    read: Callable[[], Iterator[tuple[Any, int | None]]], last_real: Callable[[], int | None], shares: int
 ) -> Iterator[list[Parcel]]:
     try:
         batches = read()
-        following = list(itertools.islice(batches, world_size))
+        following = list(itertools.islice(batches, shares))
         is_last = False
         while not is_last:
-            current, following = following, list(itertools.islice(batches, world_size))
+            current, following = following, list(itertools.islice(batches, shares))
             is_last = not following
             real = last_real() if is_last else None
-            yield [Parcel(current[rank : rank + 1], is_last, real) for rank in range(world_size)]
+            yield [Parcel(current[share : share + 1], is_last, real) for share in range(shares)]
     except Exception as error:
-        scatter_objects([Parcel([], True, error=f"{type(error).__name__}: {error}")] * world_size)
+        scatter_objects([Parcel([], True, error=f"{type(error).__name__}: {error}")] * world_size())
         raise

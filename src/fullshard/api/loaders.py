@@ -84,7 +84,7 @@ class Loaders(Checkpointing):
             gradient_state=self.gradient_state,
             synchronize=self._synchronize_rng,
             even_batches=config.even_batches,
-            dispatch_batches=bool(config.dispatch_batches),
+            dispatch_batches=config.dispatch_batches,
             on_uneven=self._note_uneven,
             rounds_per_step=1 if self.slices is None else self.slices.rounds,
         )

@@ -38,8 +38,8 @@ class DataLoaderConfiguration:
 
     Attributes:
         split_batches: a loader's batch size is that of all ranks together, not of each.
-        dispatch_batches: rank 0 reads the batches of all ranks and sends each its own. Default: every rank reads its
-            own, of iterable datasets too.
+        dispatch_batches: rank 0 reads the batches of all ranks and sends each its own. Default: for iterable datasets,
+            which may give every rank another order; with False every rank reads its own, so all must read the same.
         even_batches: fill up an incomplete last step, so that all ranks have as many batches. Not filled up they are
             for `join_uneven_inputs`, or for loops without a sharded model.
         use_seedable_sampler: no choice: samplers are always seeded with seed + epoch.
