@@ -246,6 +246,17 @@ def test_loading_into_other_objects_is_refused(tmp_path: Path) -> None:
         other.load_state(tmp_path / "state")
 
 
+def test_what_another_accelerator_prepared_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
+    first = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    _, optimizer = first.prepare(*model_and_optimizer())
+    second = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=3)
+    assert "gradient_accumulation_steps is 3 from now on for the Accelerator that was made before" in (
+        capsys.readouterr().err
+    )
+    assert second.prepare(optimizer).scaler is second.scaler is not first.scaler
+    assert first.gradient_accumulation_steps == 3
+
+
 def test_accelerate_takes_a_config_and_refuses_fp16() -> None:
     model, optimizer = model_and_optimizer()
     sharded, same, loader = fullshard.accelerate(model, optimizer, config=ShardingConfig(strategy="NO_SHARD"))

@@ -31,7 +31,7 @@ from fullshard import checkpoint
 from fullshard.api import saving
 from fullshard.api.accelerate_checkpoints import teach_accelerate
 from fullshard.api.accelerates import is_accelerates, own_plugin
-from fullshard.api.accelerator_state import AcceleratorState
+from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
 from fullshard.api.configure import run_config
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.elastic import accumulation_steps
@@ -150,6 +150,7 @@ class Accelerator(Loaders, Reporting):
             dynamo_plugin=dynamo_plugin,
         )
         self.handlers = handlers = Handlers.of(kwargs_handlers)
+        self._notes: list[str] = []
         said = {
             "mixed_precision": mixed_precision,
             "dynamo_backend": dynamo_backend,
@@ -174,7 +175,7 @@ class Accelerator(Loaders, Reporting):
         )
         self.state.tell_accelerate()
         self.slices = self._make_slices()
-        for note in handlers.notes:
+        for note in [*handlers.notes, *self._notes]:
             self._say(note)
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
@@ -197,9 +198,17 @@ class Accelerator(Loaders, Reporting):
             raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
         if self._accumulates and self._config.training.summed_ranks is None:  # else slices are what is shared
             steps = accumulation_steps(steps, read_rank_environment())
-        return self._gradient_state_class(
+        state = self._gradient_state_class(
             steps, accumulation.sync_with_dataloader, accumulation.adjust_scheduler, accumulation.sync_each_batch
         )
+        if (earlier := earlier_gradient_state()) is not None:
+            if earlier.num_steps != steps:
+                self._notes.append(
+                    f"gradient_accumulation_steps is {steps} from now on for the Accelerator that was made before, too "
+                    f"(it was {earlier.num_steps}), as in Accelerate: a process counts the micro-batches of one loop"
+                )
+            state.join(earlier)
+        return state
 
     if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
 
@@ -297,6 +306,7 @@ class Accelerator(Loaders, Reporting):
             ConfigError: a second optimizer in fp16.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer.gradient_state, optimizer.scaler = self.gradient_state, self.scaler  # of another Accelerator
             self._remember(optimizer, self._optimizers)
             return optimizer
         if self.scaler is not None and self._optimizers:
@@ -319,6 +329,7 @@ class Accelerator(Loaders, Reporting):
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Make a scheduler step with the optimizer: once for each rank; see `AcceleratedScheduler`."""
         if isinstance(scheduler, AcceleratedScheduler):
+            scheduler.gradient_state = self.gradient_state
             self._remember(scheduler, self._schedulers)
             return scheduler
         held = getattr(scheduler, "optimizer", None)

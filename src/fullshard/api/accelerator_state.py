@@ -191,6 +191,11 @@ class AcceleratorState(PartialState):
         return _dynamo_plugin(self.dynamo_backend)
 
 
+def earlier_gradient_state() -> GradientState | None:
+    """That of the Accelerators that were made in this process; None: none was, or their state was reset."""
+    return _TOLD[0].gradient_state if _TOLD and isinstance(_TOLD[0], AcceleratorState) else None
+
+
 def _arrived(fields: dict[str, Any]) -> AcceleratorState:
     """The state of a pickled Accelerator, where it is unpickled."""
     if _TOLD and isinstance(_TOLD[0], AcceleratorState):

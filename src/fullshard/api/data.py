@@ -113,7 +113,7 @@ class ShardedDataLoader(DataLoader[Any]):
         """Real samples of the step just handed out if it was filled up, else None."""
         self._target = device
         self._non_blocking = non_blocking
-        self._gradient_state = gradient_state or GradientState()
+        self.gradient_state = gradient_state or GradientState()
         self._synchronize = synchronize
         self._on_uneven = on_uneven
         self._skip_each = 0
@@ -172,7 +172,7 @@ class ShardedDataLoader(DataLoader[Any]):
         else:
             iterator = self._read(discard)
         self._consumed = skip
-        self._gradient_state.enter_loader(self)
+        self.gradient_state.enter_loader(self)
         try:
             following: Any = next(iterator, _END)
             while following is not _END:
@@ -187,7 +187,7 @@ class ShardedDataLoader(DataLoader[Any]):
             self._consumed = 0
         finally:
             self.end_of_dataloader, self.remainder = False, None
-            self._gradient_state.leave_loader(self)
+            self.gradient_state.leave_loader(self)
 
     def _is_uneven(self) -> bool:
         try:

@@ -62,6 +62,7 @@ class Loaders(Checkpointing):
                 hint="leave it out: rank 0 collates a batch for each rank",
             )
         if isinstance(data_loader, ShardedDataLoader):
+            data_loader.gradient_state = self.gradient_state
             self._remember(data_loader, self._dataloaders)
             return data_loader
         config = self.dataloader_config

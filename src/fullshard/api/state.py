@@ -119,6 +119,14 @@ class GradientState:
         """Always: every backward leaves reduced gradients."""
         return True
 
+    def join(self, earlier: GradientState) -> None:
+        """Be one with that of an earlier Accelerator: both see every loop and every step, counted as this one says."""
+        fields = vars(earlier)
+        fields["plugin_kwargs"] = self.plugin_kwargs
+        if not earlier.in_dataloader:  # what an earlier run began is over
+            fields.update(step=self.step, sync_gradients=self.sync_gradients)
+        self.__dict__ = fields
+
     def begin_micro_batch(self) -> None:
         """Count a micro-batch and decide whether it ends a step."""
         if self.sync_with_dataloader and self.end_of_dataloader:

@@ -1,0 +1,90 @@
+"""What scripts do by habit gives what Accelerate gives them: each of these runs with both, on one rank and on two.
+
+pytest tests/test_accelerate_habits.py
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.distributed import preload, run_ranks
+
+preload("accelerate")
+
+Habit = Callable[[Any], Any]
+
+
+def _library(name: str) -> SimpleNamespace:
+    """The names that scripts import, from one of the two, in a process that has seen no Accelerator yet."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from fullshard.api import accelerator_state
+
+    accelerator_state.AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    options = importlib.import_module("fullshard.api" if name == "fullshard" else "accelerate.utils")
+    return SimpleNamespace(name=name, Accelerator=importlib.import_module(name).Accelerator, options=options)
+
+
+def _with_both(habit: Habit) -> tuple[Any, Any]:
+    return habit(_library("accelerate")), habit(_library("fullshard"))
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+# -- several Accelerators ---------------------------------------------------------------------------------------
+
+
+def metrics_of_a_second_accelerator(library: Any) -> Any:
+    loader = library.Accelerator(cpu=True).prepare(DataLoader(numbers(11), batch_size=4))
+    other = library.Accelerator(cpu=True)
+    return [other.gather_for_metrics(x).tolist() for (x,) in loader]
+
+
+def steps_of_a_second_accelerator(library: Any) -> Any:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = library.Accelerator(cpu=True)
+    model, optimizer, loader = first.prepare(model, optimizer, DataLoader(numbers(14), batch_size=1))
+    other = library.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    steps = []
+    for (x,) in loader:
+        with other.accumulate(model):
+            other.backward(model(x[None].float()).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append((first.sync_gradients, first.gradient_accumulation_steps))
+    return steps
+
+
+def a_run_after_one_that_ended_within_a_step(library: Any) -> Any:
+    begun = library.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    with begun.accumulate():
+        pass
+    following = library.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    synced = []
+    for _ in range(4):
+        with following.accumulate():
+            synced.append(following.sync_gradients)
+    return synced
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "habit",
+    [metrics_of_a_second_accelerator, steps_of_a_second_accelerator, a_run_after_one_that_ended_within_a_step],
+)
+def test_the_same_as_with_accelerate(habit: Habit, world_size: int) -> None:
+    for theirs, ours in run_ranks(_with_both, world_size, habit):
+        assert ours == theirs
