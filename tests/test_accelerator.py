@@ -6,6 +6,7 @@ pytest tests/test_accelerator.py
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fullshard
 from fullshard.api import Accelerator, DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-from fullshard.api.options import Handlers
+from fullshard.api.options import Handlers, ProjectConfiguration
 from fullshard.config.schema import ShardingConfig
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.engine import FSDPModule
@@ -255,6 +256,29 @@ def test_what_another_accelerator_prepared_is_taken_over(capsys: pytest.CaptureF
     )
     assert second.prepare(optimizer).scaler is second.scaler is not first.scaler
     assert first.gradient_accumulation_steps == 3
+
+
+def test_loading_never_numbers_checkpoints_anew(tmp_path: Path) -> None:
+    def made() -> Accelerator:
+        options = ProjectConfiguration(str(tmp_path / "run"), automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=options)
+        accelerator.prepare(*model_and_optimizer())
+        return accelerator
+
+    numbered = made()
+    first = numbered.save_state()
+    numbered.save_state()
+    numbered.load_state(first)
+    assert numbered.save_iteration == 2, "an earlier one, to go back to"
+    shutil.copytree(first, tmp_path / "checkpoint_7")
+    numbered.load_state(tmp_path / "checkpoint_7")
+    shutil.copytree(first, tmp_path / "best")
+    numbered.load_state(tmp_path / "best")
+    assert numbered.save_iteration == 2, "of no number of this project"
+    assert numbered.save_state().endswith("checkpoint_2")
+    resumed = made()
+    resumed.load_state()
+    assert resumed.save_iteration == 3
 
 
 def test_accelerate_takes_a_config_and_refuses_fp16() -> None:

@@ -186,7 +186,7 @@ class Checkpointing(Facts):
             hook([], str(path))
         self.step = saving.load(path, self._training_state())
         if config.automatic_checkpoint_naming:
-            config.iteration = saving.number_of(path) + 1
+            config.iteration = saving.number_after(path, config)
 
     def keep_copy(self, step: int) -> None:
         """Renew the copies of the state in host memory that `max_lost_steps` asks for; nothing if it does not.

@@ -175,10 +175,14 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
     return newest
 
 
-def number_of(path: Location) -> int:
-    """The number in an automatic name, -1 for others."""
+def number_after(path: Location, config: Any) -> int:
+    """The number of the next checkpoint once `path` is loaded: after it, if it is one of those that are numbered."""
     match = _AUTOMATIC.fullmatch(path.name)
-    return int(match[1]) if match else -1
+    if match and config.project_dir is not None and isinstance(path, Path):
+        folder = local_path(config.project_dir) / "checkpoints"
+        if path.resolve().parent == folder.resolve():
+            return max(int(config.iteration), int(match[1]) + 1)
+    return int(config.iteration)
 
 
 def save(
