@@ -6,6 +6,7 @@ pytest tests/test_accelerate_habits.py
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fullshard.api.collectives import broadcast_object
 from tests.distributed import preload, run_ranks
 
 preload("accelerate")
@@ -80,10 +82,48 @@ def a_run_after_one_that_ended_within_a_step(library: Any) -> Any:
     return synced
 
 
+# -- loops ------------------------------------------------------------------------------------------------------
+
+
+def steps_that_each_take_the_first_batch(library: Any) -> Any:
+    torch.manual_seed(3)
+    loader = library.Accelerator(cpu=True).prepare(DataLoader(numbers(64), batch_size=4, shuffle=True))
+    return len({tuple(next(iter(loader))[0].tolist()) for _ in range(3)})
+
+
+def a_script_that_resumes_within_an_epoch(library: Any) -> Any:
+    made = [_prepared(library) for _ in range(2)]
+    (accelerator, _, begun), (resumed, _, loader) = made
+    with tempfile.TemporaryDirectory() as own:
+        directory = broadcast_object(own)
+        for number, _ in enumerate(begun):
+            if number == 1:
+                accelerator.save_state(directory)
+                break
+        resumed.load_state(directory)
+        resumed.wait_for_everyone()
+    loops = [resumed.skip_first_batches(loader, 2), loader]
+    return [x.tolist() for loop in loops for (x,) in loop]
+
+
+def _prepared(library: Any) -> Any:
+    accelerator = library.Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(16), batch_size=2))
+    return accelerator, model, loader
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "habit",
-    [metrics_of_a_second_accelerator, steps_of_a_second_accelerator, a_run_after_one_that_ended_within_a_step],
+    [
+        metrics_of_a_second_accelerator,
+        steps_of_a_second_accelerator,
+        a_run_after_one_that_ended_within_a_step,
+        steps_that_each_take_the_first_batch,
+        a_script_that_resumes_within_an_epoch,
+    ],
 )
 def test_the_same_as_with_accelerate(habit: Habit, world_size: int) -> None:
     for theirs, ours in run_ranks(_with_both, world_size, habit):

@@ -254,6 +254,41 @@ def test_skipping_reads_nothing_and_counts_epochs_with_the_original() -> None:
     assert epoch(loader) == second
 
 
+def test_a_loop_that_breaks_off_sees_other_samples_the_next_time() -> None:
+    loader = ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5)
+    again = ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5)
+    first, second, third = epoch(again), epoch(again), epoch(again)
+    assert [next(iter(loader))[0].tolist() for _ in range(2)] == [first[0], second[0]]
+    state = loader.state_dict()
+    assert epoch(loader) == third
+    loader.load_state_dict(state)
+    assert epoch(loader) == second[1:], "what was saved after a loop goes on in it"
+    loader.set_epoch(0)
+    next(iter(loader))
+    loader.set_epoch(0)
+    assert epoch(loader) == first
+
+
+def test_a_script_that_skips_for_itself_after_loading_skips_once() -> None:
+    def make() -> ShardedDataLoader:
+        return ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5)
+
+    whole = make()
+    first, second = epoch(whole), epoch(whole)
+    loader = make()
+    for number, _ in enumerate(loader):
+        if number == 1:
+            break
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    rest = iter(skip_first_batches(resumed, 2))
+    assert next(rest)[0].tolist() == first[2]
+    once_more = make()
+    once_more.load_state_dict(resumed.state_dict())  # of the loader that was prepared, which knows of the other
+    assert [batch[0].tolist() for batch in rest] == epoch(once_more) == first[3:]
+    assert epoch(resumed) == epoch(once_more) == second
+
+
 def test_skipping_on_a_plain_loader() -> None:
     loader = DataLoader(numbers(7), batch_size=2)
     assert epoch(skip_first_batches(loader, 2)) == [[4, 5], [6]]

@@ -13,6 +13,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -54,7 +55,7 @@ class ShardedDataLoader(DataLoader[Any]):
     An incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it or is told
     to leave it uneven; `remainder` tells how many of its samples are real. Samplers with a `generator` (so all of
     torch's) are seeded with seed + epoch; the order of any other sampler is rank 0's. The epoch advances after each
-    complete iteration.
+    iteration, also after one that was broken off.
 
     Args:
         loader: the loader to divide.
@@ -107,7 +108,7 @@ class ShardedDataLoader(DataLoader[Any]):
             inherited["multiprocessing_context"] = _without_fork(inherited["multiprocessing_context"], device)
         super().__init__(**share.arguments(loader), **inherited)
         self.share = share
-        self._epoch = [0]  # in a list, so that copies made by `skipping` share it
+        self._place = _Place()  # copies made by `skipping` share it
         self.end_of_dataloader = False
         self.remainder: int | None = None
         """Real samples of the step just handed out if it was filled up, else None."""
@@ -117,15 +118,13 @@ class ShardedDataLoader(DataLoader[Any]):
         self._synchronize = synchronize
         self._on_uneven = on_uneven
         self._skip_each = 0
-        self._start = 0
-        self._consumed = 0
         seed = share.initial_seed() if data_seed is None else data_seed
         self._seed: int = broadcast_object(seed) if world_size > 1 else seed
 
     @property
     def epoch(self) -> int:
-        """Complete iterations so far, or what `set_epoch` said."""
-        return self._epoch[0]
+        """Iterations so far, or what `set_epoch` said."""
+        return self._place.epoch
 
     @property
     def total_batch_size(self) -> int:
@@ -144,7 +143,7 @@ class ShardedDataLoader(DataLoader[Any]):
         try:
             rest = 0 if deal.drop_last else self.share.length() % size
         except TypeError:
-            rest = 0 if not self.end_of_dataloader or self._consumed % size == 0 else self._consumed % size
+            rest = self._place.consumed % size if self.end_of_dataloader else 0
         if rest:
             raise DataError(
                 f"an epoch ends {rest} samples into a step of {size}: its last step would be another one at each "
@@ -153,8 +152,8 @@ class ShardedDataLoader(DataLoader[Any]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`. Called by the loader itself after each complete iteration."""
-        self._epoch[0] = epoch
+        """Make the next iteration that of `epoch`; one that goes on where a loaded position is goes on there."""
+        self._place.set_epoch(epoch)
 
     def __len__(self) -> int:
         return max(0, self.share.deal.rounds(self.share.length()) - self._skip_each)
@@ -164,14 +163,16 @@ class ShardedDataLoader(DataLoader[Any]):
             self._synchronize()
         if self._on_uneven is not None and not self.share.deal.even and self._is_uneven():
             self._on_uneven()
-        skip, self._start = self._start + self._skip_each * self.total_batch_size, 0
+        place = self._place
+        skip = place.begin(self._skip_each * self.total_batch_size)
+        if self.share.deal.world_size > 1 and self.share.has_orders:
+            place.epoch = broadcast_object(place.epoch)  # a rank that had a look of its own is an epoch ahead
         discard = self.share.start_epoch(self._seed, self.epoch, skip)
         deal = self.share.deal
         if deal.for_all:
             iterator = dispatched(functools.partial(self._read, discard), self.share.last_real, deal.world_size)
         else:
             iterator = self._read(discard)
-        self._consumed = skip
         self.gradient_state.enter_loader(self)
         try:
             following: Any = next(iterator, _END)
@@ -181,10 +182,9 @@ class ShardedDataLoader(DataLoader[Any]):
                 self.end_of_dataloader = following is _END
                 real = self.share.last_real() if self.end_of_dataloader and real is None else real
                 self.remainder = real if deal.even and real != self.total_batch_size else None
-                self._consumed += self.total_batch_size
+                place.consumed += self.total_batch_size
                 yield batch if self._target is None else send_to_device(batch, self._target, self._non_blocking)
-            self._epoch[0] += 1
-            self._consumed = 0
+            place.epoch, place.consumed = place.epoch + 1, 0
         finally:
             self.end_of_dataloader, self.remainder = False, None
             self.gradient_state.leave_loader(self)
@@ -205,7 +205,7 @@ class ShardedDataLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """Position of the loop: seed, epoch and items used. Valid at any number of ranks."""
-        return {"seed": self._seed, "epoch": self.epoch, "consumed": self._consumed}
+        return {"seed": self._seed, "epoch": self.epoch, "consumed": self._place.consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a position: the next iteration starts after the last batch that was handed out.
@@ -215,15 +215,47 @@ class ShardedDataLoader(DataLoader[Any]):
         """
         if set(state) != {"seed", "epoch", "consumed"}:
             raise DataError(f"not the position of a data loader: keys {sorted(state)}, expected seed, epoch, consumed")
-        self._seed, self._epoch[0], self._start = state["seed"], state["epoch"], state["consumed"]
-        self._consumed = self._start
+        self._seed = state["seed"]
+        self._place.epoch, self._place.consumed, self._place.is_loaded = state["epoch"], state["consumed"], True
 
     def skipping(self, batches: int) -> ShardedDataLoader:
-        """A copy whose every iteration leaves out the first `batches` steps; it counts epochs with the original."""
+        """A copy whose every iteration leaves out the first `batches` steps; it has its place in common with this one.
+
+        Where a position was loaded, it leaves out that many of the whole epoch: the script has counted for itself.
+        """
         other = copy.copy(self)
         torch_private.forget_iteration(other)
         other._skip_each = self._skip_each + batches
         return other
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a loop is.
+
+    Attributes:
+        epoch: that of the iteration which runs, was broken off or comes next.
+        consumed: items that were used in it.
+        is_loaded: it comes next, and goes on after these.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+    is_loaded: bool = False
+
+    def begin(self, skip: int) -> int:
+        """An iteration begins, which a script has leave out `skip` items, 0 if it says nothing. Returns how many."""
+        if self.is_loaded:
+            skip = skip or self.consumed
+        elif self.consumed:  # the last one was broken off: what it had is not to come again
+            self.epoch += 1
+        self.consumed, self.is_loaded = skip, False
+        return skip
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if not self.is_loaded:
+            self.consumed = 0
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -280,6 +312,11 @@ class _Share:
 
     def length(self) -> int:
         return len(cast("Sized", self._order))
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the order may be another one in each epoch."""
+        return not isinstance(self._order, SequentialSampler | list | tuple)
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
         """Prepare the next iteration. Returns how much the loop itself must throw away of what the loader gives."""
@@ -393,6 +430,10 @@ class _IterableShare(_Share):
 
     def length(self) -> int:
         return len(cast("Sized", self._dataset.dataset))
+
+    @property
+    def has_orders(self) -> bool:
+        return True
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
         dataset = self._dataset.dataset
