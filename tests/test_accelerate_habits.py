@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from fullshard.api.collectives import broadcast_object
 from tests.distributed import preload, run_ranks
@@ -100,6 +100,7 @@ def a_script_that_resumes_within_an_epoch(library: Any) -> Any:
             if number == 1:
                 accelerator.save_state(directory)
                 break
+        resumed.wait_for_everyone()
         resumed.load_state(directory)
         resumed.wait_for_everyone()
     loops = [resumed.skip_first_batches(loader, 2), loader]
@@ -114,6 +115,52 @@ def _prepared(library: Any) -> Any:
     return accelerator, model, loader
 
 
+class Backwards(BatchSampler):
+    """With a way of its own, and a short batch at the end."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([batch[::-1] for batch in super().__iter__()])
+
+
+class Named(BatchSampler):
+    """With nothing of its own in how it goes through its batches."""
+
+
+def metrics_with_a_batch_sampler_of_ones_own(library: Any) -> Any:
+    accelerator = library.Accelerator(cpu=True)
+    seen = []
+    for kind in (Backwards, Named):
+        for count in (3, 8, 11, 14):
+            loader = DataLoader(numbers(count), batch_sampler=kind(SequentialSampler(range(count)), 4, False))
+            loader = accelerator.prepare(loader)
+            seen.append((len(loader), loader.total_batch_size, loader.total_dataset_length))
+            for (x,) in loader:
+                rows = [f"row {number}" for number in x.tolist()]
+                seen += [accelerator.gather_for_metrics(x).tolist(), accelerator.gather_for_metrics(rows)]
+    return seen
+
+
+def what_a_prepared_loader_shows(library: Any) -> Any:
+    accelerator = library.Accelerator(cpu=True)
+    data = numbers(11)
+    loader = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=True, drop_last=True))
+    stream = accelerator.prepare(DataLoader(Stream(), batch_size=4, drop_last=True))
+    both = [(one.dataset is data, one.total_dataset_length, one.iteration, one.num_workers) for one in (loader, stream)]
+    of_stream = (type(stream.dataset), stream.batch_size, stream.drop_last, stream.batch_sampler.batch_size)
+    sampler = loader.batch_sampler
+    return both, of_stream, loader.total_batch_size, sampler.batch_size, sampler.drop_last
+
+
+class Stream(IterableDataset[int]):
+    """Numbers, as many as it says."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "habit",
@@ -123,6 +170,8 @@ def _prepared(library: Any) -> Any:
         a_run_after_one_that_ended_within_a_step,
         steps_that_each_take_the_first_batch,
         a_script_that_resumes_within_an_epoch,
+        metrics_with_a_batch_sampler_of_ones_own,
+        what_a_prepared_loader_shows,
     ],
 )
 def test_the_same_as_with_accelerate(habit: Habit, world_size: int) -> None:

@@ -12,7 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
@@ -174,6 +183,31 @@ def test_batches_of_the_users_own_making_are_dealt_whole() -> None:
     loader = DataLoader(numbers(9), batch_sampler=batches)
     ranks = shares(loader, 2)
     assert ranks == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [0]]]
+
+
+@pytest.mark.parametrize("batches", [[[0, 1], [2, 3], [4]], [[0], [1, 2], [3, 4, 5]]])
+def test_repeated_batches_of_the_users_own_making_are_told(batches: list[list[int]]) -> None:
+    loader = DataLoader(numbers(9), batch_sampler=batches)
+    steps = list(zip(*(ShardedDataLoader(loader, rank=r, world_size=2, data_seed=0) for r in range(2)), strict=True))
+    last = ShardedDataLoader(loader, rank=0, world_size=2, data_seed=0)
+    for _ in last:
+        ragged, padded = last.real_rows(len(steps[-1][0][0]) + len(steps[-1][1][0])), last.real_rows(2 * 7)
+    assert (ragged, padded) == (len(batches[-1]), 7)
+
+
+def test_what_a_worker_is_told_reaches_the_stream() -> None:
+    class Range(Stream):
+        start = 0
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.start, self.count))
+
+    def tell(worker: int) -> None:  # as torch's page on IterableDataset has it
+        info: Any = get_worker_info()
+        info.dataset.start = info.dataset.count - 2
+
+    loader = DataLoader(Range(10), batch_size=2, num_workers=1, worker_init_fn=tell)
+    assert shares(loader, 2) == [[[8, 9]], [[8, 9]]]
 
 
 def test_a_sampler_that_is_a_batch_sampler() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from torch.utils.data.distributed import DistributedSampler
 
 from fullshard.api.collectives import broadcast_object, send_to_device
-from fullshard.api.dealing import Deal
+from fullshard.api.dealing import Deal, Real
 from fullshard.api.dispatching import dispatched
 from fullshard.api.forwarding import forwarded
 from fullshard.api.state import GradientState
@@ -34,6 +34,7 @@ _INHERITED = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
 )  # fmt: skip
+_SHOWN = ("dataset", "batch_size", "drop_last", "collate_fn", "sampler", "batch_sampler")
 
 
 def _without_fork(context: Any, device: torch.device) -> Any:
@@ -106,12 +107,13 @@ class ShardedDataLoader(DataLoader[Any]):
         inherited = {name: getattr(loader, name) for name in _INHERITED if hasattr(loader, name)}
         if device is not None and inherited["num_workers"] and not traits_of(device).may_fork:
             inherited["multiprocessing_context"] = _without_fork(inherited["multiprocessing_context"], device)
-        super().__init__(**share.arguments(loader), **inherited)
+        self.base_dataloader: DataLoader[Any] = DataLoader(**share.arguments(loader), **inherited)
+        # Scripts read from it what they gave; what reads is the other one.
+        vars(self).update(vars(self.base_dataloader) | share.shown(loader))
         self.share = share
         self._place = _Place()  # copies made by `skipping` share it
         self.end_of_dataloader = False
-        self.remainder: int | None = None
-        """Real samples of the step just handed out if it was filled up, else None."""
+        self._real: Real | None = None  # of the step just handed out, if it was filled up
         self._target = device
         self._non_blocking = non_blocking
         self.gradient_state = gradient_state or GradientState()
@@ -126,15 +128,28 @@ class ShardedDataLoader(DataLoader[Any]):
         """Iterations so far, or what `set_epoch` said."""
         return self._place.epoch
 
+    iteration: int = forwarded("epoch")
+    """The same, under Accelerate's name."""
+
     @property
     def total_batch_size(self) -> int:
-        """Samples per step over all ranks (batches per step, if the loader makes batches of its own)."""
-        return self.share.deal.round_size
+        """Samples per step over all ranks (batches per step, if the loader makes batches of no stated size)."""
+        return self.share.deal.round_size * self.share.samples_per_item
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of an epoch. Raises `TypeError` if the dataset has no length."""
-        return self.share.length()
+        """Samples of the dataset. Raises `TypeError` if it has no length."""
+        return len(cast("Sized", self.dataset))
+
+    @property
+    def remainder(self) -> int | None:
+        """Real samples of the step just handed out if it was filled up, else None."""
+        return None if self._real is None else self._real.samples
+
+    def real_rows(self, gathered: int) -> int:
+        """Of rows gathered from all ranks in the current step those that are no repetitions: the first."""
+        ranks = self.share.deal.world_size
+        return gathered if self._real is None or ranks == 1 else self._real.rows(gathered, ranks)
 
     def check_whole_steps(self) -> None:
         """Raise `DataError` if an epoch ends within a step of several rounds, as far as its length is known."""
@@ -164,7 +179,7 @@ class ShardedDataLoader(DataLoader[Any]):
         if self._on_uneven is not None and not self.share.deal.even and self._is_uneven():
             self._on_uneven()
         place = self._place
-        skip = place.begin(self._skip_each * self.total_batch_size)
+        skip = place.begin(self._skip_each * self.share.deal.round_size)
         if self.share.deal.world_size > 1 and self.share.has_orders:
             place.epoch = broadcast_object(place.epoch)  # a rank that had a look of its own is an epoch ahead
         discard = self.share.start_epoch(self._seed, self.epoch, skip)
@@ -181,12 +196,12 @@ class ShardedDataLoader(DataLoader[Any]):
                 following = next(iterator, _END)
                 self.end_of_dataloader = following is _END
                 real = self.share.last_real() if self.end_of_dataloader and real is None else real
-                self.remainder = real if deal.even and real != self.total_batch_size else None
-                place.consumed += self.total_batch_size
+                self._real = real if deal.even and real is not None and real.samples != real.dealt else None
+                place.consumed += deal.round_size
                 yield batch if self._target is None else send_to_device(batch, self._target, self._non_blocking)
             place.epoch, place.consumed = place.epoch + 1, 0
         finally:
-            self.end_of_dataloader, self.remainder = False, None
+            self.end_of_dataloader, self._real = False, None
             self.gradient_state.leave_loader(self)
 
     def _is_uneven(self) -> bool:
@@ -195,9 +210,9 @@ class ShardedDataLoader(DataLoader[Any]):
         except TypeError:  # a sampler without a length, which rank 0 alone reads
             return False
 
-    def _read(self, discard: int) -> Iterator[tuple[Any, int | None]]:
-        """Batches, with the real items of their rounds if they have them; after what the loader gives at first."""
-        given = iter(super().__iter__())
+    def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
+        """Batches, with what is real of their rounds if it is known; after what the loader gives at first."""
+        given = iter(self.base_dataloader)
         for _ in range(discard):
             next(given, _END)
         for batch in given:
@@ -224,7 +239,8 @@ class ShardedDataLoader(DataLoader[Any]):
         Where a position was loaded, it leaves out that many of the whole epoch: the script has counted for itself.
         """
         other = copy.copy(self)
-        torch_private.forget_iteration(other)
+        other.base_dataloader = copy.copy(self.base_dataloader)
+        torch_private.forget_iteration(other.base_dataloader)
         other._skip_each = self._skip_each + batches
         return other
 
@@ -273,16 +289,18 @@ class _Share:
 
     Attributes:
         deal: how the order is dealt.
+        samples_per_item: of it, as far as known: 1 if they are dealt one by one.
         is_always_even: it cannot be dealt unevenly.
     """
 
     is_always_even = False
 
-    def __init__(self, deal: Deal, order: Iterable[Any], *, of_batches: bool, as_sampler: bool) -> None:
+    def __init__(self, deal: Deal, order: Iterable[Any], *, batches: Any = None, as_sampler: bool = False) -> None:
         self.deal = deal
+        self.samples_per_item: int = (getattr(batches, "batch_size", None) or 1) if batches is order else 1
         self._order = order
         self._as_sampler = as_sampler
-        self._sampler = _DealtSampler(deal, order, single=of_batches)
+        self._sampler = _DealtSampler(deal, order, batches)
 
     @staticmethod
     def of(loader: DataLoader[Any], rank: int, world_size: int, split_batches: bool) -> _Share:
@@ -293,11 +311,11 @@ class _Share:
         # Without automatic batching the sampler may itself yield lists of indices (`sampler=BatchSampler(...)`).
         batches: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         as_sampler = loader.batch_sampler is None
-        if type(batches) is BatchSampler:
+        if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
             deal = _deal(batches.batch_size, rank, world_size, split_batches, batches.drop_last)
-            return _Share(deal, batches.sampler, of_batches=False, as_sampler=as_sampler)
+            return _Share(deal, batches.sampler, batches=batches, as_sampler=as_sampler)
         deal = _deal(None, rank, world_size, split_batches, bool(getattr(batches, "drop_last", False)))
-        return _Share(deal, batches, of_batches=True, as_sampler=as_sampler)
+        return _Share(deal, batches, batches=batches, as_sampler=as_sampler)
 
     def arguments(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Arguments for the divided loader."""
@@ -305,6 +323,11 @@ class _Share:
         if self._as_sampler:
             return common | {"batch_size": None, "sampler": self._sampler}
         return common | {"batch_sampler": self._sampler}
+
+    def shown(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """What the loader that scripts hold shows of theirs."""
+        own = "sampler" if self._as_sampler else "batch_sampler"
+        return {name: getattr(loader, name) for name in _SHOWN if name != own}
 
     def initial_seed(self) -> int:
         generator = getattr(self._order, "generator", None)
@@ -323,27 +346,33 @@ class _Share:
         self._sampler.prepare(seed, epoch, skip)
         return 0
 
-    def unpack(self, given: Any) -> Iterable[tuple[Any, int | None]]:
-        """Batches in what the loader gave, each with the real items of its round if that is known."""
+    def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
+        """Batches in what the loader gave, each with what is real of its round if that is known."""
         return [(given, None)]
 
-    def last_real(self) -> int | None:
-        """Real items of the last round, once it was dealt."""
+    def last_real(self) -> Real | None:
+        """What is real of the last round, once it was dealt."""
         return self._sampler.last_real
 
 
 class _DealtSampler(Sampler[Any]):
     """This rank's lists of indices, in an order that all ranks agree on."""
 
-    def __init__(self, deal: Deal, order: Iterable[Any], *, single: bool) -> None:
+    def __init__(self, deal: Deal, order: Iterable[Any], batches: Any) -> None:
         self._deal = deal
         self._order = order
-        self._single = single
+        self.batch_sampler = batches
         self._next = (0, 0, 0)
-        self.last_real: int | None = None
+        self.last_real: Real | None = None
 
     even_batches: bool = forwarded("_deal.even", may_set=True)
     """Whether an incomplete last step is filled up, under Accelerate's name; scripts set it."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Scripts reach through it: batch_size, drop_last, sampler. Not before __init__ (unpickling).
+        if name.startswith("__") or "batch_sampler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
 
     def prepare(self, seed: int, epoch: int, skip: int) -> None:
         self._next = (seed, epoch, skip)
@@ -359,9 +388,57 @@ class _DealtSampler(Sampler[Any]):
         return self._shares(_agreed_order(self._order, seed, epoch, readers), skip)
 
     def _shares(self, order: Iterable[Any], skip: int) -> Iterator[Any]:
-        for share, real in self._deal.shares(order, skip=skip):
-            self.last_real = real
-            yield share[0] if self._single else share
+        if self._order is self.batch_sampler:
+            yield from self._batches(_Equal(order, self._size_to_keep()), skip)
+            return
+        for of_all, real in self._deal.dealt(order, skip=skip):
+            self.last_real = Real(real, self._deal.round_size)
+            yield from self._deal.shares_of(of_all)
+
+    def _batches(self, order: _Equal, skip: int) -> Iterator[Any]:
+        for of_all, real in self._deal.dealt(order, skip=skip):
+            sizes = [len(batch) if isinstance(batch, Sized) else None for batch in of_all]
+            known = [size for size in sizes if size is not None]
+            if len(known) < len(sizes):  # each is whatever the dataset makes of one index
+                self.last_real = Real(real, len(sizes), batches=real)
+            else:
+                self.last_real = Real(sum(known[:real]) - order.added, sum(known), batches=real)
+            for (batch,) in self._deal.shares_of(of_all):
+                yield batch
+
+    def _size_to_keep(self) -> int | None:
+        """Samples that a batch is to have on every rank; None: as many as it has."""
+        size = getattr(self.batch_sampler, "batch_size", None)
+        return size if self._deal.even and self._deal.world_size > 1 and isinstance(size, int) else None
+
+
+class _Equal:
+    """Batches of one size, of which the last may be shorter: it is filled up from the start, as Accelerate does.
+
+    Attributes:
+        added: samples that it was filled up with.
+    """
+
+    def __init__(self, batches: Iterable[Any], size: int | None) -> None:
+        self._batches = batches
+        self._size = size
+        self.added = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._batches)
+        first: Any = next(batches, _END)
+        if first is _END:
+            return
+        batch = first
+        for following in batches:
+            yield batch
+            if isinstance(batch, Sized) and len(batch) != self._size:
+                self._size = None  # they differ anyway
+            batch = following
+        if self._size is not None and isinstance(batch, list):
+            self.added = max(0, self._size - len(batch))
+            batch = [*batch, *itertools.islice(itertools.cycle(first), self.added)]
+        yield batch
 
 
 def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> Iterable[Any]:
@@ -412,7 +489,7 @@ class _IterableShare(_Share):
     is_always_even = True
 
     def __init__(self, deal: Deal, loader: DataLoader[Any]) -> None:
-        super().__init__(deal, (), of_batches=False, as_sampler=False)
+        super().__init__(deal, ())
         self._dataset = _DealtDataset(deal, cast("IterableDataset[Any]", loader.dataset))
         self._num_workers = loader.num_workers
 
@@ -423,6 +500,9 @@ class _IterableShare(_Share):
             "batch_size": None,  # what the dataset gives is a round
             "collate_fn": _CollateDealt(loader.collate_fn, batched=batched),
         }
+
+    def shown(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        return {name: getattr(loader, name) for name in _SHOWN}
 
     def initial_seed(self) -> int:
         generator = getattr(self._dataset.dataset, "generator", None)
@@ -454,11 +534,12 @@ class _IterableShare(_Share):
             )
         return rounds
 
-    def unpack(self, given: Any) -> Iterable[tuple[Any, int | None]]:
-        batches, real = given
-        return [(batch, int(real)) for batch in batches]
+    def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
+        batches, samples = given
+        real = Real(int(samples), self.deal.round_size)
+        return [(batch, real) for batch in batches]
 
-    def last_real(self) -> int | None:
+    def last_real(self) -> Real | None:
         return None
 
 
@@ -477,10 +558,16 @@ class _DealtDataset(IterableDataset[Any]):
         return self._rounds(self.skip)
 
     def __getattr__(self, name: str) -> Any:
-        # Scripts reach through `loader.dataset`. Names looked up before __init__ (unpickling) must not recurse.
+        # A worker_init_fn reaches through `get_worker_info().dataset`. Not before __init__ (unpickling).
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("deal", "dataset", "skip"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.dataset, name, value)
 
     def _rounds(self, skip: int) -> Iterator[tuple[list[list[Any]], int]]:
         shares = self.deal.shares(self.dataset, skip=skip)

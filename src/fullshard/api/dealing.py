@@ -20,6 +20,27 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Real:
+    """What of a step is no repetition.
+
+    Attributes:
+        samples: how many of it, the first ones.
+        dealt: samples that all ranks have of it; None: not known.
+        batches: where batches are dealt, how many of them.
+    """
+
+    samples: int
+    dealt: int | None
+    batches: int | None = None
+
+    def rows(self, gathered: int, ranks: int) -> int:
+        """How many rows to keep of those gathered from all ranks: one for each sample, or padded to equal batches."""
+        if self.batches is None or gathered == self.dealt:
+            return self.samples
+        return gathered // ranks * self.batches
+
+
 @dataclass(slots=True)
 class Deal:
     """Which items of each round belong to this rank.
@@ -68,14 +89,18 @@ class Deal:
             items: the order, the same on every rank.
             skip: items at the start that were used already.
         """
-        ranks = range(self.world_size) if self.for_all else (self.rank,)
-        for items_of_all, real in self._rounds(items, skip):
-            for rank in ranks:
-                share = items_of_all[rank * self.per_rank : (rank + 1) * self.per_rank]
-                if share:
-                    yield share, real
+        for items_of_all, real in self.dealt(items, skip=skip):
+            for share in self.shares_of(items_of_all):
+                yield share, real
 
-    def _rounds(self, items: Iterable[T], skip: int) -> Iterator[tuple[list[T], int]]:
+    def shares_of(self, items_of_all: list[T]) -> Iterator[list[T]]:
+        """This rank's share of one round, if it has one; or the shares of all ranks."""
+        for rank in range(self.world_size) if self.for_all else (self.rank,):
+            if share := items_of_all[rank * self.per_rank : (rank + 1) * self.per_rank]:
+                yield share
+
+    def dealt(self, items: Iterable[T], *, skip: int = 0) -> Iterator[tuple[list[T], int]]:
+        """The items of each round for all ranks, and how many of them are not repetitions."""
         rest = iter(items)
         if self.drop_last and self.rounds_per_step > 1:
             rest = _whole(rest, self.round_size * self.rounds_per_step)

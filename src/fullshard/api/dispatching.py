@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.api.collectives import rank, scatter_objects, world_size
+from fullshard.api.dealing import Real
 from fullshard.core.errors import DataError
 
 
@@ -20,28 +21,28 @@ class Parcel:
     """What rank 0 sends to one rank for one step.
 
     Attributes:
-        batches: the batch and the real items of its round if it knows them, in a list; empty if there is none for it.
+        batches: the batch and what is real of its round if it knows, in a list; empty if there is none for it.
         is_last: nothing comes after it.
-        real: the real items of the last round, with the last batch; else None.
+        real: what is real of the last round, with the last batch; else None.
         error: why rank 0 could not read; None: it could.
     """
 
-    batches: list[tuple[Any, int | None]]
+    batches: list[tuple[Any, Real | None]]
     is_last: bool
-    real: int | None = None
+    real: Real | None = None
     error: str | None = None
 
 
 def dispatched(
-    read: Callable[[], Iterator[tuple[Any, int | None]]],
-    last_real: Callable[[], int | None],
+    read: Callable[[], Iterator[tuple[Any, Real | None]]],
+    last_real: Callable[[], Real | None],
     shares: int,
-) -> Iterator[tuple[Any, int | None]]:
-    """This rank's batches, and the real items of the round where rank 0 knows them. A collective at each.
+) -> Iterator[tuple[Any, Real | None]]:
+    """This rank's batches, and what is real of the round where rank 0 knows. A collective at each.
 
     Args:
         read: begins to read on rank 0, the batches of one step one rank after the other; called there only.
-        last_real: the real items of the last round, once everything was read.
+        last_real: what is real of the last round, once everything was read.
         shares: number of them in a step. Where there are more ranks, as many neighbours have the same.
 
     Raises:
@@ -64,7 +65,7 @@ def dispatched(
 
 
 def _parcels(
-    read: Callable[[], Iterator[tuple[Any, int | None]]], last_real: Callable[[], int | None], shares: int
+    read: Callable[[], Iterator[tuple[Any, Real | None]]], last_real: Callable[[], Real | None], shares: int
 ) -> Iterator[list[Parcel]]:
     try:
         batches = read()

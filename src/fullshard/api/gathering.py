@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fullshard.api import collectives
+from fullshard.api.data import ShardedDataLoader
 from fullshard.api.processes import Processes
 from fullshard.api.state import GradientState, ProcessState
 
@@ -51,13 +52,11 @@ class Gathering(Processes):
         if use_gather_object or not _all_tensors(input_data):
             parts = collectives.all_gather_object(input_data)[:: self._tensor_parallel_size]
             data = [item for part in parts for item in part]
-            keep = self._real_rows(len(data))
-            return data if keep is None else data[:keep]
+            return data[: self._real_rows(len(data))]
         data = self._gather_once(input_data)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            keep = self._real_rows(tensor.shape[0])
-            return tensor if keep is None else tensor[:keep]
+            return tensor[: self._real_rows(tensor.shape[0])]
 
         return collectives.map_leaves(cut, data)
 
@@ -83,15 +82,10 @@ class Gathering(Processes):
         self._trigger = False
         return bool(collectives.reduce(flag, "max").item())
 
-    def _real_rows(self, rows: int) -> int | None:
-        """Rows that are not repetitions, of `rows` gathered in the current step; None: all."""
+    def _real_rows(self, rows: int) -> int:
+        """Rows that are not repetitions, of `rows` gathered in the current step."""
         loader = self.gradient_state.active_dataloader
-        if loader is None or loader.remainder is None:
-            return None
-        # A loader with batches of its own making counts ranks, not samples: the repeating ranks come last.
-        if loader.total_batch_size == self._data_parallel_size:
-            return rows // self._data_parallel_size * loader.remainder
-        return loader.remainder
+        return loader.real_rows(rows) if isinstance(loader, ShardedDataLoader) else rows
 
 
 def _all_tensors(data: Any) -> bool:

@@ -21,11 +21,10 @@ class Loader(Protocol):
     """What the gradient state asks of a data loader that is being iterated."""
 
     end_of_dataloader: bool
-    remainder: int | None
 
     @property
-    def total_batch_size(self) -> int:
-        """Samples per step over all ranks."""
+    def remainder(self) -> int | None:
+        """Real samples of the current step if it was filled up, else None."""
 
 
 class GradientState:
