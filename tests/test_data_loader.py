@@ -230,6 +230,35 @@ def test_unknown_samplers_repeat_after_a_restart_and_leave_the_global_generator_
     torch.set_rng_state(before)
 
 
+class Buckets(BatchSampler):
+    """Shuffles its batches with a generator of its own, over a sampler that has one, too."""
+
+    def __init__(self, count: int) -> None:
+        self.generator = torch.Generator().manual_seed(8)
+        super().__init__(RandomSampler(range(count), generator=torch.Generator().manual_seed(9)), 2, False)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        return iter([batches[i] for i in torch.randperm(len(batches), generator=self.generator)])
+
+
+def test_a_batch_sampler_with_a_generator_repeats_after_a_restart() -> None:
+    def make() -> ShardedDataLoader:
+        loader = DataLoader(numbers(12), batch_sampler=Buckets(12))
+        return ShardedDataLoader(loader, rank=1, world_size=2, data_seed=7)
+
+    whole = make()
+    first, second = epoch(whole), epoch(whole)
+    assert first != second
+    loader = make()
+    assert epoch(loader) == first
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert epoch(resumed) == second
+    ranks = shares(DataLoader(numbers(12), batch_sampler=Buckets(12)), 2)
+    assert sorted(i for rank in ranks for batch in rank for i in batch) == list(range(12))
+
+
 @pytest.mark.parametrize("dataset", [Numbers(23), Stream(23)])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_position_resumes_in_mid_epoch(dataset: Any, num_workers: int) -> None:

@@ -140,6 +140,40 @@ def test_a_sampler_without_a_length_can_be_read_by_rank_0_for_all() -> None:
     assert run_ranks(_without_length, 2) == [[[0, 1], [4, 5], [8, 0]], [[2, 3], [6, 7], [1, 2]]]
 
 
+class Endless(Sampler[int]):
+    """Goes on with another order at the end of each."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(6).tolist()
+
+
+class EndlessWithoutLength(Sampler[int]):
+    __iter__ = Endless.__iter__
+
+
+def _endless(kind: Any, resumes: bool) -> list[list[int]]:
+    torch.manual_seed(random.SystemRandom().randrange(2**31))  # ranks that draw on their own
+    loader = accelerator(data_seed=3).prepare(DataLoader(numbers(6), batch_size=3, sampler=kind()))
+    if resumes:
+        for number, _ in enumerate(loader):
+            if number == 1:
+                break
+        loader.load_state_dict(loader.state_dict())
+    return [batch.tolist() for batch in itertools.islice(loader, 4)]
+
+
+@pytest.mark.parametrize("kind", [Endless, EndlessWithoutLength])
+def test_a_sampler_may_have_no_end(kind: Any) -> None:
+    assert all(len(batch) == 3 for batch in _endless(kind, False))
+    (first, second), resumed = run_ranks(_endless, 2, kind, False), run_ranks(_endless, 2, kind, True)
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [list(range(6))] * 4
+    assert [rank[:2] for rank in resumed] == [first[2:], second[2:]]
+
+
 def _position(dispatch: bool) -> Any:
     loader = accelerator(dispatch_batches=dispatch).prepare(DataLoader(numbers(32), batch_size=4, shuffle=True))
     begun = [batch.tolist() for batch in itertools.islice(loader, 2)]

@@ -7,6 +7,7 @@ order depends on a seed and the epoch alone, never on the number of ranks, so a 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -34,6 +35,7 @@ _INHERITED = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
 )  # fmt: skip
+_PIECE = 1000  # indices that ranks agree on at a time, of a sampler without a length
 _SHOWN = ("dataset", "batch_size", "drop_last", "collate_fn", "sampler", "batch_sampler")
 
 
@@ -78,7 +80,7 @@ class ShardedDataLoader(DataLoader[Any]):
     Raises:
         ConfigError: `split_batches` with a batch size that is not a multiple of the world size, or with batches of the
             user's own making; or workers that are forked, beside a device that does not bear it.
-        DataError: the loader divides its data over the ranks already, or has no length where one is needed.
+        DataError: the loader divides its data over the ranks already.
     """
 
     def __init__(
@@ -452,35 +454,51 @@ def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> 
         seeded = copy.copy(order)
         cast("Any", seeded).generator = torch.Generator().manual_seed(seed + epoch)
         return seeded
-    if not hasattr(order, "__len__"):
-        if readers > 1:
-            raise DataError(
-                f"cannot agree on the order of {type(order).__name__} over {readers} ranks: it has no length",
-                hint="give the sampler a __len__ or a `generator` attribute that it draws from; or have rank 0 read "
-                "for all ranks, with dispatch_batches",
-            )
+    if readers == 1 and not hasattr(order, "__len__"):
         return order
-    # A sampler of unknown make draws from the global generators: seed them for the time of the draw, and to be safe
-    # from anything else that differs between processes let rank 0's order be everybody's.
-    drawn = _drawn_under_seed(order, seed + epoch)
-    return broadcast_object(drawn) if readers > 1 else drawn
+    return _drawn(order, seed + epoch, readers)
 
 
-def _drawn_under_seed(order: Iterable[Any], seed: int) -> list[Any]:
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
+    """What a sampler of unknown make gives, which may never end.
+
+    It draws from the global generators, or holds some: they are seeded for the time of the draw. To be safe from
+    anything else that differs between processes, rank 0's order is everybody's.
+    """
+    size = len(order) if isinstance(order, Sized) else _PIECE
+    items: Iterator[Any] | None = None
+    for piece in itertools.count():
+        with _seeded(order, seed + piece * _PIECE):
+            items = iter(order) if items is None else items
+            drawn = list(itertools.islice(items, size + 1))  # one more, to see whether that was all
+        yield from broadcast_object(drawn) if readers > 1 else drawn
+        if len(drawn) <= size:
+            return
+
+
+@contextlib.contextmanager
+def _seeded(order: Any, seed: int) -> Iterator[None]:
+    """Seed all generators that `order` may draw from, and give them their states back."""
+    numpy: Any = sys.modules.get("numpy")
+    held = [*getattr(order, "__dict__", {}).values()]
+    held += getattr(getattr(order, "sampler", None), "__dict__", {}).values()
+    own = [each for each in held if isinstance(each, torch.Generator)]
+    states = [generator.get_state() for generator in own]
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            for generator in (torch.default_generator, *own):
+                generator.manual_seed(seed)
             random.seed(seed)
             if numpy is not None:
                 numpy.random.seed(seed % 2**32)
-            return list(order)
+            yield
     finally:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)
 
 
 class _IterableShare(_Share):
