@@ -115,6 +115,38 @@ def _prepared(library: Any) -> Any:
     return accelerator, model, loader
 
 
+# -- values -----------------------------------------------------------------------------------------------------
+
+
+def parts_of_a_dataset(library: Any) -> Any:
+    from datasets import Dataset
+
+    accelerator = library.Accelerator(cpu=True)
+    parts = []
+    for count in (1, 4, 5):
+        for padding in (False, True):
+            whole = Dataset.from_dict({"x": list(range(count))})
+            with accelerator.split_between_processes(whole, apply_padding=padding) as part:
+                parts.append((type(part).__name__, part["x"][:]))
+    return parts
+
+
+class Average:
+    """What is no scheduler, though it has its methods."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def what_prepare_leaves_alone(library: Any) -> Any:
+    average, text = Average(), "text"
+    accelerator = library.Accelerator(cpu=True)
+    return [kept is given for kept, given in zip(accelerator.prepare(average, text), (average, text), strict=True)]
+
+
 class Backwards(BatchSampler):
     """With a way of its own, and a short batch at the end."""
 
@@ -172,6 +204,8 @@ class Stream(IterableDataset[int]):
         a_script_that_resumes_within_an_epoch,
         metrics_with_a_batch_sampler_of_ones_own,
         what_a_prepared_loader_shows,
+        parts_of_a_dataset,
+        what_prepare_leaves_alone,
     ],
 )
 def test_the_same_as_with_accelerate(habit: Habit, world_size: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import UserDict, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import fullshard
 from fullshard.api import Accelerator, DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from fullshard.api.collectives import send_to_device
 from fullshard.api.options import Handlers, ProjectConfiguration
 from fullshard.config.schema import ShardingConfig
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
@@ -279,6 +282,27 @@ def test_loading_never_numbers_checkpoints_anew(tmp_path: Path) -> None:
     resumed = made()
     resumed.load_state()
     assert resumed.save_iteration == 3
+
+
+def test_one_process_gathers_whatever_it_has() -> None:
+    accelerator = Accelerator(cpu=True)
+    for value in ({"text": "abc"}, "abc", None, ("a", "b"), 1.5, {"ids": [1, 2], "none": None}):
+        assert accelerator.gather(value) == accelerator.gather_for_metrics(value) == value
+        assert accelerator.gather_for_metrics(value, use_gather_object=True) is value
+        with accelerator.split_between_processes(value) as part:
+            assert part is value
+    assert accelerator.gather_for_metrics(torch.tensor(2.0)).tolist() == [2.0], "of as many dimensions as on many ranks"
+
+
+def test_containers_of_batches_are_kept() -> None:
+    lines: Any = defaultdict(list, x=torch.ones(2))
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = send_to_device({"lines": lines, "packed": packed, "user": UserDict(x=torch.ones(1))}, torch.device("meta"))
+    assert moved["lines"]["x"].is_meta and moved["lines"]["new"] == []
+    assert moved["packed"].data.is_meta and not moved["packed"].batch_sizes.is_meta, "torch wants these on the CPU"
+    assert moved["user"]["x"].is_meta
+    gathered = Accelerator(cpu=True).gather(lines)
+    assert gathered["x"].tolist() == [1, 1] and gathered.default_factory is list
 
 
 def test_accelerate_takes_a_config_and_refuses_fp16() -> None:

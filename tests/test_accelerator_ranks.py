@@ -99,6 +99,9 @@ def _metrics() -> dict[str, Any]:
         accelerator.gather(torch.ones(1 + rank))
     except CommunicationError as error:
         results["mismatch"] = str(error)
+    for wrong in ({"text": "abc"}, "abc", None):
+        with pytest.raises(TypeError, match="on 2 ranks takes tensors in any nesting, or a list with an object for"):
+            accelerator.gather_for_metrics(wrong)
     if rank == 1:
         accelerator.set_trigger()
     results["trigger"] = (accelerator.check_trigger(), accelerator.check_trigger())

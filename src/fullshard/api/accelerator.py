@@ -591,6 +591,9 @@ def _check_rng_types(rng_types: list[Any] | None) -> set[str]:
 def _is_scheduler(value: Any) -> bool:
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler):
         return True
-    return not isinstance(value, torch.optim.Optimizer | nn.Module | DataLoader) and all(
-        callable(getattr(value, name, None)) for name in ("step", "state_dict", "load_state_dict")
+    # Others' schedulers have their optimizer, too; averages of weights and the like are no business of ours.
+    return (
+        not isinstance(value, torch.optim.Optimizer | nn.Module | DataLoader)
+        and isinstance(getattr(value, "optimizer", None), torch.optim.Optimizer)
+        and all(callable(getattr(value, name, None)) for name in ("step", "state_dict", "load_state_dict"))
     )

@@ -6,6 +6,7 @@ brings the same shapes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
@@ -48,8 +49,7 @@ def map_leaves(function: Callable[[torch.Tensor], Any], data: Any, *, strict: bo
         items = [map_leaves(function, item, strict=strict) for item in data]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if isinstance(data, Mapping):
-        mapped = {key: map_leaves(function, value, strict=strict) for key, value in data.items()}
-        return mapped if type(data) is dict else cast("Any", type(data))(mapped)
+        return _mapping_like(data, {key: map_leaves(function, value, strict=strict) for key, value in data.items()})
     if strict:
         raise TypeError(f"expected tensors in lists, tuples and mappings, got a {type(data).__name__}")
     return data
@@ -57,7 +57,7 @@ def map_leaves(function: Callable[[torch.Tensor], Any], data: Any, *, strict: bo
 
 def send_to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """`data` with every tensor, and everything else that has a `.to` method, on `device`."""
-    if isinstance(data, torch.Tensor) or (hasattr(data, "to") and not isinstance(data, list | tuple)):
+    if isinstance(data, torch.Tensor) or hasattr(data, "to"):  # a PackedSequence is a tuple that knows what may move
         try:
             return data.to(device, non_blocking=non_blocking)
         except TypeError:  # BatchEncoding.to and the like take the device alone
@@ -66,9 +66,17 @@ def send_to_device(data: Any, device: torch.device, non_blocking: bool = False) 
         items = [send_to_device(item, device, non_blocking) for item in data]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if isinstance(data, Mapping):
-        moved = {key: send_to_device(value, device, non_blocking) for key, value in data.items()}
-        return moved if type(data) is dict else cast("Any", type(data))(moved)
+        return _mapping_like(data, {key: send_to_device(value, device, non_blocking) for key, value in data.items()})
     return data
+
+
+def _mapping_like(data: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """`values` in a mapping of the kind of `data`."""
+    if type(data) is dict:
+        return values
+    if isinstance(data, defaultdict):
+        return type(data)(data.default_factory, values)
+    return cast("Any", type(data))(values)
 
 
 def broadcast_object(value: T) -> T:
@@ -104,10 +112,10 @@ def gather(data: Any) -> Any:
 
     Raises:
         CommunicationError: a tensor's shape or dtype differs between ranks.
-        TypeError: `data` holds something that is not a tensor.
+        TypeError: `data` holds something that is not a tensor, on several ranks.
     """
     if world_size() == 1:
-        return map_leaves(lambda t: t.reshape(1) if t.ndim == 0 else t, data, strict=True)
+        return map_leaves(lambda t: t.reshape(1) if t.ndim == 0 else t, data)
     _check_agreement(data)
     return map_leaves(_gather_tensor, data, strict=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,8 +49,18 @@ class Gathering(Processes):
         Args:
             input_data: tensors in any nesting, one row per sample; or a list of objects, one per sample.
             use_gather_object: gather objects although they are tensors.
+
+        Raises:
+            TypeError: on several ranks, what is neither tensors nor a list of objects.
         """
+        if self.num_processes == 1:  # whatever it is, it is all there, and nothing is repeated
+            return input_data if use_gather_object else collectives.gather(input_data)
         if use_gather_object or not _all_tensors(input_data):
+            if isinstance(input_data, Mapping | str | bytes) or not isinstance(input_data, Iterable):
+                raise TypeError(
+                    f"gather_for_metrics on {self.num_processes} ranks takes tensors in any nesting, or a list with an "
+                    f"object for each sample, and this is a {type(input_data).__name__} (hint: put it into a list)"
+                )
             parts = collectives.all_gather_object(input_data)[:: self._tensor_parallel_size]
             data = [item for part in parts for item in part]
             return data[: self._real_rows(len(data))]

@@ -112,13 +112,16 @@ class Processes:
         Ranks of a tensor-parallel group have the same part.
 
         Args:
-            inputs: a list, tuple, tensor or other sliceable, or a mapping of such, all of the same length.
+            inputs: a list, tuple, tensor, `datasets.Dataset` or other sliceable, or a mapping of such, all of the same
+                length.
             apply_padding: repeat the last item where a rank has fewer, so that results can be gathered.
 
         Raises:
             ConfigError: the values of a mapping differ in length.
         """
-        if isinstance(inputs, Mapping):
+        if self._data_parallel_size == 1:
+            yield inputs
+        elif isinstance(inputs, Mapping):
             lengths = {key: len(value) for key, value in inputs.items()}
             if len(set(lengths.values())) > 1:
                 raise ConfigError(f"cannot split values of different lengths between processes: {lengths}")
@@ -130,8 +133,12 @@ class Processes:
         size, extra = divmod(len(inputs), self._data_parallel_size)
         rank = self.process_index // self._tensor_parallel_size
         start = rank * size + min(rank, extra)
-        part = inputs[start : start + size + (rank < extra)]
-        missing = size + (extra > 0) - len(part)
+        end = start + size + (rank < extra)
+        missing = size + (extra > 0) - (end - start)
+        if callable(select := getattr(inputs, "select", None)):  # datasets.Dataset, of which a slice is a dict
+            fill = [len(inputs) - 1] * missing if apply_padding and len(inputs) else []
+            return select([*range(start, end), *fill])
+        part = inputs[start:end]
         if not apply_padding or missing == 0 or len(inputs) == 0:
             return part
         last = inputs[-1:]
