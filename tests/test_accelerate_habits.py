@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from fullshard.api.collectives import broadcast_object
 from tests.distributed import preload, run_ranks
@@ -131,6 +131,15 @@ def parts_of_a_dataset(library: Any) -> Any:
     return parts
 
 
+def parts_of_anything_else(library: Any) -> Any:
+    accelerator = library.Accelerator(cpu=True)
+    parts = []
+    for whole in ([1], [1, 2, 3], torch.arange(3), {"a": [1, 2, 3], "b": ["x", "y", "z"]}, []):
+        with accelerator.split_between_processes(whole) as part:
+            parts.append(part.tolist() if isinstance(part, torch.Tensor) else part)
+    return parts
+
+
 class Average:
     """What is no scheduler, though it has its methods."""
 
@@ -145,6 +154,26 @@ def what_prepare_leaves_alone(library: Any) -> Any:
     average, text = Average(), "text"
     accelerator = library.Accelerator(cpu=True)
     return [kept is given for kept, given in zip(accelerator.prepare(average, text), (average, text), strict=True)]
+
+
+class Augmented(Dataset[int]):
+    """Another one in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * self.epoch + index
+
+
+def a_dataset_that_is_told_the_epoch(library: Any) -> Any:
+    loader = library.Accelerator(cpu=True).prepare(DataLoader(Augmented(), batch_size=2))
+    return [[x.tolist() for x in loader] for _ in range(2)]
 
 
 class Backwards(BatchSampler):
@@ -206,6 +235,8 @@ class Stream(IterableDataset[int]):
         what_a_prepared_loader_shows,
         parts_of_a_dataset,
         what_prepare_leaves_alone,
+        parts_of_anything_else,
+        a_dataset_that_is_told_the_epoch,
     ],
 )
 def test_the_same_as_with_accelerate(habit: Habit, world_size: int) -> None:

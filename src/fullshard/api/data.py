@@ -297,8 +297,11 @@ class _Share:
 
     is_always_even = False
 
-    def __init__(self, deal: Deal, order: Iterable[Any], *, batches: Any = None, as_sampler: bool = False) -> None:
+    def __init__(
+        self, deal: Deal, order: Iterable[Any], dataset: Any, *, batches: Any = None, as_sampler: bool = False
+    ) -> None:
         self.deal = deal
+        self._dataset = dataset
         self.samples_per_item: int = (getattr(batches, "batch_size", None) or 1) if batches is order else 1
         self._order = order
         self._as_sampler = as_sampler
@@ -315,9 +318,9 @@ class _Share:
         as_sampler = loader.batch_sampler is None
         if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
             deal = _deal(batches.batch_size, rank, world_size, split_batches, batches.drop_last)
-            return _Share(deal, batches.sampler, batches=batches, as_sampler=as_sampler)
+            return _Share(deal, batches.sampler, loader.dataset, batches=batches, as_sampler=as_sampler)
         deal = _deal(None, rank, world_size, split_batches, bool(getattr(batches, "drop_last", False)))
-        return _Share(deal, batches, batches=batches, as_sampler=as_sampler)
+        return _Share(deal, batches, loader.dataset, batches=batches, as_sampler=as_sampler)
 
     def arguments(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Arguments for the divided loader."""
@@ -345,6 +348,8 @@ class _Share:
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
         """Prepare the next iteration. Returns how much the loop itself must throw away of what the loader gives."""
+        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+            set_epoch(epoch)
         self._sampler.prepare(seed, epoch, skip)
         return 0
 
@@ -507,8 +512,7 @@ class _IterableShare(_Share):
     is_always_even = True
 
     def __init__(self, deal: Deal, loader: DataLoader[Any]) -> None:
-        super().__init__(deal, ())
-        self._dataset = _DealtDataset(deal, cast("IterableDataset[Any]", loader.dataset))
+        super().__init__(deal, (), _DealtDataset(deal, cast("IterableDataset[Any]", loader.dataset)))
         self._num_workers = loader.num_workers
 
     def arguments(self, loader: DataLoader[Any]) -> dict[str, Any]:

@@ -135,9 +135,9 @@ class Processes:
         start = rank * size + min(rank, extra)
         end = start + size + (rank < extra)
         missing = size + (extra > 0) - (end - start)
-        if callable(select := getattr(inputs, "select", None)):  # datasets.Dataset, of which a slice is a dict
+        if hasattr(inputs, "column_names") and hasattr(inputs, "select"):  # datasets.Dataset: a slice of it is a dict
             fill = [len(inputs) - 1] * missing if apply_padding and len(inputs) else []
-            return select([*range(start, end), *fill])
+            return inputs.select([*range(start, end), *fill])
         part = inputs[start:end]
         if not apply_padding or missing == 0 or len(inputs) == 0:
             return part
