@@ -134,7 +134,7 @@ def parts_of_a_dataset(library: Any) -> Any:
 def parts_of_anything_else(library: Any) -> Any:
     accelerator = library.Accelerator(cpu=True)
     parts = []
-    for whole in ([1], [1, 2, 3], torch.arange(3), {"a": [1, 2, 3], "b": ["x", "y", "z"]}, []):
+    for whole in ([1], [1, 2, 3], torch.arange(3), {"a": [1, 2, 3], "b": ["x", "y", "z"]}, [], "abc"):
         with accelerator.split_between_processes(whole) as part:
             parts.append(part.tolist() if isinstance(part, torch.Tensor) else part)
     return parts

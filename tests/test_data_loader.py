@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.dealing import Deal
 from fullshard.api.state import GradientState
@@ -350,6 +351,19 @@ def test_a_script_that_skips_for_itself_after_loading_skips_once() -> None:
     once_more.load_state_dict(resumed.state_dict())  # of the loader that was prepared, which knows of the other
     assert [batch[0].tolist() for batch in rest] == epoch(once_more) == first[3:]
     assert epoch(resumed) == epoch(once_more) == second
+
+
+@pytest.mark.parametrize("bound_before", [False, True])
+def test_accelerates_function_that_skips_never_reads_in_another_order(bound_before: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    teach_accelerate_to_skip()
+    loader = ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5)
+    first = epoch(ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5))
+    if not bound_before:
+        assert epoch(accelerate.skip_first_batches(loader, 2)) == first[2:]
+        return
+    with pytest.raises(DataError, match=r"(.|\n)*hint: leave batches out with accelerator.skip_first_batches"):
+        epoch(accelerate.skip_first_batches.__wrapped__(loader, 2))
 
 
 def test_skipping_on_a_plain_loader() -> None:

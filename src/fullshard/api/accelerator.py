@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from fullshard import checkpoint
 from fullshard.api import saving
 from fullshard.api.accelerate_checkpoints import teach_accelerate
+from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
 from fullshard.api.accelerates import is_accelerates, own_plugin
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
 from fullshard.api.configure import run_config
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from fullshard.api.plan_check import PlanWatch
 
 teach_accelerate()
+teach_accelerate_to_skip()
 
 _RNG_TYPES = {"generator", "torch", "cuda"}
 

@@ -113,7 +113,7 @@ class ShardedDataLoader(DataLoader[Any]):
         # Scripts read from it what they gave; what reads is the other one.
         vars(self).update(vars(self.base_dataloader) | share.shown(loader))
         self.share = share
-        self._place = _Place()  # copies made by `skipping` share it
+        self._place = _LoopPlace()  # copies made by `skipping` share it
         self.end_of_dataloader = False
         self._real: Real | None = None  # of the step just handed out, if it was filled up
         self._target = device
@@ -215,6 +215,7 @@ class ShardedDataLoader(DataLoader[Any]):
     def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
         """Batches, with what is real of their rounds if it is known; after what the loader gives at first."""
         given = iter(self.base_dataloader)
+        self.share.note_begun()
         for _ in range(discard):
             next(given, _END)
         for batch in given:
@@ -248,7 +249,7 @@ class ShardedDataLoader(DataLoader[Any]):
 
 
 @dataclass(slots=True)
-class _Place:
+class _LoopPlace:
     """Where a loop is.
 
     Attributes:
@@ -353,6 +354,10 @@ class _Share:
         self._sampler.prepare(seed, epoch, skip)
         return 0
 
+    def note_begun(self) -> None:
+        """What reads has begun: nothing else may read the same."""
+        self._sampler.forget()
+
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
         """Batches in what the loader gave, each with what is real of its round if that is known."""
         return [(given, None)]
@@ -369,7 +374,7 @@ class _DealtSampler(Sampler[Any]):
         self._deal = deal
         self._order = order
         self.batch_sampler = batches
-        self._next = (0, 0, 0)
+        self._next: tuple[int, int, int] | None = None
         self.last_real: Real | None = None
 
     even_batches: bool = forwarded("_deal.even", may_set=True)
@@ -385,11 +390,20 @@ class _DealtSampler(Sampler[Any]):
         self._next = (seed, epoch, skip)
         self.last_real = None
 
+    def forget(self) -> None:
+        self._next = None
+
     def __len__(self) -> int:
         return self._deal.rounds(len(cast("Sized", self._order)))
 
     def __iter__(self) -> Iterator[Any]:
         # Read now and not at the first `next`: another iteration may be prepared in between.
+        if self._next is None:
+            raise DataError(
+                "the batch sampler of a prepared loader is read by something else than its loader, which knows the "
+                "epoch and where in it the loop is",
+                hint="leave batches out with accelerator.skip_first_batches(loader, n), and read the loader",
+            )
         seed, epoch, skip = self._next
         readers = 1 if self._deal.for_all else self._deal.world_size
         return self._shares(_agreed_order(self._order, seed, epoch, readers), skip)

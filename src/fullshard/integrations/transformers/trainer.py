@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from fullshard import checkpoint
-from fullshard.api import ShardedDataLoader, skip_first_batches
+from fullshard.api.accelerate_loaders import teach_to_skip
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.options import DataLoaderConfiguration
 from fullshard.api.sharding import is_sharded
@@ -71,7 +72,7 @@ class ShardedTraining:
         if args.output_dir is not None:
             local_path(args.output_dir)  # Transformers itself would make a folder `s3:`
         join_accelerate()
-        _teach_to_skip_batches()
+        teach_to_skip(sys.modules["transformers.trainer"])  # which may have been imported before
         shard_reference_models()
         stream_into_engines()
         resolved = resolved_configuration(args)
@@ -336,23 +337,6 @@ def _saves_its_own_way(trainer: Any) -> bool:
     save_pretrained = next((cls for cls in user_class(trainer.model).__mro__ if "save_pretrained" in vars(cls)), None)
     is_models_own = save_pretrained is not None and not save_pretrained.__module__.startswith(_KNOWN)
     return save.__module__ != "transformers.trainer" or is_models_own
-
-
-def _teach_to_skip_batches() -> None:
-    """Accelerate's `skip_first_batches`, which Trainer calls when it resumes, does not know fullshard's loader."""
-    import transformers.trainer as home
-
-    theirs = home.skip_first_batches
-    if getattr(theirs, "knows_fullshard", False):
-        return
-
-    def skip(dataloader: Any, num_batches: int = 0) -> Any:
-        if isinstance(dataloader, ShardedDataLoader):
-            return skip_first_batches(dataloader, num_batches)
-        return theirs(dataloader, num_batches)
-
-    skip.knows_fullshard = True  # type: ignore[attr-defined]
-    home.skip_first_batches = skip
 
 
 def _of_global_batches(sampler: Any, world_size: int) -> Any:
