@@ -163,6 +163,12 @@ def test_values_of_handlers_that_cannot_be_honoured_are_refused(handler: Any, me
         Accelerator(cpu=True, kwargs_handlers=[handler])
 
 
+def test_a_gradient_state_that_accelerates_class_has_reset_is_made_anew() -> None:
+    Accelerator(cpu=True, gradient_accumulation_steps=3)
+    TheirGradientState._reset_state()
+    assert Accelerator(cpu=True).gradient_accumulation_steps == TheirGradientState().num_steps == 1
+
+
 def test_values_that_scripts_set() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.gradient_accumulation_steps = 3

@@ -193,7 +193,8 @@ class AcceleratorState(PartialState):
 
 def earlier_gradient_state() -> GradientState | None:
     """That of the Accelerators that were made in this process; None: none was, or their state was reset."""
-    return _TOLD[0].gradient_state if _TOLD and isinstance(_TOLD[0], AcceleratorState) else None
+    state = _TOLD[0].gradient_state if _TOLD and isinstance(_TOLD[0], AcceleratorState) else None
+    return state if state is not None and vars(state) else None  # Accelerate's own reset empties what they share
 
 
 def _arrived(fields: dict[str, Any]) -> AcceleratorState:
