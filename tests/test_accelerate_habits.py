@@ -87,8 +87,18 @@ def a_run_after_one_that_ended_within_a_step(library: Any) -> Any:
 
 def steps_that_each_take_the_first_batch(library: Any) -> Any:
     torch.manual_seed(3)
-    loader = library.Accelerator(cpu=True).prepare(DataLoader(numbers(64), batch_size=4, shuffle=True))
-    return len({tuple(next(iter(loader))[0].tolist()) for _ in range(3)})
+    accelerator, model = library.Accelerator(cpu=True), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(numbers(64), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen = set()
+    for _ in range(3):
+        (x,) = next(iter(loader))
+        seen.add(tuple(x.tolist()))
+        accelerator.backward(model(x[:, None].float()).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(seen)
 
 
 def a_script_that_resumes_within_an_epoch(library: Any) -> Any:

@@ -79,6 +79,7 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str
     # Half the time-out before, and again with the error: without the launcher's doing.
     assert len(re.findall(r"rank 1 \(process \d+ on \S+\) (is running, at hang.py|gives no sign of life)", output)) > 1
     state = "was stopped (SIGSTOP)" if how == "stop" else "was running"
+    assert "rank 1 of 2 (process " in output, output
     last = output[output.index("rank 1 of 2 (process ") :]
     assert f"{state}, and did not come so far. It was here, the innermost call first:" in last
     assert "in next_batch" in last

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
 
 from fullshard.api import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from fullshard.api.data import ShardedDataLoader
@@ -219,6 +219,20 @@ def _loop(count: int) -> tuple[int, list[str]]:
         warnings.simplefilter("always")
         steps = sum(1 for _ in loader)
     return steps, [str(one.message) for one in caught if one.category is UserWarning]
+
+
+def _looked_at_by_rank_0() -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(16)), batch_size=4, shuffle=True))
+    if accelerator.is_main_process:
+        next(iter(loader))
+    return [int(i) for (x,) in loader for i in x]
+
+
+def test_a_look_that_one_rank_takes_alone_leaves_the_order_alone() -> None:
+    """With Accelerate it waits for the other ranks."""
+    first, second = run_ranks(_looked_at_by_rank_0, 2, timeout=30)
+    assert sorted([*first, *second]) == list(range(16))
 
 
 def test_uneven_steps_are_said_before_a_rank_waits_for_another() -> None:

@@ -122,6 +122,7 @@ class ShardedDataLoader(DataLoader[Any]):
         self._synchronize = synchronize
         self._on_uneven = on_uneven
         self._skip_each = 0
+        self._updates = 0
         seed = share.initial_seed() if data_seed is None else data_seed
         self._seed: int = broadcast_object(seed) if world_size > 1 else seed
 
@@ -181,9 +182,10 @@ class ShardedDataLoader(DataLoader[Any]):
         if self._on_uneven is not None and not self.share.deal.even and self._is_uneven():
             self._on_uneven()
         place = self._place
-        skip = place.begin(self._skip_each * self.share.deal.round_size)
-        if self.share.deal.world_size > 1 and self.share.has_orders:
-            place.epoch = broadcast_object(place.epoch)  # a rank that had a look of its own is an epoch ahead
+        # With others a rank may have had a look of its own, which is no epoch; only what all have done together is.
+        is_used = self.share.deal.world_size == 1 or self.gradient_state.updates > self._updates
+        self._updates = self.gradient_state.updates
+        skip = place.begin(self._skip_each * self.share.deal.round_size, is_used=is_used)
         discard = self.share.start_epoch(self._seed, self.epoch, skip)
         deal = self.share.deal
         if deal.for_all:
@@ -262,11 +264,19 @@ class _LoopPlace:
     consumed: int = 0
     is_loaded: bool = False
 
-    def begin(self, skip: int) -> int:
-        """An iteration begins, which a script has leave out `skip` items, 0 if it says nothing. Returns how many."""
+    def begin(self, skip: int, *, is_used: bool) -> int:
+        """An iteration begins.
+
+        Args:
+            skip: items that a script has it leave out; 0 if it says nothing.
+            is_used: if the last one was broken off, what it had is not to come again.
+
+        Returns:
+            How many are left out.
+        """
         if self.is_loaded:
             skip = skip or self.consumed
-        elif self.consumed:  # the last one was broken off: what it had is not to come again
+        elif self.consumed and is_used:
             self.epoch += 1
         self.consumed, self.is_loaded = skip, False
         return skip
@@ -341,11 +351,6 @@ class _Share:
 
     def length(self) -> int:
         return len(cast("Sized", self._order))
-
-    @property
-    def has_orders(self) -> bool:
-        """Whether the order may be another one in each epoch."""
-        return not isinstance(self._order, SequentialSampler | list | tuple)
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
         """Prepare the next iteration. Returns how much the loop itself must throw away of what the loader gives."""
@@ -546,10 +551,6 @@ class _IterableShare(_Share):
 
     def length(self) -> int:
         return len(cast("Sized", self._dataset.dataset))
-
-    @property
-    def has_orders(self) -> bool:
-        return True
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
         dataset = self._dataset.dataset

@@ -58,6 +58,7 @@ class AcceleratedOptimizer(Optimizer):
         self._was_skipped = False
         if not self.gradient_state.sync_gradients:
             return None
+        self.gradient_state.updates += 1
         if self.clipping is not None:
             self._clip(self.clipping, closure)
         if self.scaler is None:

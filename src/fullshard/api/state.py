@@ -59,6 +59,7 @@ class GradientState:
         }
         self.sync_gradients = True
         self.step = 0
+        self.updates = 0
         self._dataloader_references_ref: list[weakref.ref[Loader] | None] = [None]
         self._is_xla_gradients_synced = False
 

@@ -38,10 +38,10 @@ def in_stored_form(source: Source, directory: Path) -> Source:
     except (OSError, ValueError):  # of no model that it knows
         return source
     held = {*source.contents.parameters, *source.contents.buffers}
-    return StoredForm(source, model) if held <= {*model.state_dict()} else source
+    return StoredSource(source, model) if held <= {*model.state_dict()} else source
 
 
-class StoredForm(Source):
+class StoredSource(Source):
     """What `held` holds of a Transformers model, by the names and in the shapes of its files. Closed with `held`.
 
     Args:
