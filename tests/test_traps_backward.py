@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.fully_shard import fully_shard, unsharded
+from fullshard.engine.fully_shard import shard_model, unsharded
 from fullshard.engine.module import units_of
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import schedule_of
@@ -253,10 +253,12 @@ class Tower(nn.Module):
         super().__init__()
         self.own = nn.Linear(WIDTH, WIDTH)
         self.extra = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
 
     def forward(self, x: torch.Tensor, *, with_extra: bool) -> torch.Tensor:
-        out: torch.Tensor = self.own(x)
-        return out + self.extra(x) if with_extra else out
+        hidden = self.own(x) + self.extra(x) if with_extra else self.own(x)
+        out: torch.Tensor = self.blocks(hidden)
+        return out
 
 
 class Towers(nn.Module):
@@ -279,18 +281,24 @@ def run_towers(model: nn.Module, step: int, rank: int, *, again: bool = False) -
     return loss.detach()
 
 
-def check_two_models() -> None:
+def check_two_models(strategy: str, has_units: bool) -> None:
     for run in (run_towers, partial(run_towers, again=True)):
         reference, model = build(Towers), build(Towers)
         for tower in model.children():
-            fully_shard(tower)
+            shard_model(tower, unit_modules=[*tower.get_submodule("blocks").children()] * has_units, strategy=strategy)
+        with torch.no_grad():
+            model(batch(20, 0), rank=0, again=True)
+        kept = [model(batch(20, 0), rank=0, again=True)][: 1 - dist.get_rank()]
         assert_trains_alike(model, reference, run)
+        assert len(kept) == 1 - dist.get_rank()
 
 
-@pytest.mark.parametrize("comm", ["", "gloo"])
-def test_two_models_in_one_backward(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+@pytest.mark.parametrize("has_units", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_two_models_in_one_backward(strategy: str, has_units: bool, comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLSHARD_COMM", comm)
-    run_ranks(check_two_models, 2, timeout=40)
+    run_ranks(check_two_models, 2, strategy, has_units, timeout=30)
 
 
 # -- activation checkpointing -----------------------------------------------------------------------------------

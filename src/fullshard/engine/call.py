@@ -53,7 +53,7 @@ class Call(Generic[UnitT]):
     __slots__ = (
         "__weakref__",
         "_before",
-        "_identities",
+        "_givers",
         "inputs_left",
         "is_active",
         "is_done",
@@ -68,18 +68,18 @@ class Call(Generic[UnitT]):
         self.is_active = self.is_done = False
         self.inputs_left: int | None = None
         self.page: object = None
-        self._before: list[Node | None] = []
-        self._identities: list[Node] = []  # the graph before this call, which the owner of the call holds, too
+        self._before: list[Node] = []
+        self._givers: list[Node | None] = []  # that made what the inputs are, or are views of
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether it has a part in the backward under way, as far as an input that wants a gradient tells.
+        """Whether it has a part in the backward under way, as far as there is a node of its graph that tells.
 
         That the graph is there is no sign: a rank that has kept the loss of an evaluation would wait for its backward.
         """
-        if self.is_active or not self._identities or torch_private.backward_under_way() == -1:
+        if self.is_active or not self._before or torch_private.backward_under_way() == -1:
             return True
-        return any(map(_comes_to, self._identities))
+        return any(map(_comes_to, self._before))
 
     def watch_inputs(self, unit: CallOwner, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
@@ -96,8 +96,8 @@ class Call(Generic[UnitT]):
             view = tensor.view_as(tensor)
             assert view.grad_fn is not None and view._base is not None  # noqa: S101 -- a view that requires grad
             view.grad_fn.register_hook(done)
-            self._identities.append(view.grad_fn)
-            self._before.append(view._base.grad_fn)
+            self._before.append(view.grad_fn)
+            self._givers.append(view._base.grad_fn)
             self.inputs_left = (self.inputs_left or 0) + 1
             return view
 
@@ -107,7 +107,7 @@ class Call(Generic[UnitT]):
     def watch_outputs(self, unit: CallOwner, output: Any) -> bool:
         """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
         hook = _OutputHook(unit, self)
-        before, self._before = self._before, []
+        givers, self._givers = self._givers, []
         found = False
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,11 @@ class Call(Generic[UnitT]):
             if not tensor.requires_grad or tensor.grad_fn is None:
                 return tensor
             found = True
+            if self.inputs_left is None:  # what the output was made of: the output's own node would own itself
+                nodes = [node for node, _ in tensor.grad_fn.next_functions if node is not None]
+                self._before += [node for node in nodes if not hasattr(node, "variable")]  # not a parameter's
             base = tensor._base
-            if base is not None and base.grad_fn is not None and not any(base.grad_fn is node for node in before):
+            if base is not None and base.grad_fn is not None and not any(base.grad_fn is node for node in givers):
                 # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
                 # That of an input which is handed on as it came (T5's position bias) is another unit's: backward gets
                 # there long after it has left this one, which would be gathered again and stay whole to the end.

@@ -100,12 +100,12 @@ class Schedule:
         self._reduce_order: dict[Unit, int] = {}
         self._forward: list[Unit] = []
         self._last_ended: Unit | None = None
-        self._participants: dict[Unit, int] = {}  # and the number of the first call of each since the last backward
+        self._participants: dict[Unit, None] = {}
         self._in_backward, self._backward = False, -1
         self._end_of_backward: Callable[[], object] = lambda: None  # what is to be called; None once that is impossible
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
-        self._unannounced: dict[Unit, int] = {}
+        self._unannounced: dict[Unit, int] = {}  # with the number of the first call of each that backward comes to
         self.post_optim_event: Any = None
         _schedules.add(self)
 
@@ -214,9 +214,9 @@ class Schedule:
         if self._activations is not None:
             self._activations.begin(ahead=self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
 
-    def begin_call(self, unit: Unit, call: Call[Unit]) -> None:
+    def begin_call(self, unit: Unit) -> None:
         """A forward that backward may come back to has begun."""
-        self._participants.setdefault(unit, call.number)
+        self._participants[unit] = None
 
     def end_call(self, unit: Unit) -> Unit | None:
         """It has ended; returns the unit of the one that did before."""
@@ -334,12 +334,9 @@ class Schedule:
         position = self._reduce_order.get(unit, 0)
         # What began after `unit` in forward: backward is done with it.
         self._reduce_unannounced(o for o in self._unannounced if self._reduce_order.get(o, 0) < position)
-        others = self._others_in_backward()
-        later = [(number, o) for other in others for o, number in other._unannounced.items() if number > call.number]
-        for _, one in sorted(later, key=operator.itemgetter(0), reverse=True):
-            schedule_of(one)._reduce_unannounced([one])
+        _reduce_unannounced_of(self._others_in_backward(), after=call.number)
         if call.inputs_left is None:
-            self._unannounced[unit] = self._participants.get(unit, call.number)
+            self._unannounced[unit] = unit.first_in_backward(call)
 
     def _others_in_backward(self) -> list[Schedule]:
         """Those of other models that the backward under way has come to."""
@@ -395,9 +392,12 @@ class Schedule:
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
-        for other in self._others_in_backward():  # over for them, too: ranks that have freed all wait for it
+        others = self._others_in_backward()
+        if others:  # it is over for them, too: their reductions are before the rest of this one's
+            _reduce_unannounced_of([self, *others], after=-1)
+        for other in others:
             for unit in other.units:
-                unit.finish_backward()
+                unit.finish_backward()  # for which ranks wait that have done so already
         if self.reducer.steppers:  # others wait for it before they step, and then are here, too
             for unit in self.units:
                 unit.finish_backward()
@@ -571,6 +571,13 @@ class Schedule:
 
 
 _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
+
+
+def _reduce_unannounced_of(schedules: Iterable[Schedule], *, after: int) -> None:
+    """Of several models, reduce what backward has left without a sign and that began after a call of that number."""
+    left = [(number, u) for schedule in schedules for u, number in schedule._unannounced.items() if number > after]
+    for _, unit in sorted(left, key=operator.itemgetter(0), reverse=True):
+        schedule_of(unit)._reduce_unannounced([unit])
 
 
 def schedule_of(unit: Unit) -> Schedule:

@@ -47,7 +47,7 @@ class UnitSchedule(UnitOwner, Protocol):
     def begin_forward(self, unit: Unit) -> None:
         """The unit is about to run forward (not as a recompute)."""
 
-    def begin_call(self, unit: Unit, call: Call[Unit]) -> None:
+    def begin_call(self, unit: Unit) -> None:
         """A forward that backward may come back to has begun."""
 
     def end_call(self, unit: Unit) -> Unit | None:
@@ -172,6 +172,10 @@ class Unit(UnitParameters):
         """Whether it has not yet come back to one of them."""
         return bool(self._pending_calls())
 
+    def first_in_backward(self, call: Call[Unit]) -> int:
+        """The number of the earliest of its calls that have a part in the backward under way, as `call` has."""
+        return min(each.number for each in (call, *self._live_calls()) if each is call or each.is_in_backward)
+
     def _pending_calls(self) -> list[Call[Unit]]:
         return [call for call in self._live_calls() if not call.is_done and call.is_in_backward]
 
@@ -224,8 +228,8 @@ class Unit(UnitParameters):
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if torch.is_grad_enabled() and not (in_backward and self.has_live_calls):
             # In backward with a live call this is checkpointing's recompute: its graph is never run backward.
+            self.schedule.begin_call(self)
             call: Call[Unit] = Call()
-            self.schedule.begin_call(self, call)
             self._current.append(call)
             args, kwargs = call.watch_inputs(self, args, kwargs)
         return args, kwargs
