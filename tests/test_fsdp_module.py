@@ -6,6 +6,7 @@ pytest tests/test_fsdp_module.py
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -122,6 +123,18 @@ class Doubling(nn.Linear):
         return super().forward(x)
 
 
+class DoublingAnew(nn.Linear):
+    """The same by a hook that every forward takes away and puts there again."""
+
+    handle: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.handle is not None:
+            self.handle.remove()
+        object.__setattr__(self, "handle", self.weight.register_post_accumulate_grad_hook(double_gradient))
+        return super().forward(x)
+
+
 def two_layers(layer: type[nn.Linear]) -> nn.Module:
     return nn.Sequential(layer(5, 6), nn.Linear(6, 3))
 
@@ -133,8 +146,8 @@ def run_batch(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def check_hooks_of_forward() -> None:
-    for units in (("0",), ()):
-        model = build_sharded(functools.partial(two_layers, Doubling), units)
+    for units, layer in itertools.product((("0",), ()), (Doubling, DoublingAnew)):
+        model = build_sharded(functools.partial(two_layers, layer), units)
         plain = build(functools.partial(two_layers, nn.Linear))
         for step in range(2):
             reference_step(plain, run_batch, step)

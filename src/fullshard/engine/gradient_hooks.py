@@ -39,7 +39,6 @@ class GradientHooks:
     def __init__(self) -> None:
         self._hooks: list[OrderedDict[int, object]] = []
         self._own: list[int] = []
-        self._count = 0
 
     def watch(self, unit: HookedUnit, bucket: Bucket) -> None:
         """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
@@ -57,10 +56,9 @@ class GradientHooks:
 
     def stay_last(self) -> None:
         """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
-        if sum(map(len, self._hooks)) != self._count:
-            for hooks, own in zip(self._hooks, self._own, strict=True):
+        for hooks, own in zip(self._hooks, self._own, strict=True):
+            if next(reversed(hooks), own) != own:
                 hooks[own] = hooks.pop(own)  # `move_to_end` is nothing to who reads it in C
-            self._count = sum(map(len, self._hooks))
 
 
 def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
