@@ -5,7 +5,9 @@ pytest tests/test_traps_backward.py
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -691,6 +693,27 @@ def check_accumulated_gradient_survives() -> None:
 
 def test_failed_micro_batch_costs_only_itself() -> None:
     run_ranks(check_accumulated_gradient_survives, 2)
+
+
+def check_kept_gradients_are_lost() -> None:
+    """Micro-batch 1 is kept whole, micro-batch 2 fails: who goes on is told that the first one is gone, too."""
+    model: Any = build_sharded(Failing, BLOCKS)
+    for kept in (False, True):
+        model.fail_in = ""
+        with model.no_sync() if kept else contextlib.nullcontext():
+            run_squared(model, 0, 0)
+        model.fail_in = "backward"
+        with pytest.raises(ArithmeticError):
+            run_squared(model, 5, 0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            list(model.named_parameters())
+        found = [str(each.message) for each in said if "no_sync" in str(each.message)]
+        assert len(found) == kept, found
+
+
+def test_kept_gradients_lost_with_a_failed_backward() -> None:
+    run_ranks(check_kept_gradients_are_lost, 2)
 
 
 def check_taken_away_in_backward() -> None:

@@ -11,6 +11,7 @@ import functools
 import operator
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -501,15 +502,21 @@ class Schedule:
     def reset(self) -> None:
         """Back to rest after a step that failed half-way: nothing under way, everything sharded."""
         for unit in self.units:
-            unit.reset()  # first: it waits for reductions under way, which write into what is forgotten next
+            unit.forget_forwards()
         self._depth = 0
         self._give_up_backward()
         self._participants.clear()
 
     def _give_up_backward(self) -> None:
         """Forget one that has failed, but not the forwards before it: those of another loss may be among them."""
+        if any(bucket.gradient is not None and bucket.gradient.unsharded.is_kept for bucket in self._buckets()):
+            warnings.warn(
+                f"rank {self.mesh.rank}: a backward has failed, and with it what those before it had kept unreduced "
+                "(no_sync) is lost: begin the step again",
+                stacklevel=2,
+            )
         for unit in self.units:
-            unit.give_up_backward()
+            unit.give_up_backward()  # first: it waits for reductions under way, which write into what is forgotten next
         self.rounds.clear()
         self.lockstep.end_track()
         participants = self._participants.copy()

@@ -138,14 +138,13 @@ class Unit(UnitParameters):
         self._ran.clear()
         self.reshard()
 
-    def reset(self) -> None:
-        """Back to rest after a step that failed half-way."""
+    def forget_forwards(self) -> None:
+        """A step has failed half-way."""
         self._running = 0
         self._calls.clear()  # a graph that is still alive may come back, and is not this step's any more
         self._current.clear()
         self._ran.clear()
         self.is_kept_for_backward = False
-        self.give_up_backward()
 
     def give_up_backward(self) -> None:
         """A backward has failed half-way, after which another one may come to the forwards before it."""

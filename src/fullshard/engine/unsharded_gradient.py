@@ -55,6 +55,7 @@ class UnshardedGradient:
     Attributes:
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: for each parameter, whether it has appeared since the last one was published, maybe under `no_sync`.
+        is_kept: some of it is of backwards before the one under way, whether that has reduced it or not.
         is_used_up: an optimizer has used it up within this backward (`engine.step.in_backward`).
     """
 
@@ -62,7 +63,7 @@ class UnshardedGradient:
         self._spec, self._parameters, self._storage_id = spec, parameters, storage_id
         self.fired: set[int] = set()
         self.used = bytearray(len(spec.slots))
-        self.is_used_up = False
+        self.is_kept = self.is_used_up = False
         self._full: torch.Tensor | None = None
         plan, widens = spec.plan, spec.mesh.reduce.pages.widens
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
@@ -134,6 +135,7 @@ class UnshardedGradient:
 
     def end_backward(self) -> None:
         """Forget what appeared in it."""
+        self.is_kept = self.exists
         self.fired.clear()
         self._begun.clear()
         self._lent.clear()
