@@ -6,11 +6,15 @@ pytest tests/test_hung_ranks.py. Real processes over shared memory and Gloo.
 from __future__ import annotations
 
 import re
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from fullshard.launch.bootstrap import PREEMPTION_DIR, STACK_SIGNAL
+from fullshard.launch.scene import Scene
 from tests.launching import LAUNCH, alive, read, started
 
 SCRIPT = """
@@ -103,3 +107,55 @@ def test_a_rank_that_has_ended_well_before_the_others_is_named(tmp_path: Path, c
     assert re.search(r"rank 1 of 2 \(process \d+ on .+\) had ended before, with exit code 0", output), output
     assert output.splitlines()[-1].startswith("it did last: step 3 of this process, after unit ''")
     assert seconds < 15
+
+
+WAITS = """
+import signal, sys, threading, time
+from fullshard.launch.bootstrap import STACK_SIGNAL, leave_stacks
+
+leave_stacks()
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])  # so that another thread gets it
+
+def waits_here():
+    print("there", flush=True)
+    time.sleep(60)
+
+waits_here()
+"""
+
+
+def test_the_stack_is_the_main_threads_whoever_got_the_signal(tmp_path: Path) -> None:
+    with started(sys.executable, "-c", WAITS, cwd=tmp_path, **{PREEMPTION_DIR: str(tmp_path)}) as process:
+        assert process.stdout is not None and process.stdout.readline() == "there\n"
+        scene = Scene(tmp_path)
+        scene.look({0: process}, is_over=True)
+        text = scene.missing({process.pid: 0}, 1)
+        process.kill()
+    assert "in waits_here" in text and "threading.py" not in text
+
+
+LAST = '  File "b.py", line 2 in b\n'
+
+
+def test_a_stack_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    """It is written in pieces, and a process that has just gone on after a stop is slow."""
+    code = f"import signal, time; signal.signal({int(STACK_SIGNAL)}, signal.SIG_IGN); print('there', flush=True)"
+    with started(sys.executable, "-c", f"{code}; time.sleep(60)", cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stdout.readline() == "there\n"
+        file = tmp_path / f"stack-{process.pid}"
+        file.touch()
+
+        def write() -> None:
+            for piece in ("Thread 0x01:\n", '  File "a.py"', ", line 1 in a\n\nCurrent thread", " 0x02:\n", LAST):
+                time.sleep(0.05)
+                with file.open("a") as out:
+                    out.write(piece)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        scene = Scene(tmp_path)
+        scene.look({0: process}, is_over=True)
+        writer.join()
+        process.kill()
+    assert scene.missing({process.pid: 0}, 1).endswith(f"the innermost call first:\n{LAST}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
@@ -16,8 +17,11 @@ from fullshard.launch.bootstrap import STACK_SIGNAL
 
 _NOTICE_SECONDS = 1.0
 """How long those that are left may take to notice that one has ended, and to say where they waited for it."""
-_STACK_SECONDS = 0.5
+_STACK_SECONDS = 1.0
+_STILL_SECONDS = 0.1
+"""What has not grown for so long is a whole stack; it is written piece by piece."""
 _FRAMES = 8
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _WAITS_IN = ("/fullshard/comm/", "/torch/distributed/")
 _HANG_WORDS = ("no answer from another rank", "timed out", "timeout", "time-out")
 _LOSS_WORDS = ("communicationerror", "connection closed", "connection reset", "broken pipe")
@@ -80,7 +84,7 @@ class Scene:
                     os.kill(pid, STACK_SIGNAL)
                 if pid in self._stopped:
                     os.kill(pid, signal.SIGCONT)
-        self._wait(lambda: all(self._stack(pid) for pid in asked), _STACK_SECONDS)
+        self._wait(lambda: all(self._is_written(pid) for pid in asked), _STACK_SECONDS)
         self._stacks |= {pid: self._stack(pid) for pid in asked}
 
     def done_early(self, ranks: Mapping[int, int], world_size: int) -> str:
@@ -122,10 +126,17 @@ class Scene:
     def _running(self, processes: Mapping[int, Any]) -> list[int]:
         return [process.pid for process in processes.values() if process.poll() is None]
 
+    def _is_written(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            status = (self._directory / f"stack-{pid}").stat()
+            return bool(status.st_size) and time.time() - status.st_mtime > _STILL_SECONDS
+        return False
+
     def _stack(self, pid: int) -> str:
+        """Of the main thread, the first that there was and so the last in the file; any may have got the signal."""
         with contextlib.suppress(OSError):
             text = (self._directory / f"stack-{pid}").read_text(encoding="utf-8", errors="replace")
-            return text.rpartition("Current thread")[2]
+            return _THREAD.split(text)[-1]
         return ""
 
     def _wait(self, condition: Any, seconds: float) -> None:
