@@ -238,3 +238,25 @@ def test_a_host_that_is_replaced_before_the_first_copy(tmp_path: Path) -> None:
             third.communicate(timeout=60)
     assert (first.returncode, third.returncode) == (0, 0), output
     assert sum(event["kind"] == "restart" for event in read_journal(tmp_path / "out")) == 1, output
+
+
+FAILS = """
+import atexit, os, weakref
+
+class Aborts:
+    def __del__(self):
+        os.abort()  # as a thread of Gloo does that comes back to an interpreter which is ending
+
+held, other = Aborts(), set()
+weakref.finalize(other, print, "finalized")
+atexit.register(print, "at exit", end="")
+raise ValueError("the cause")
+"""
+
+
+def test_nothing_that_happens_as_a_failed_script_ends_takes_its_place(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    with started(*LAUNCH, "--num_processes", "1", "--cpu", "fails.py", cwd=tmp_path) as launcher:
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "ended by SIGABRT" not in output
+    assert "at exit" in output and "finalized" in output and "ValueError: the cause" in output

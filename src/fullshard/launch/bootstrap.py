@@ -170,7 +170,8 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)  # or the lines of ranks that write into a pipe come late
     watch_for_trainers()
-    atexit.register(leave_process_group)  # first registered, so it runs after the script's own
+    atexit.register(_end_if_failed)  # first registered, so it runs last
+    atexit.register(leave_process_group)  # and this after the script's own
     try:
         run_module(target) if kind == "module" else _run_script(target)
     except SystemExit as end:
@@ -303,10 +304,28 @@ def _fail(error: Exception) -> NoReturn:
     ours = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.")
     if not ours:  # a tracker or a debugger wants to know; torch's hook would only print the same again
         sys.excepthook(type(error), error, frames)
+    _failures.append(error)
     end = threading.Timer(EXIT_SECONDS, os._exit, (1,))
     end.daemon = True
     end.start()
     sys.exit(1)
+
+
+_failures: list[Exception] = []
+
+
+def _end_if_failed() -> None:
+    """Leave nothing to the interpreter's end: Gloo's threads, which a failure finds at work, could abort it."""
+    if not _failures:
+        return
+    import contextlib
+
+    if "logging" in sys.modules:
+        sys.modules["logging"].shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, it is closed, there is none
+            stream.flush()
+    os._exit(1)
 
 
 def _say_if_nothing_was_sharded() -> None:
