@@ -411,6 +411,7 @@ def check_norms_in_place() -> None:
         norm += one
         norm.add_(one)
         norm[()] = norm * one
+        norm **= one
         assert float(kept) == pytest.approx(before + 2)
         made: Any = norm + one
         made.add_(one)

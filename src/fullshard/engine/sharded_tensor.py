@@ -313,9 +313,14 @@ class WholeTensor(DTensor):
         return _map(result, torch.Tensor, held.like)
 
 
+_OPERATORS_IN_PLACE = {"__setitem__"} | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
+
+
 def _is_in_place(func: Callable[..., Any]) -> bool:
     name = func.__name__
-    return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or name.strip("_") + "_" == name
+    return name in _OPERATORS_IN_PLACE or name.strip("_") + "_" == name
 
 
 class _MakePlain(torch.autograd.Function):
