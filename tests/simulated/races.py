@@ -147,9 +147,14 @@ def look_for_races() -> Iterator[list[Race]]:
 def races_of(case: Case, program: Program = train) -> list[str]:
     """What a case has two streams use in no order."""
     device.begin(device.Order.LAZY)
-    # Numbers may be wrong where there is a race, and end the program.
-    with small_activations(), as_with_nccl(), look_for_races() as races, contextlib.suppress(NonFiniteError):
-        run_ranks(program, case.ranks, case, device.NAME)
+    ended: Exception | None = None
+    with small_activations(), as_with_nccl(), look_for_races() as races:
+        try:
+            run_ranks(program, case.ranks, case, device.NAME)
+        except Exception as error:
+            ended = error
+    if ended is not None and not races and not isinstance(ended, NonFiniteError):
+        raise ended  # where there is a race numbers may be wrong, and end the program
     return [str(race) for race in races]
 
 
