@@ -105,6 +105,7 @@ def test_the_engine_has_none() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1300)
 def test_the_engine_has_none_in_any_case() -> None:
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
     on_four = pairwise(7, ranks=(4,), strategy=strategies)

@@ -46,12 +46,14 @@ def test_parameters_of_other_kinds_and_optimizers_of_whole_matrices_do(part: int
 
 
 @pytest.mark.full
+@pytest.mark.timeout(2500)
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_every_order_of_the_streams_gives_the_same_in_other_cases(seed: int) -> None:
     assert on_device(_all_differences, [*pairwise(seed), *pairwise(seed, **OTHERS)], seed, timeout=2400) == {}
 
 
 @pytest.mark.full
+@pytest.mark.timeout(2500)
 def test_every_order_of_the_streams_gives_the_same_on_four_ranks() -> None:
     reshard = (*CHOICES["reshard"], 2)
     cases = pairwise(7, ranks=(4,), strategy=STRATEGIES, reshard=reshard)

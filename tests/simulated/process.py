@@ -85,6 +85,9 @@ def on_device(function: Callable[..., Any], *arguments: Any, timeout: float = 24
             end_worker()
             what = "did not finish in time" if code is None else f"ended its process with code {code}"
             raise RuntimeError(f"{function.__name__} {what}") from None
+        except BaseException:  # the time that pytest gives a test is over: the next one is not to have this result
+            end_worker()
+            raise
         if succeeded:
             return value
         end_worker()
