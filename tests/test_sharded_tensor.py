@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, full
 from torch.nn import functional
 from torch.optim import swa_utils
 
@@ -277,6 +277,79 @@ def check_placed_as_it_is() -> None:
 
 def test_redistributed_to_where_it_is() -> None:
     run_ranks(check_placed_as_it_is, 2)
+
+
+PLACED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "distribute_tensor": lambda p, value: distribute_tensor(value, p.device_mesh, p.placements),
+    "from rows": lambda p, value: distribute_tensor(value, p.device_mesh, [Shard(0)]).redistribute(
+        placements=p.placements
+    ),
+    "from what all have": lambda p, value: distribute_tensor(value, p.device_mesh, [Replicate()]).redistribute(
+        p.device_mesh, p.placements
+    ),
+    "there and back": lambda p, value: (
+        p.copy_(distribute_tensor(value, p.device_mesh, [Replicate()]))
+        .redistribute(placements=[Replicate()])
+        .redistribute(placements=p.placements)
+    ),
+    "from_local": lambda p, value: DTensor.from_local(
+        distribute_tensor(value, p.device_mesh, p.placements).to_local(),
+        p.device_mesh,
+        p.placements,
+        run_check=False,
+        shape=p.shape,
+        stride=p.stride(),
+    ),
+    "full": lambda p, value: (
+        full(p.shape, 1.0, device_mesh=p.device_mesh, placements=p.placements)
+        * distribute_tensor(value, p.device_mesh, p.placements)
+    ),
+}
+"""Lines with which optimizers that others wrote lay out an update, or its parts, as the parameter."""
+
+
+def check_laid_out_as_a_parameter() -> dict[str, str]:
+    wrong = {}
+    model: Any = build_sharded(Stack, BLOCKS)
+    parameter = model.embed.weight
+    value = torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+    for name, place in PLACED.items():
+        try:
+            with torch.no_grad():
+                placed = place(parameter, value)
+                assert placed.placements == parameter.placements
+                assert placed.to_local().shape == parameter.to_local().shape
+                torch.testing.assert_close(whole(placed), value)
+                parameter.zero_().add_(placed, alpha=0.5)
+            torch.testing.assert_close(whole(parameter), value * 0.5)
+        except Exception as error:
+            wrong[name] = repr(error)
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_other_tensors_can_be_laid_out_as_a_parameter(world_size: int) -> None:
+    assert run_ranks(check_laid_out_as_a_parameter, world_size) == [{}] * world_size
+
+
+def test_without_a_process_group_as_well() -> None:
+    assert check_laid_out_as_a_parameter() == {}
+
+
+def refuse_to_lay_out() -> None:
+    model: Any = build_sharded(Stack, BLOCKS)
+    parameter = model.embed.weight
+    mesh, placements = parameter.device_mesh, parameter.placements
+    with pytest.raises(LifecycleError, match=r"4 elements of an interval do not tell the shape of the whole"):
+        DTensor.from_local(torch.zeros(4), mesh, placements)
+    with pytest.raises(LifecycleError, match=r"rank \d has \d+ elements of a tensor .*, not 1\b"):
+        DTensor.from_local(torch.zeros(1), mesh, placements, shape=parameter.shape)
+    with pytest.raises(LifecycleError, match=r"that was computed with gradients is to be laid out"):
+        (parameter.redistribute(placements=[Replicate()]) * 2).redistribute(placements=placements)
+
+
+def test_what_cannot_be_laid_out_as_a_parameter_is_an_error() -> None:
+    run_ranks(refuse_to_lay_out, 2)
 
 
 def check_views() -> None:

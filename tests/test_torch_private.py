@@ -745,6 +745,22 @@ def whole_tensors() -> None:
         dist.destroy_process_group()
 
 
+@check("redistribute", "from_local", "make_dtensor")
+def other_ways_to_a_placement() -> None:
+    from torch.distributed.tensor import zeros
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        made: list[DTensor] = []
+        with_zeros = lambda: made.append(zeros(2, device_mesh=mesh, placements=[Shard(0)]))  # noqa: E731
+        assert calls_of(torch_private.make_dtensor, with_zeros) == 1
+        assert calls_of(torch_private.from_local, lambda: DTensor.from_local(torch.zeros(2), mesh, [Shard(0)])) == 1
+        assert calls_of(torch_private.redistribute, lambda: made[0].redistribute(mesh, [Replicate()])) == 1
+    finally:
+        dist.destroy_process_group()
+
+
 class Named(nn.Parameter):
     def __new__(cls, data: torch.Tensor, name: str) -> Named:
         raise AssertionError("nobody knows the name")

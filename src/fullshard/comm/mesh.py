@@ -222,6 +222,8 @@ def data_parallel(device_mesh: Any, dims: Any) -> DeviceMesh:
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
     """The mesh that was made of, or has made, this one of torch's; None if there is none."""
+    if not dist.is_initialized():
+        return init_mesh(device=torch.device(device_mesh.device_type))  # of one process alone, which are all alike
     own = (mesh for key, mesh in list(_CACHE.items()) if key[0] is dist.group.WORLD)
     return next((mesh for mesh in own if mesh.device_mesh == device_mesh), None)
 
@@ -266,9 +268,8 @@ def _device_mesh(
     if replicate_group is not None and shard_group is not None:
         groups = [replicate_group, shard_group]
         return DeviceMesh.from_group(groups, device.type, torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
-    group = shard_group or replicate_group
-    if group is None:
-        return torch_private.mesh_without_groups(device.type, [0], 0)
+    group = shard_group or replicate_group or dist.group.WORLD  # of one rank; what torch sends over a mesh needs one
+    assert group is not None  # noqa: S101 -- the default group is initialised
     return DeviceMesh.from_group(group, device.type)  # without names, as torch's own default has it
 
 

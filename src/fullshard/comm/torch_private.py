@@ -42,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, _op_schema
+from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -518,6 +519,13 @@ check_sent_list = Replaced.of(distributed_c10d, "_check_tensor_list")
 
 distribute_tensor = Replaced.of(state_dict_utils, "distribute_tensor")
 """Public. It, and so loading whole tensors into a sharded model, knows torch's own placements only. Since 2.0."""
+
+redistribute = Replaced.of(DTensor, "redistribute")
+from_local = Replaced.of(DTensor, "from_local")
+"""Public. Given a placement that they do not know they label whatever they have with it. Since 2.0."""
+
+make_dtensor = Replaced.of(tensor_api, "_dtensor_init_helper")
+"""Under `torch.distributed.tensor.zeros`, `ones`, `full` and the like, which do the same. Since 2.0."""
 
 distribute_tensors = Replaced.of(state_dict_utils, "_distribute_tensors")
 """Where whole tensors that rank 0 has sent are cut for a model's state dict: along one dim. Since 2.5."""

@@ -5,6 +5,7 @@
     optimizer.state_dict               its tensors say that they are slices, and where from
     optimizer.load_state_dict          takes whole tensors too, and keeps this rank's intervals of them
     torch.distributed.tensor.distribute_tensor  knows a parameter's placement, and so does DCP
+    DTensor.redistribute, from_local, zeros     as well
     torch.distributed.all_reduce       and every other collective: refused, as each rank has other elements
     torch.autograd.grad, backward(inputs=)  refused for sharded parameters, which no graph has
     any optimizer                      refused if it needs whole matrices or was made before sharding
@@ -259,18 +260,110 @@ def _distribute_tensor(
     **options: Any,
 ) -> DTensor:
     """Torch's, that takes the placements of a sharded parameter, too."""
-    ragged = next((p for p in placements or () if isinstance(p, RaggedShard)), None)
+    if device_mesh is not None and device_mesh.size() == 1:
+        options["src_data_rank"] = None  # nothing is to be sent, nor need a process group be there
+    ragged = _ragged_of(placements)
     if ragged is None or device_mesh is None:
         distributed: DTensor = torch_private.distribute_tensor.torchs(tensor, device_mesh, placements, **options)
         return distributed
-    replicated: DTensor = torch_private.distribute_tensor.torchs(
-        tensor, device_mesh, [Replicate()] * device_mesh.ndim, **options
-    )
+    whole = torch_private.distribute_tensor.torchs(tensor, device_mesh, _replicated(device_mesh), **options)
+    return _sharded(whole, ragged)
+
+
+def _redistribute(
+    self: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """The same, of what is a DTensor already."""
+    ragged = _ragged_of(placements)
+    if ragged is None:
+        redistributed: DTensor = torch_private.redistribute.torchs(self, device_mesh, placements, **options)
+        return redistributed
+    device_mesh = device_mesh or self.device_mesh
+    whole = torch_private.redistribute.torchs(self, device_mesh, _replicated(device_mesh), **options)
+    return _sharded(whole, ragged)
+
+
+def _from_local(
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    shape: torch.Size | None = None,
+    **options: Any,
+) -> DTensor:
+    """The same, of the elements that this rank has."""
+    ragged = _ragged_of(placements)
+    if ragged is None or device_mesh is None:
+        made: DTensor = torch_private.from_local.torchs(local_tensor, device_mesh, placements, shape=shape, **options)
+        return made
+    if shape is None:
+        raise LifecycleError(
+            f"{local_tensor.numel()} elements of an interval do not tell the shape of the whole",
+            hint="DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
+        )
+    span = _span_of(device_mesh, shape, ragged)
+    if local_tensor.numel() != span.interval.numel:
+        raise LifecycleError(
+            f"rank {span.mesh.rank} has {span.interval.numel} elements of a tensor {tuple(shape)} with the placement "
+            f"{ragged}, not {local_tensor.numel()}",
+            hint="give as many as the parameter's own to_local() has; or distribute_tensor(whole, p.device_mesh, "
+            "p.placements)",
+        )
+    _check_no_graph(local_tensor)
+    return ShardedTensor(local_tensor.detach().reshape(span.local_shape), span)
+
+
+def _make_dtensor(
+    init_op: Any,
+    size: torch.Size,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """The same, of zeros, ones and the like."""
+    ragged = _ragged_of(placements)
+    if ragged is None or device_mesh is None:
+        made: DTensor = torch_private.make_dtensor.torchs(init_op, size, device_mesh, placements, **options)
+        return made
+    whole = torch_private.make_dtensor.torchs(init_op, size, device_mesh, _replicated(device_mesh), **options)
+    sharded = _sharded(whole, ragged)
+    sharded.requires_grad_(whole.requires_grad)
+    return sharded
+
+
+def _ragged_of(placements: Sequence[Placement] | None) -> RaggedShard | None:
+    return next((p for p in placements or () if isinstance(p, RaggedShard)), None)
+
+
+def _replicated(device_mesh: DeviceMesh) -> list[Placement]:
+    return [Replicate()] * device_mesh.ndim
+
+
+def _span_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) -> Span:
     mesh = mesh_of(device_mesh)
     if mesh is None:
         raise LifecycleError(f"nothing is sharded over {device_mesh}", hint="give the parameter's own device_mesh")
-    span = Span(mesh, tensor.shape, ragged, Name())
-    return ShardedTensor(span.cut(replicated.to_local()).clone(), span)
+    return Span(mesh, shape, ragged, Name())
+
+
+def _sharded(replicated: DTensor, ragged: RaggedShard) -> DTensor:
+    """This rank's interval of what every rank has whole."""
+    _check_no_graph(replicated)
+    span = _span_of(replicated.device_mesh, replicated.shape, ragged)
+    with torch.no_grad():
+        return ShardedTensor(span.cut(replicated.to_local()).clone(), span)
+
+
+def _check_no_graph(tensor: torch.Tensor) -> None:
+    """Refuse what a gradient is to go back through: it would end here without a word."""
+    if tensor.grad_fn is not None:
+        raise LifecycleError(
+            f"a tensor {tuple(tensor.shape)} that was computed with gradients is to be laid out as a sharded parameter",
+            hint="detach() it first, or compute it under torch.no_grad()",
+        )
 
 
 def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *args: Any, **options: Any) -> None:
@@ -331,6 +424,9 @@ def install() -> None:
             torch_private.load_state_dict: state_dicts.load_state_dict,
             torch_private.check_sent: _check_sent,
             torch_private.distribute_tensor: _distribute_tensor,
+            torch_private.redistribute: _redistribute,
+            torch_private.from_local: staticmethod(_from_local),
+            torch_private.make_dtensor: _make_dtensor,
             torch_private.distribute_tensors: _distribute_tensors,
             torch_private.check_sent_list: _check_sent_list,
             torch_private.run_backward: _run_backward_to,
