@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     _patch_model_state_dict,
@@ -163,6 +163,34 @@ def test_other_ways_to_save(tmp_path: Path) -> None:
     for name in ("async", "sync"):
         dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
         assert_same(torch.load(tmp_path / f"{name}.pt")["model"], dict(expected))
+
+
+def save_as_hugging_face(folder: str) -> list[Any]:
+    """As torchtitan does it for its last step: a rank's part of a tensor that ends within a row is several boxes."""
+    model: Any = trained(fully_shard)[0]
+    expected = whole(model.state_dict())
+    index = {name: 1 + number % 2 for number, name in enumerate(expected)}
+    options: list[dict[str, Any]] = [
+        {},
+        {"fqn_to_index_mapping": index},
+        {"fqn_to_index_mapping": index, "enable_consolidation": True},
+    ]
+    for number, each in enumerate(options):
+        path = f"{folder}/{number}"
+        dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(path, save_distributed=True, **each))
+        for make_other in (fully_shard, torchs_fully_shard):
+            other, _ = make(make_other, seed=1)
+            state = other.state_dict()
+            dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
+            assert_same(dict(whole(state)), dict(expected))
+    return [len(list(parameter.boxes())) for parameter in model.parameters()]
+
+
+def test_the_hugging_face_writer_keeps_every_box(tmp_path: Path) -> None:
+    boxes_of = run_ranks(save_as_hugging_face, 2, str(tmp_path))
+    assert max(number for of_rank in boxes_of for number in of_rank) > 1, "every part is one box: this shows nothing"
+    files = {path.name for path in (tmp_path / "2").glob("*.safetensors")}
+    assert files == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
 
 
 # -- every option ---------------------------------------------------------------------------------------------------

@@ -761,6 +761,23 @@ def other_ways_to_a_placement() -> None:
         dist.destroy_process_group()
 
 
+@check("keep_every_box")
+def boxes_in_files() -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+    items = [
+        WriteItem(MetadataIndex(name, torch.Size([row])), WriteItemType.SHARD)
+        for name, row in (("a", 0), ("b", 0), ("a", 1), ("a", 2))
+    ]
+    torch_private.keep_every_box()
+    writer = HuggingFaceStorageWriter("nowhere", save_distributed=True)
+    found = writer._split_by_storage_plan({"a": 1, "b": 2}, items)
+    assert found == {1: items[:1], 2: items[1:2], 3: items[2:3], 5: items[3:]}
+    assert writer._split_by_storage_plan(None, items) == {1: items[:2], 2: items[2:3], 3: items[3:]}
+
+
 class Named(nn.Parameter):
     def __new__(cls, data: torch.Tensor, name: str) -> Named:
         raise AssertionError("nobody knows the name")

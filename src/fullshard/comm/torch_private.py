@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -532,6 +532,34 @@ distribute_tensors = Replaced.of(state_dict_utils, "_distribute_tensors")
 
 run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
 """Under `torch.autograd.grad` and `backward`, where a sharded parameter's gradient would be None. Since 2.3."""
+
+
+@cache
+def keep_every_box() -> None:
+    """Have `HuggingFaceStorageWriter` put what a rank has of one tensor, if that is several boxes, into several files.
+
+    A file holds one tensor of a name, so that the last box would be all that is kept, without a word. Since 2.8.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # not before somebody saves
+
+    torchs = HuggingFaceStorageWriter._split_by_storage_plan
+
+    def split(writer: Any, storage_plan: dict[str, int] | None, items: list[Any]) -> dict[int, list[Any]]:
+        rounds: list[list[Any]] = []  # of each tensor the first box, the second one, ...
+        found: Counter[str] = Counter()
+        for item in items:
+            if found[item.index.fqn] == len(rounds):
+                rounds.append([])
+            rounds[found[item.index.fqn]].append(item)
+            found[item.index.fqn] += 1
+        files = max(storage_plan.values()) if storage_plan else 1
+        return {
+            index + number * files: of_file
+            for number, of_round in enumerate(rounds)
+            for index, of_file in torchs(writer, storage_plan, of_round).items()
+        }
+
+    HuggingFaceStorageWriter._split_by_storage_plan = split  # type: ignore[assignment, method-assign]
 
 
 # -- a device that is not there ---------------------------------------------------------------------------------
