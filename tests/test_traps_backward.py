@@ -303,6 +303,34 @@ def test_two_models_in_one_backward(strategy: str, has_units: bool, comm: str, m
     run_ranks(check_two_models, 2, strategy, has_units, timeout=30)
 
 
+class Begun(nn.Module):
+    """Blocks whose input wants a gradient only where something before them is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor, is_whole: bool) -> torch.Tensor:
+        out: torch.Tensor = self.blocks(self.before(x) if is_whole else x)
+        return out
+
+
+def run_begun_twice(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    first = model(batch(step, rank), is_whole=rank > 0)
+    loss = first.square().mean() + model(batch(step + 10, rank), is_whole=rank == 0 or step == 2).abs().mean()
+    loss.backward()
+    detached: torch.Tensor = loss.detach()
+    return detached
+
+
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_inputs_that_want_gradients_on_some_ranks(strategy: str, comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    run_ranks(check, 2, Begun, run_begun_twice, BLOCKS[:2], strategy, timeout=30)
+
+
 # -- activation checkpointing -----------------------------------------------------------------------------------
 
 

@@ -8,12 +8,11 @@ which reduces what never became ready (zeros where nothing was used).
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -106,7 +105,7 @@ class Schedule:
         self._end_of_backward: Callable[[], object] = lambda: None  # what is to be called; None once that is impossible
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
-        self._unannounced: dict[Unit, int] = {}  # with the number of the first call of each that backward comes to
+        self._unannounced: dict[Call[Unit], Unit] = {}  # calls that backward has come to and leaves without a sign
         self.post_optim_event: Any = None
         _schedules.add(self)
 
@@ -326,28 +325,33 @@ class Schedule:
         self._finish_backward()
 
     def reach_in_backward(self, unit: Unit, call: Call[Unit]) -> None:
-        """Backward comes to `unit`: what it has left without a sign is reduced before anything more is gathered.
+        """Backward comes to `call`: what it has left without a sign is ended before anything more is gathered.
 
-        Where no input wants a gradient, only the last gradient tells that a unit's backward is over, and none does on
-        a rank that does not use all of it. Ranks that do would launch in another order, and wait for this one. So it is
-        with a model whose forward was before, in the same backward: its reductions go the same way.
+        Where no input wants a gradient, nothing tells that backward has left a call, and that may be so on some ranks
+        only. Others free the unit there, reduce its gradients and gather again for an earlier call: ranks that did not
+        would wait for them.
         """
         position = self._reduce_order.get(unit, 0)
-        # What began after `unit` in forward: backward is done with it.
-        self._reduce_unannounced(o for o in self._unannounced if self._reduce_order.get(o, 0) < position)
-        _reduce_unannounced_of(self._others_in_backward(), after=call.number)
+        # By their order in the forward, too: what a checkpoint runs again has later numbers than all before.
+        passed = [c for c, o in self._unannounced.items() if self._reduce_order.get(o, 0) < position]
+        self.leave_unannounced(after=call.number, passed=passed)
         if call.inputs_left is None:
-            self._unannounced[unit] = unit.first_in_backward(call)
+            self._unannounced[call] = unit
+
+    def leave_unannounced(self, *, after: int, passed: Collection[Call[Unit]] = ()) -> None:
+        """Backward has left, without a sign, calls that began after the one of that number, of whatever model."""
+        schedules = [self, *self._others_in_backward()]
+        left = {c: s for s in schedules for c in s._unannounced if c.number > after or c in passed}
+        for call in sorted(left, key=lambda call: call.number, reverse=True):
+            unit = left[call]._unannounced.pop(call)
+            if call.is_active:
+                unit.post_backward(call)
+            else:  # freed before, with its last gradient
+                unit.reduce_if_left()
 
     def _others_in_backward(self) -> list[Schedule]:
         """Those of other models that the backward under way has come to."""
         return [o for o in _schedules if o is not self and o._in_backward and o._backward == self._backward]
-
-    def _reduce_unannounced(self, units: Iterable[Unit]) -> None:
-        for unit in list(units):
-            del self._unannounced[unit]
-            for bucket in unit.buckets:
-                self.reduce_when_due(bucket)
 
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
@@ -393,10 +397,8 @@ class Schedule:
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
-        others = self._others_in_backward()
-        if others:  # it is over for them, too: their reductions are before the rest of this one's
-            _reduce_unannounced_of([self, *others], after=-1)
-        for other in others:
+        self.leave_unannounced(after=-1)  # of other models, too: it is over for them
+        for other in self._others_in_backward():
             for unit in other.units:
                 unit.finish_backward()  # for which ranks wait that have done so already
         if self.reducer.steppers:  # others wait for it before they step, and then are here, too
@@ -578,13 +580,6 @@ class Schedule:
 
 
 _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
-
-
-def _reduce_unannounced_of(schedules: Iterable[Schedule], *, after: int) -> None:
-    """Of several models, reduce what backward has left without a sign and that began after a call of that number."""
-    left = [(number, u) for schedule in schedules for u, number in schedule._unannounced.items() if number > after]
-    for _, unit in sorted(left, key=operator.itemgetter(0), reverse=True):
-        schedule_of(unit)._reduce_unannounced([unit])
 
 
 def schedule_of(unit: Unit) -> Schedule:

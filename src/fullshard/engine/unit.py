@@ -68,6 +68,9 @@ class UnitSchedule(UnitOwner, Protocol):
     def reach_in_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """It has reached an output of `call`, and nothing has been gathered for it yet."""
 
+    def leave_unannounced(self, *, after: int) -> None:
+        """It has left, without a sign, calls that began after the one of that number."""
+
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Its parameters are there, and its gradients about to be computed."""
 
@@ -170,10 +173,6 @@ class Unit(UnitParameters):
     def awaits_backward(self) -> bool:
         """Whether it has not yet come back to one of them."""
         return bool(self._pending_calls())
-
-    def first_in_backward(self, call: Call[Unit]) -> int:
-        """The number of the earliest of its calls that have a part in the backward under way, as `call` has."""
-        return min(each.number for each in (call, *self._live_calls()) if each is call or each.is_in_backward)
 
     def _pending_calls(self) -> list[Call[Unit]]:
         return [call for call in self._live_calls() if not call.is_done and call.is_in_backward]
@@ -293,8 +292,8 @@ class Unit(UnitParameters):
         self.schedule.begin_backward(self)
         if call.is_active:  # another output was first
             return
-        call.is_active, call.is_done = True, False
         self.schedule.reach_in_backward(self, call)
+        call.is_active, call.is_done = True, False
         self._gradient_hooks.stay_last()
         if self.unshard_in_backward:
             self.unshard()
@@ -314,21 +313,28 @@ class Unit(UnitParameters):
 
     def post_backward(self, call: Call[Unit]) -> None:
         """Backward has passed all inputs of `call`."""
+        self.schedule.leave_unannounced(after=call.number)
         call.is_active, call.is_done = False, True
         self.emit(EventKind.BACKWARD_END)
         pending = self._pending_calls()
         is_over = not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending)
         if is_over:
             self._reshard_after_backward(call.previous)
-        if not pending:  # a call that is still to come back adds to the same gradients
-            for bucket in self.buckets:
-                self.schedule.reduce_when_due(bucket)
+        self.reduce_if_left()
         if is_over:  # after the reductions, which other ranks may have launched when the last gradient was there
             self.schedule.prefetch_after_backward(call.previous)
         self.schedule.step_when_final()
 
+    def reduce_if_left(self) -> None:
+        """Reduce its gradients, unless a call is still to come back: it adds to them."""
+        if not self.awaits_backward:
+            for bucket in self.buckets:
+                self.schedule.reduce_when_due(bucket)
+
     def gradients_complete(self, bucket: Bucket) -> None:
         """Autograd has accumulated the gradients of all parameters of `bucket`."""
+        if any(not call.is_active for call in self._pending_calls()):
+            return  # one that is still to come adds to them on other ranks, which reduce them after it
         self.schedule.reduce_when_due(bucket)
         self._reshard_if_complete()
         self.schedule.step_when_final()
@@ -340,7 +346,7 @@ class Unit(UnitParameters):
         """
         if not all(bucket.is_complete for bucket in self.buckets):
             return
-        calls = self._live_calls()
+        calls = [call for call in self._live_calls() if call.is_in_backward]
         if all(call.inputs_left is None for call in calls):
             for call in calls:
                 call.is_active, call.is_done = False, True
