@@ -370,6 +370,25 @@ def check_newer_names() -> None:
     check_named_axes()
 
 
+def check_settings_of_parts() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = fully_shard(model[0]), fully_shard(model[1])
+    first.set_nonfinite_gradients("skip", limit=3)
+    first.set_replica_check("off", every=7)
+    second.set_reduce_scatter_max_input_buffers(2)
+    second.set_is_last_backward(False)
+    fully_shard(model)
+    schedule = schedule_of(units_of(model)[-1])
+    assert (schedule.guard.policy, schedule.guard.limit) == ("skip", 3)
+    assert (schedule.checkup.replicas.policy, schedule.checkup.every) == ("off", 7)
+    assert schedule.reducer.order.in_flight == 2
+    assert not schedule.is_last_backward
+
+
+def test_settings_of_a_part_hold_for_the_model_around_it() -> None:
+    run_ranks(check_settings_of_parts, 1)
+
+
 def test_names_of_torchs_later_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLSHARD_COMM", "gloo")  # where memory is given back
     run_ranks(check_newer_names, 2)

@@ -8,6 +8,7 @@ which reduces what never became ready (zeros where nothing was used).
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import time
 import warnings
@@ -111,7 +112,9 @@ class Schedule:
 
     def assemble(self, units: Sequence[Unit]) -> None:
         """Take over the units of a model, from other schedules too, each of a part of it."""
-        for earlier in {schedule_of(unit) for unit in units} - {self}:
+        defaults = _settings(self)
+        for earlier in dict.fromkeys(other for unit in units if (other := schedule_of(unit)) is not self):
+            _take_settings(self, earlier, defaults)
             for handle in earlier._part_handles:
                 handle.remove()  # its outermost unit was not the outermost after all
             self.steppers |= earlier.steppers
@@ -580,6 +583,25 @@ class Schedule:
 
 
 _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
+
+
+_SETTINGS = (
+    *("event_sink", "forward_prefetch", "backward_prefetch", "is_last_backward", "post_optim_event"),
+    *("reducer.order.in_flight", "guard.policy", "guard.limit", "checkup.every", "checkup.replicas.policy"),
+)
+"""What can be set for a whole model, whichever unit it is set on."""
+
+
+def _settings(schedule: Schedule) -> list[object]:
+    return [operator.attrgetter(path)(schedule) for path in _SETTINGS]
+
+
+def _take_settings(schedule: Schedule, earlier: Schedule, defaults: Sequence[object]) -> None:
+    """What was set on a part before the model around it was sharded holds for the model."""
+    for path, value, default in zip(_SETTINGS, _settings(earlier), defaults, strict=True):
+        if value != default:
+            owner, _, name = path.rpartition(".")
+            setattr(operator.attrgetter(owner)(schedule) if owner else schedule, name, value)
 
 
 def schedule_of(unit: Unit) -> Schedule:
