@@ -148,7 +148,7 @@ def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = (1, 2, 3)) -> Progr
 
 # -- running ----------------------------------------------------------------------------------------------------
 
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
@@ -156,7 +156,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def _optimizers(names: tuple[str, ...], model: nn.Module) -> list[torch.optim.Optimizer]:
     parameters = list(model.parameters())
-    return [_OPTIMIZERS[name](parameters[index :: len(names)]) for index, name in enumerate(names)]
+    return [OPTIMIZERS[name](parameters[index :: len(names)]) for index, name in enumerate(names)]
 
 
 @dataclass
