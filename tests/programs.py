@@ -101,6 +101,12 @@ class Program:
 # -- drawing ----------------------------------------------------------------------------------------------------
 
 
+def weighted(*choices: tuple[int, st.SearchStrategy[Operation]]) -> st.SearchStrategy[Operation]:
+    """One of them, those with larger numbers more often: of repetitions `one_of` keeps one."""
+    repeated = [strategy for weight, strategy in choices for _ in range(weight)]
+    return st.integers(0, len(repeated) - 1).flatmap(repeated.__getitem__)
+
+
 def _operations() -> st.SearchStrategy[Operation]:
     block = st.integers(0, BLOCKS - 1)
     passes = st.tuples(
@@ -111,24 +117,21 @@ def _operations() -> st.SearchStrategy[Operation]:
         st.booleans(),
         st.integers(1, 2),
     )
-    return st.one_of(
-        passes,
-        passes,
-        passes,
-        st.tuples(st.just("step"), st.integers(0, 1)),
-        st.tuples(st.just("step"), st.integers(0, 1)),
-        st.tuples(st.just("zero_grad"), st.booleans()),
-        st.tuples(st.just("freeze"), st.integers(0, 11)),
-        st.tuples(st.just("unfreeze"), st.integers(0, 11)),
-        st.tuples(st.just("fail"), st.sampled_from(["forward", "backward"]), block),
-        st.tuples(st.just("evaluate"), st.booleans()),
-        st.tuples(st.just("clip"), st.sampled_from([0.01, 1.0])),
-        st.tuples(st.just("keep_after_backward"), st.booleans()),
-        st.tuples(st.just("keep_after_forward"), st.booleans()),
-        st.just(("load_whole",)),
-        st.just(("save",)),
-        st.just(("restore",)),
-        st.just(("look",)),
+    return weighted(
+        (10, passes),
+        (3, st.tuples(st.just("step"), st.integers(0, 1))),
+        (1, st.tuples(st.just("zero_grad"), st.booleans())),
+        (1, st.tuples(st.just("freeze"), st.integers(0, 11))),
+        (1, st.tuples(st.just("unfreeze"), st.integers(0, 11))),
+        (1, st.tuples(st.just("fail"), st.sampled_from(["forward", "backward"]), block)),
+        (1, st.tuples(st.just("evaluate"), st.booleans())),
+        (1, st.tuples(st.just("clip"), st.sampled_from([0.01, 1.0]))),
+        (1, st.tuples(st.just("keep_after_backward"), st.booleans())),
+        (1, st.tuples(st.just("keep_after_forward"), st.booleans())),
+        (1, st.just(("load_whole",))),
+        (1, st.just(("save",))),
+        (1, st.just(("restore",))),
+        (1, st.just(("look",))),
     )
 
 

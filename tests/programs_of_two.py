@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.checkpoint import load_checkpoint, load_full_state_dict, save_checkpoint
 from fullshard.engine import fully_shard, no_sync, shard_model
 from tests.differential import own_part
-from tests.programs import OPTIMIZERS, WIDTH, Block, Injected, Operation, assert_close
+from tests.programs import OPTIMIZERS, WIDTH, Block, Injected, Operation, assert_close, weighted
 from tests.traps import own_elements, sharded_parameters
 
 FREEZABLE = ("head.weight", "blocks.0.first.weight", "blocks.0.first.bias", "blocks.0.scale")
@@ -107,22 +107,21 @@ def _operations(world_size: int) -> st.SearchStrategy[Operation]:
     rank = st.integers(-1, world_size - 1)
     branch = st.integers(0, 2)
     branches = st.tuples(*[st.tuples(branch, branch)] * world_size)
-    alike = branch.map(lambda value: ((value, value),) * world_size)
     how = st.sampled_from(["once", "once", "once", "twice", "no_sync", "two at once", "two in turn"])
-    passes = st.tuples(st.just("train"), loss, branches | alike, how, rank)
-    return st.one_of(
-        *[passes] * 5,
-        st.tuples(st.just("evaluate"), loss, branches, st.booleans(), rank),
-        st.tuples(st.just("collect"), rank),
-        st.tuples(st.just("forget"), rank),
-        *[st.tuples(st.just("step"), st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))] * 2,
-        st.tuples(st.just("zero_grad"), model, st.booleans()),
-        st.tuples(st.just("require_grad"), model, st.sampled_from(FREEZABLE), st.booleans()),
-        st.tuples(st.just("fail"), st.sampled_from(["forward", "backward"]), loss),
-        st.tuples(st.just("rebuild"), model),
-        st.tuples(st.just("load_whole"), model),
-        st.tuples(st.just("save"), model),
-        st.tuples(st.just("restore"), model),
+    passes = st.tuples(st.just("train"), loss, branches, how, rank)
+    return weighted(
+        (15, passes),
+        (1, st.tuples(st.just("evaluate"), loss, branches, st.booleans(), rank)),
+        (1, st.tuples(st.just("collect"), rank)),
+        (1, st.tuples(st.just("forget"), rank)),
+        (3, st.tuples(st.just("step"), st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))),
+        (1, st.tuples(st.just("zero_grad"), model, st.booleans())),
+        (1, st.tuples(st.just("require_grad"), model, st.sampled_from(FREEZABLE), st.booleans())),
+        (1, st.tuples(st.just("fail"), st.sampled_from(["forward", "backward"]), loss)),
+        (1, st.tuples(st.just("rebuild"), model)),
+        (1, st.tuples(st.just("load_whole"), model)),
+        (1, st.tuples(st.just("save"), model)),
+        (1, st.tuples(st.just("restore"), model)),
     )
 
 
@@ -144,7 +143,7 @@ def programs_of_two(draw: st.DrawFn, world_sizes: tuple[int, ...] = (2, 2, 3)) -
         are_twins=draw(st.booleans()),
         tower=Tower(draw(st.integers(1, 3)), checkpoints, is_bare),
         optimizers=(draw(optimizer), draw(optimizer)),
-        operations=tuple(draw(st.lists(_operations(world_size), min_size=2, max_size=12))),
+        operations=tuple(draw(st.lists(_operations(world_size), min_size=3, max_size=12))),
     )
 
 
