@@ -145,6 +145,18 @@ def test_refused_optimizers(make: Make, words: str) -> None:
         step_in_backward(make(make_model("plain").parameters()))
 
 
+def test_an_optimizer_in_place_of_one_that_was_dropped() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model, dropped = stepping()
+        vars(dropped)["itself"] = dropped  # as a wrapper of its `step` does
+        del dropped
+        step_in_backward(optim.AdamW(model.parameters()))
+    finally:
+        gc.enable()
+
+
 def test_refused_models() -> None:
     model = shard_model(Stack(), unit_modules=[], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     with pytest.raises(OptimizerError, match="float16, whose gradients are scaled"):

@@ -15,8 +15,10 @@ Whoever wants all gradients at once cannot have this. Clipping and loss scaling 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,8 +100,9 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
     stepper = next((hook for hook in hooks if isinstance(hook, Stepper)), None)
     schedules = dict.fromkeys(schedule_of(owner_of(bucket_of(p))) for p in sharded)
     held = {id(p) for p in sharded}
-    for other in (other for schedule in schedules for other in schedule.steppers if other is not stepper):
-        if (shared := other.first_among(held)) is not None:
+    if _first_shared(schedules, held, stepper) is not None:
+        gc.collect()  # an optimizer that was dropped may be part of a cycle
+        if (shared := _first_shared(schedules, held, stepper)) is not None:
             raise OptimizerError(
                 f"{name} shares parameter {shared} with another optimizer that steps in backward",
                 hint="give each parameter to one optimizer",
@@ -107,6 +110,12 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
     stepper = stepper or Stepper(optimizer)
     for schedule in schedules:
         schedule.steppers.add(stepper)
+
+
+def _first_shared(schedules: Iterable[Schedule], held: set[int], stepper: Stepper | None) -> str | None:
+    """The first of these parameters that another stepper has."""
+    others = [other for schedule in schedules for other in schedule.steppers if other is not stepper]
+    return next((name for other in others if (name := other.first_among(held)) is not None), None)
 
 
 def steps_in_backward(optimizer: optim.Optimizer) -> bool:
