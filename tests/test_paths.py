@@ -26,7 +26,7 @@ from fullshard.checkpoint.lease import let_go
 from fullshard.checkpoint.offline import open_source
 from fullshard.checkpoint.verify import verify_parts
 from fullshard.cli.main import COMMANDS, app
-from fullshard.cli.options import path_word
+from fullshard.cli.options import file_word, path_word
 from fullshard.config.load import load_file
 from fullshard.config.schema import LaunchConfig
 from fullshard.core.errors import ConfigError
@@ -197,7 +197,9 @@ def test_every_path_of_a_command_is_parsed_by_the_rule() -> None:
                 continue
             for parameter, hint in typing.get_type_hints(function, include_extras=True).items():
                 options = getattr(hint, "__metadata__", ())
-                if "Path" in str(getattr(hint, "__origin__", "")) and any(o.parser is not path_word for o in options):
+                if "Path" in str(getattr(hint, "__origin__", "")) and any(
+                    o.parser not in (path_word, file_word) for o in options
+                ):
                     wrong.append(f"{name}: {function.__name__}({parameter})")
     assert wrong == []
 

@@ -42,7 +42,10 @@ class GradientState:
         plugin_kwargs: the arguments.
         sync_gradients: whether the current micro-batch ends a step.
         step: micro-batches since the last step that ended an epoch.
+        updates: how often an optimizer was to step.
     """
+
+    updates = 0  # of the class, for fields that Accelerate's has made lack it
 
     def __init__(
         self,
@@ -59,7 +62,6 @@ class GradientState:
         }
         self.sync_gradients = True
         self.step = 0
-        self.updates = 0
         self._dataloader_references_ref: list[weakref.ref[Loader] | None] = [None]
         self._is_xla_gradients_synced = False
 

@@ -305,6 +305,8 @@ def _from_local(
             hint="DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
         )
     span = _span_of(device_mesh, shape, ragged)
+    if local_tensor.shape == shape:  # PEFT gives the whole, for it takes every placement for tensor parallelism's
+        local_tensor = span.cut(local_tensor)
     if local_tensor.numel() != span.interval.numel:
         raise LifecycleError(
             f"rank {span.mesh.rank} has {span.interval.numel} elements of a tensor {tuple(shape)} with the placement "

@@ -347,9 +347,10 @@ class Schedule:
         left = {c: s for s in schedules for c in s._unannounced if c.number > after or c in passed}
         for call in sorted(left, key=lambda call: call.number, reverse=True):
             unit = left[call]._unannounced.pop(call)
-            if call.is_active:
+            if call.is_active and after >= 0:
                 unit.post_backward(call)
-            else:  # freed before, with its last gradient
+            else:  # freed before, with its last gradient, or with all others at the end
+                call.is_active, call.is_done = False, True
                 unit.reduce_if_left()
 
     def _others_in_backward(self) -> list[Schedule]:
