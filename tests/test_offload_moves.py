@@ -15,8 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.api.plan_check import PlanCheck
-from fullshard.comm.base import BufferSpec, ResizedBuffer
+from fullshard.comm.base import BufferSpec
 from fullshard.comm.packing import packing_for
+from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.torch_dist import Alone, completed
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import units_of, unsharded

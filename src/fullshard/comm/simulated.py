@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Collectives, Parts, Reduction, Work, cut, own_interval
+from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Parts, Reduction, Work, cut, own_interval
 from fullshard.comm.cpu.pages import pages_of
 from fullshard.comm.host_pages import HostPages
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.torch_dist import completed
 from fullshard.core.sizes import all_reduce_nbytes
 
@@ -35,6 +36,9 @@ class SimulatedCollectives(Collectives):
     pages: HostPages
     sent_nbytes: int = 0
     calls: int = 0
+
+    def _buffer(self, spec: BufferSpec) -> FullBuffer:
+        return ResizedBuffer(self, spec)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """Count, and leave `full` as it is."""

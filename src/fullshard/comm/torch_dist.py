@@ -14,13 +14,13 @@ from fullshard.comm.base import (
     FullBuffer,
     Parts,
     Reduction,
-    ResizedBuffer,
     Work,
     WorkOf,
     own_interval,
 )
 from fullshard.comm.host_pages import HostPages
 from fullshard.comm.packing import Packing
+from fullshard.comm.resized_buffer import ResizedBuffer
 
 
 def completed(result: torch.Tensor) -> Work:
@@ -125,6 +125,9 @@ class NativeCollectives(Collectives):
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+
+    def _buffer(self, spec: BufferSpec) -> FullBuffer:
+        return ResizedBuffer(self, spec)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """One in-place all-gather."""

@@ -21,8 +21,9 @@ from typing import Protocol
 import torch
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Collectives, FullBuffer, ResizedBuffer, Work, own_interval
+from fullshard.comm.base import Collectives, FullBuffer, Work, own_interval
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.binding import Binding, Originals

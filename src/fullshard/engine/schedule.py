@@ -8,12 +8,11 @@ which reduces what never became ready (zeros where nothing was used).
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,10 +33,12 @@ from fullshard.engine.call import Call
 from fullshard.engine.checkup import Checkup
 from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.lockstep import Lockstep
+from fullshard.engine.model_settings import settings_of, take_settings
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.parts import watch_parts
 from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks, gradient_of
 from fullshard.engine.rounds import Rounds
+from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit import Unit, owner_of
 from fullshard.engine.unit_parameters import UnitState
 
@@ -102,24 +103,23 @@ class Schedule:
         self._forward: list[Unit] = []
         self._last_ended: Unit | None = None
         self._participants: dict[Unit, None] = {}
-        self._in_backward, self._backward = False, -1
+        self._unannounced = Unannounced()
         self._end_of_backward: Callable[[], object] = lambda: None  # what is to be called; None once that is impossible
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
-        self._unannounced: dict[Call[Unit], Unit] = {}  # calls that backward has come to and leaves without a sign
         self.post_optim_event: Any = None
-        _schedules.add(self)
 
     def assemble(self, units: Sequence[Unit]) -> None:
         """Take over the units of a model, from other schedules too, each of a part of it."""
-        defaults = _settings(self)
+        defaults = settings_of(self)
         for earlier in dict.fromkeys(other for unit in units if (other := schedule_of(unit)) is not self):
-            _take_settings(self, earlier, defaults)
+            take_settings(self, earlier, defaults)
             for handle in earlier._part_handles:
                 handle.remove()  # its outermost unit was not the outermost after all
             self.steppers |= earlier.steppers
             self.lockstep.loads += earlier.lockstep.loads
         self.units = list(units)
+        self._unannounced.units = self.units
         for number, unit in enumerate(units):
             unit.schedule, unit.number = self, number
             unit.reducing.watch = self.guard.watch
@@ -279,6 +279,10 @@ class Schedule:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
+    @property
+    def _in_backward(self) -> bool:
+        return self._unannounced.backward is not None
+
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
         if self._in_backward and self._end_of_backward() is None:
@@ -288,7 +292,7 @@ class Schedule:
                 keeps = self.keeps_gradients or not all(each.reduce_gradients for each in self.units)
                 self.rounds.check_backward([u.reducing for u in self.units], keeps=keeps, steps=bool(self.steppers))
             self.reducer.begin(self._steppers_at_work())
-            self._in_backward, self._backward = True, torch_private.backward_under_way()
+            self._unannounced.begin()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
             # By an order all ranks were seen to share, not by what happened to run or to be alive on this one; without
@@ -322,40 +326,18 @@ class Schedule:
                 hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
             )
         self.reducer.begin(self._steppers_at_work())
-        self._in_backward = True
+        self._unannounced.begin()
         for unit in sorted(self.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
             self._enqueue(unit)
         self._finish_backward()
 
     def reach_in_backward(self, unit: Unit, call: Call[Unit]) -> None:
-        """Backward comes to `call`: what it has left without a sign is ended before anything more is gathered.
+        """Backward comes to `call`, and has left others without a sign (`engine.unannounced`)."""
+        self._unannounced.reach(unit, call, self._reduce_order.get(unit, 0))
 
-        Where no input wants a gradient, nothing tells that backward has left a call, and that may be so on some ranks
-        only. Others free the unit there, reduce its gradients and gather again for an earlier call: ranks that did not
-        would wait for them.
-        """
-        position = self._reduce_order.get(unit, 0)
-        # By their order in the forward, too: what a checkpoint runs again has later numbers than all before.
-        passed = [c for c, o in self._unannounced.items() if self._reduce_order.get(o, 0) < position]
-        self.leave_unannounced(after=call.number, passed=passed)
-        if call.inputs_left is None:
-            self._unannounced[call] = unit
-
-    def leave_unannounced(self, *, after: int, passed: Collection[Call[Unit]] = ()) -> None:
-        """Backward has left, without a sign, calls that began after the one of that number, of whatever model."""
-        schedules = [self, *self._others_in_backward()]
-        left = {c: s for s in schedules for c in s._unannounced if c.number > after or c in passed}
-        for call in sorted(left, key=lambda call: call.number, reverse=True):
-            unit = left[call]._unannounced.pop(call)
-            if call.is_active and after >= 0:
-                unit.post_backward(call)
-            else:  # freed before, with its last gradient, or with all others at the end
-                call.is_active, call.is_done = False, True
-                unit.reduce_if_left()
-
-    def _others_in_backward(self) -> list[Schedule]:
-        """Those of other models that the backward under way has come to."""
-        return [o for o in _schedules if o is not self and o._in_backward and o._backward == self._backward]
+    def leave_unannounced(self, *, after: int) -> None:
+        """It has left, without a sign, calls that began after the one of that number."""
+        self._unannounced.leave(after=after)
 
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
@@ -401,10 +383,8 @@ class Schedule:
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
-        self.leave_unannounced(after=-1)  # of other models, too: it is over for them
-        for other in self._others_in_backward():
-            for unit in other.units:
-                unit.finish_backward()  # for which ranks wait that have done so already
+        self._unannounced.leave(after=-1)  # of other models, too: it is over for them
+        self._unannounced.finish_others()
         if self.reducer.steppers:  # others wait for it before they step, and then are here, too
             for unit in self.units:
                 unit.finish_backward()
@@ -458,11 +438,10 @@ class Schedule:
             for bucket in unit.buckets:
                 if bucket.gradient is not None:
                     bucket.gradient.unsharded.end_backward()
-        self._in_backward = False
         self._participants.clear()
         self._last_ended = None
         self._queued.clear()
-        self._unannounced.clear()
+        self._unannounced.end()
         self.reducer.clear()
 
     def _agree_on_used(self) -> dict[Bucket, bytearray]:
@@ -581,28 +560,6 @@ class Schedule:
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             with self.units[-1].waiting("after the last reshard"):
                 mesh.gather.pages.wait_for_readers()
-
-
-_schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
-
-
-_SETTINGS = (
-    *("event_sink", "forward_prefetch", "backward_prefetch", "is_last_backward", "post_optim_event"),
-    *("reducer.order.in_flight", "guard.policy", "guard.limit", "checkup.every", "checkup.replicas.policy"),
-)
-"""What can be set for a whole model, whichever unit it is set on."""
-
-
-def _settings(schedule: Schedule) -> list[object]:
-    return [operator.attrgetter(path)(schedule) for path in _SETTINGS]
-
-
-def _take_settings(schedule: Schedule, earlier: Schedule, defaults: Sequence[object]) -> None:
-    """What was set on a part before the model around it was sharded holds for the model."""
-    for path, value, default in zip(_SETTINGS, _settings(earlier), defaults, strict=True):
-        if value != default:
-            owner, _, name = path.rpartition(".")
-            setattr(operator.attrgetter(owner)(schedule) if owner else schedule, name, value)
 
 
 def schedule_of(unit: Unit) -> Schedule:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, ResizedBuffer, Work, WorkOf
+from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, Work, WorkOf
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.cpu.pages import CpuPages
@@ -60,7 +60,7 @@ class SharedMemoryCollectives(GlooCollectives):
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
         place = self._buffers.place(spec)
         if place is None:
-            return ResizedBuffer(self, spec)
+            return super()._buffer(spec)
         return self._mapped(place, spec)
 
     def _mapped(self, place: tuple[int, int], spec: BufferSpec) -> MappedBuffer:

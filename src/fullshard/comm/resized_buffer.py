@@ -1,0 +1,79 @@
+"""A bucket's memory where there is nothing better: a tensor whose storage grows to be gathered into, and shrinks.
+
+Never by rebinding: autograd saves views of parameters (`weight.t()`), and those keep pointing at this storage.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fullshard.comm.base import BufferSpec, Collectives, Work, WorkOf, own_interval
+from fullshard.comm.packing import Packing
+
+
+class ResizedBuffer:
+    """A buffer in memory of its own, which is freed by resizing its storage. See `FullBuffer`."""
+
+    main = None
+    is_zeroed = False
+    is_persistent = False
+    keeps_memory = False
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._collectives, self._packing = collectives, spec.packing
+        self.full = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
+        self._storage, self._whole_nbytes = self.full.untyped_storage(), self.full.nbytes
+        self._own = own_interval(self.full, collectives.rank, collectives.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self._storage.nbytes()
+
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
+        """Bring the memory back, copy `main` into its place and launch the all-gather.
+
+        From page-locked host memory that copy goes on beside the host: who changes `main` waits for it first.
+        """
+        self._allocate()
+        is_apart = main.device != self.full.device
+        if self._packing is not None and not exactly:
+            if is_apart:
+                main = main.to(self.full.device, non_blocking=main.is_pinned())  # packed where the messages are
+            return self._gather_packed(main, self._packing, tag)
+        self._own.copy_(main, non_blocking=is_apart and main.is_pinned())
+        return self._collectives.all_gather(self.full, tag=tag)
+
+    def gather_from(self, part: torch.Tensor, neighbours: Collectives, *, tag: int) -> Work:
+        """Fill `full` with what neighbours have kept of it, this rank having kept `part`, its interval among them."""
+        self._allocate()
+        own_interval(self.full, neighbours.rank, neighbours.size).copy_(part)
+        return neighbours.all_gather(self.full, tag=tag)
+
+    def _allocate(self) -> None:
+        if self._storage.nbytes() != self._whole_nbytes:  # else it would move
+            self._storage.resize_(self._whole_nbytes)
+
+    def _gather_packed(self, main: torch.Tensor, packing: Packing, tag: int) -> Work:
+        rank, size = self._collectives.rank, self._collectives.size
+        messages = torch.empty(size * packing.nbytes(main.numel()), dtype=torch.uint8, device=self.full.device)
+        packing.pack(main, own_interval(messages, rank, size))
+        arriving = [self._collectives.all_gather(messages, tag=tag)]
+
+        def wait() -> torch.Tensor:
+            """Wait for the messages and unpack them all; the second time there are none."""
+            while arriving:
+                messages = arriving.pop().wait()
+                for source in range(size):
+                    packing.unpack(own_interval(messages, source, size), own_interval(self.full, source, size))
+            return self.full
+
+        return WorkOf(wait)
+
+    def free(self) -> None:
+        """Resize to nothing."""
+        if not self.keeps_memory:
+            self._storage.resize_(0)
+
+    def wait_for_readers(self) -> None:
+        """Nothing: what the others read is a copy of the main weights, made when the gather was launched."""
