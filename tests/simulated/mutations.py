@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
-TORCH_DIST, BASE = "comm/torch_dist.py", "comm/base.py"
+TORCH_DIST, RESIZED = "comm/torch_dist.py", "comm/resized_buffer.py"
 OFFLOAD, ACTIVATIONS, STAGING = "engine/offload.py", "engine/activations.py", "checkpoint/staging.py"
 _STAGED = "block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)"
 
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "packed parameters are not waited for",
-        BASE,
+        RESIZED,
         "                messages = arriving.pop().wait()\n",
         "                messages = arriving.pop().wait.__closure__[0].cell_contents\n",
         "packed",
@@ -286,10 +286,10 @@ MUTATIONS = (
             ("for gradients", OFFLOAD, "non_blocking=self._to_host is not None", "non_blocking=False", "host waits"),
             ("for optimizer state", OFFLOAD, "non_blocking=self._pins", "non_blocking=False", "host waits"),
             ("for activations", OFFLOAD, "non_blocking=stream is not None", "non_blocking=False", "host waits"),
-            ("to gather", BASE, "non_blocking=is_apart and main.is_pinned()", "non_blocking=False", "host waits"),
+            ("to gather", RESIZED, "non_blocking=is_apart and main.is_pinned()", "non_blocking=False", "host waits"),
             (
                 "to pack",
-                BASE,
+                RESIZED,
                 "(self.full.device, non_blocking=main.is_pinned())",
                 "(self.full.device)",
                 "host waits, two ranks",
