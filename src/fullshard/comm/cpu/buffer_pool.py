@@ -13,6 +13,8 @@ from threading import Lock
 
 import torch
 
+from fullshard.core.sizes import round_up
+
 _PAGE_NBYTES = mmap.PAGESIZE
 
 
@@ -41,7 +43,7 @@ class BufferPool:
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        nbytes = -(-numel * dtype.itemsize // _PAGE_NBYTES) * _PAGE_NBYTES
+        nbytes = round_up(numel * dtype.itemsize, _PAGE_NBYTES)
         with self._lock:
             start = self._take(nbytes)
         piece = memoryview(self._memory)[start : start + numel * dtype.itemsize]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -103,18 +104,17 @@ def end_waits(group: dist.ProcessGroup) -> None:
 
 def send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> dist.Work:
     """Begin to send to rank `to` of the group."""
-    try:
-        work = dist.isend(tensor, group=group, tag=tag, group_dst=to)
-    except RuntimeError as error:
-        return FailedWork(error)
-    assert work is not None  # noqa: S101 -- this rank is in the group
-    return work
+    return _begun(dist.isend, tensor, group=group, tag=tag, group_dst=to)
 
 
 def receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: int) -> dist.Work:
     """Begin to receive from rank `source` of the group."""
+    return _begun(dist.irecv, tensor, group=group, tag=tag, group_src=source)
+
+
+def _begun(begin: Callable[..., dist.Work | None], tensor: torch.Tensor, **how: Any) -> dist.Work:
     try:
-        work = dist.irecv(tensor, group=group, tag=tag, group_src=source)
+        work = begin(tensor, **how)
     except RuntimeError as error:
         return FailedWork(error)
     assert work is not None  # noqa: S101 -- this rank is in the group

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
-from fullshard.comm.base import Parts, Reduction, Watch, cut, own_interval
+from fullshard.comm.base import Parts, Reduction, Watch, Work, cut, own_interval
 from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.heap import heap
@@ -73,7 +75,7 @@ class SendQueues:
         self._queues = [_SendQueue(memory, peers.size) for memory in self._memories]
         self._own = self._queues[peers.rank]
         self.pool = BufferPool(self._memories[peers.rank], _QUEUE_NBYTES)
-        self._under_way: deque[_ReduceScatter | _Exchange] = deque()
+        self._under_way: deque[_Transfer] = deque()
 
     def post(self, full: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
         """Let the peers read `full`, or a copy of it if they cannot reach it.
@@ -81,14 +83,19 @@ class SendQueues:
         Returns:
             What they read, which must not change until they have, and the number of the entry, the same on every rank.
         """
-        offset = self.pool.offset(full)
-        if offset is None:
-            full = self.pool.empty(full.numel(), full.dtype).copy_(full)
-            offset = self.pool.offset(full) or 0
+        full, offset = self._within_reach(full)
         self._peers.wait_until(lambda: self._own.posted - int(self._own.read.min()) < _QUEUE_DEPTH)
         number = self._own.posted
         self._own.post(tag, offset, full.dtype)
         return full, number
+
+    def _within_reach(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """`tensor`, or a copy of it where peers can read, and where in the memory that begins."""
+        offset = self.pool.offset(tensor)
+        if offset is None:
+            tensor = self.pool.empty(tensor.numel(), tensor.dtype).copy_(tensor)
+            offset = self.pool.offset(tensor) or 0  # one without elements is nowhere
+        return tensor, offset
 
     def wait_for(self, number: int, tag: int, *, patiently: bool = False) -> None:
         """Wait until all ranks of this host have posted the entry of that number.
@@ -154,27 +161,28 @@ class SendQueues:
         # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
         self._peers.wait_until(lambda: int(self._own.read.min()) > number, patiently=patiently)
 
-    def send(self, full: torch.Tensor, how: Reduction) -> _ReduceScatter:
+    def send(self, full: torch.Tensor, how: Reduction) -> Work:
         """Begin to average `full` over the ranks of this host."""
-        reduction = _ReduceScatter(self, *self.post(full, how.tag), how)
-        self._under_way.append(reduction)
-        return reduction
+        full, number = self.post(full, how.tag)
+        dtype, divisor, watch, rank = how.dtype, how.divisor, how.watch, self._peers.rank
+        read = partial(self.sum_interval, number, full, rank, dtype, divisor, watch, may_keep=True)
+        return self._begin(number, how.tag, full, read)
 
-    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, tag: int) -> _Exchange:
+    def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, tag: int) -> Work:
         """Begin to give every rank of this host its part of `leaving`, and to copy what they have for this one."""
-        offset = self.pool.offset(leaving)
-        if offset is None:
-            leaving = self.pool.empty(leaving.numel(), leaving.dtype).copy_(leaving)
-            offset = self.pool.offset(leaving) or 0
+        leaving, offset = self._within_reach(leaving)
         starts = np.cumsum([0, *parts.leaving[:-1]]) * leaving.itemsize + offset
         places = self.pool.empty(2 * len(starts), torch.int64)
         places.view(-1, 2).copy_(torch.from_numpy(np.stack([starts, parts.leaving], axis=1)))
         places, number = self.post(places, tag)
-        exchange = _Exchange(self, number, tag, (leaving, places), arriving, parts)
-        self._under_way.append(exchange)
-        return exchange
+        return self._begin(number, tag, (leaving, places), partial(self.read_parts, number, arriving, parts))
 
-    def read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> None:
+    def _begin(self, number: int, tag: int, held: object, read: Callable[[], torch.Tensor]) -> Work:
+        transfer = _Transfer(self, number, tag, held, read)
+        self._under_way.append(transfer)
+        return transfer
+
+    def read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> torch.Tensor:
         """Copy what all ranks of this host have for this one. They have posted the entry of that number.
 
         Raises:
@@ -189,100 +197,54 @@ class SendQueues:
                 raise RuntimeError(f"rank {rank} of the group has {numel} elements for this one, not {piece.numel()}")
             if numel:
                 piece.copy_(torch.frombuffer(memory, dtype=arriving.dtype, count=numel, offset=start))
+        return arriving
 
-    def finish(self, wanted: _ReduceScatter | _Exchange) -> None:
+    def finish(self, wanted: _Transfer) -> None:
         """Complete what is under way up to this one, in the order in which all ranks sent."""
         while not wanted.is_done:
             first = self._under_way[0]
             self.wait_for(first.number, first.tag)
-            first.read(self._peers.rank)
+            first.read()
             self.mark_read(first.number)
             first.release()
             self._under_way.popleft()
 
 
-class _ReduceScatter:
-    """A reduce-scatter under way.
+class _Transfer:
+    """What all ranks of this host read of one another, under way.
 
-    Attributes:
-        number: of the entry, the same on every rank.
-        full: this rank's gradients; None once every rank has read them.
-        result: this rank's interval of the average.
+    Args:
+        queues: of this rank.
+        number, tag: of the entry; the number is the same on every rank.
+        held: what the peers read.
+        read: makes the result once all ranks of this host have posted.
     """
 
-    __slots__ = ("_queues", "full", "how", "number", "result")
-
-    def __init__(self, queues: SendQueues, full: torch.Tensor, number: int, how: Reduction) -> None:
-        self._queues, self.number, self.how = queues, number, how
-        self.full: torch.Tensor | None = full
-        self.result: torch.Tensor | None = None
-
-    @property
-    def tag(self) -> int:
-        """See `Collectives`."""
-        return self.how.tag
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the result is there."""
-        return self.full is None
-
-    def read(self, rank: int) -> None:
-        """All ranks of this host have posted: average."""
-        assert self.full is not None  # noqa: S101 -- it is not done
-        how = self.how
-        self.result = self._queues.sum_interval(
-            self.number, self.full, rank, how.dtype, how.divisor, how.watch, may_keep=True
-        )
-
-    def release(self) -> None:
-        """All have read this rank's gradients."""
-        self.full = None
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the peers' gradients, and average."""
-        self._queues.finish(self)
-        assert self.result is not None  # noqa: S101 -- finished
-        return self.result
-
-
-class _Exchange:
-    """An exchange under way.
-
-    Attributes:
-        number, tag: of the entry.
-        held: what the peers read; None once every rank has.
-    """
-
-    __slots__ = ("_arriving", "_parts", "_queues", "held", "number", "tag")
+    __slots__ = ("_held", "_queues", "_read", "_result", "number", "tag")
 
     def __init__(
-        self,
-        queues: SendQueues,
-        number: int,
-        tag: int,
-        held: tuple[torch.Tensor, torch.Tensor],
-        arriving: torch.Tensor,
-        parts: Parts,
+        self, queues: SendQueues, number: int, tag: int, held: object, read: Callable[[], torch.Tensor]
     ) -> None:
         self._queues, self.number, self.tag = queues, number, tag
-        self.held: tuple[torch.Tensor, torch.Tensor] | None = held
-        self._arriving, self._parts = arriving, parts
+        self._held, self._read = held, read
+        self._result: torch.Tensor | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether everything has arrived."""
-        return self.held is None
+        """Whether the result is there, and every peer has read what this rank had for it."""
+        return self._held is None
 
-    def read(self, _rank: int) -> None:
-        """All ranks of this host have posted: copy."""
-        self._queues.read_parts(self.number, self._arriving, self._parts)
+    def read(self) -> None:
+        """All have posted: read what this rank is to have."""
+        self._result = self._read()
 
     def release(self) -> None:
-        """All have read what this rank had for them."""
-        self.held = None
+        """All have read."""
+        self._held = None
+        del self._read  # which may hold the same memory
 
     def wait(self) -> torch.Tensor:
-        """Wait for the peers' parts, and copy them."""
+        """Wait for what the peers have, and return what this rank makes of it."""
         self._queues.finish(self)
-        return self._arriving
+        assert self._result is not None  # noqa: S101 -- finished
+        return self._result

@@ -35,6 +35,7 @@ from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.send_queue import SendQueues
 from fullshard.comm.host_pages import Track
 from fullshard.core.route import Route
+from fullshard.core.sizes import round_up
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _BUFFERS_START = FILE_NBYTES // 4
@@ -139,7 +140,7 @@ class SharedBuckets:
         if not nbytes or number == MAX_BUFFERS or start + nbytes > len(self.shared):
             return None
         self.placed += 1
-        self._end += -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        self._end += round_up(nbytes, _PAGE_NBYTES)
         return number, start
 
     def wait_for_readers(self) -> None:
@@ -153,21 +154,24 @@ class SharedBuckets:
 
     def is_unread(self, number: int) -> bool:
         """Whether no rank reads what this rank has offered of a bucket."""
-        return bool((self.freed[:, number] >= self.offered[self.peers.rank, number]).all())
+        return self.is_free(number, self.offered[self.peers.rank, number])
 
     def is_free(self, number: int, gathers: int) -> bool:
         """Whether every rank has freed a bucket after its first `gathers` gathers, so that nobody reads it."""
         return bool((self.freed[:, number] >= gathers).all())
 
     def end(self, number: int) -> None:
-        """This rank has no tensor any more that shows a bucket."""
+        """This rank has no tensor any more that shows a bucket, which nobody waits for it to free then."""
         self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
         self._ended[number] = True
 
-    def release_pages(self, start: int, nbytes: int) -> None:
-        """Give the whole pages among those bytes back to the system. For every rank they are zero then."""
-        first, last = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES, (start + nbytes) // _PAGE_NBYTES * _PAGE_NBYTES
-        if last > first:
+    def release_pages(self, number: int, start: int, nbytes: int) -> None:
+        """Give the whole pages among those bytes of a bucket back to the system, unless a peer may be reading them.
+
+        For every rank they are zero then.
+        """
+        first, last = round_up(start, _PAGE_NBYTES), (start + nbytes) // _PAGE_NBYTES * _PAGE_NBYTES
+        if last > first and self.is_unread(number):
             self.shared.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def offer_pending(self) -> None:
@@ -202,8 +206,9 @@ class MappedBuffer:
         self.main = self._interval if spec.holds_main else None
         self._offers = 0
         # With the memory and not with this object: a tensor may outlive it.
-        weakref.finalize(shown, _end, buffers, self._number, os.getpid()).atexit = False
-        weakref.finalize(interval, _release_pages, buffers, self._number, begin, nbytes, os.getpid()).atexit = False
+        number, pid = self._number, os.getpid()
+        weakref.finalize(shown, _in_process, pid, buffers.end, number).atexit = False
+        weakref.finalize(interval, _in_process, pid, buffers.release_pages, number, begin, nbytes).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -259,13 +264,7 @@ class MappedBuffer:
         return self.full
 
 
-def _end(buffers: SharedBuckets, number: int, pid: int) -> None:
-    """Nobody waits for this rank to free a bucket that ended while it was whole."""
+def _in_process(pid: int, do: Callable[..., None], *args: int) -> None:
+    """Not in a forked one, which has the object, too."""
     if os.getpid() == pid:
-        buffers.end(number)
-
-
-def _release_pages(buffers: SharedBuckets, number: int, start: int, nbytes: int, pid: int) -> None:
-    """Give the pages of this rank's interval of a bucket back to the system, unless a peer may be reading them."""
-    if os.getpid() == pid and buffers.is_unread(number):  # not in a forked process, which has the object too
-        buffers.release_pages(start, nbytes)
+        do(*args)
