@@ -10,7 +10,6 @@ They are in this layer because it is the lowest that may import torch, and every
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,6 +50,8 @@ from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
 
+from fullshard.core.boxes import strides_of
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -79,9 +80,17 @@ backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that autograd is in, the innermost one; -1 outside of any. Else a forward could not tell
 whether it is a recomputation. Since 2.0."""
 
-will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
-"""Whether the backward under way comes to a node; `RuntimeError` under `torch.autograd.grad`, which hands the node's
-gradient to its caller. Else a gradient that somebody asked for would be collected as well. Since 2.0."""
+
+def will_run(node: Node) -> bool | None:
+    """Whether the backward under way comes to a node; None: `torch.autograd.grad` hands its caller what comes there.
+
+    Else a gradient that somebody asked for would be collected as well. Since 2.0.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
 
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
@@ -147,8 +156,7 @@ Layout = DTensorSpec
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     """That of a contiguous tensor. Since 2.5."""
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, strides, dtype))
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, strides_of(shape), dtype))
 
 
 def layout_as(layout: DTensorSpec, whole: torch.Tensor) -> DTensorSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fullshard.core.layout import Interval
@@ -31,9 +31,14 @@ class IntervalBox:
         return math.prod(self.sizes)
 
 
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one to the next along each dim, in a tensor that is stored row by row."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
     """The boxes that `interval` of a tensor of `shape` consists of, at most 2n - 1 of them for n dims, in order."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = strides_of(shape)
     at = interval.start
     while at < interval.stop:
         left = interval.stop - at
@@ -44,5 +49,5 @@ def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
             yield IntervalBox((), (), 0, ())
             return
         count = min(left // strides[dim], shape[dim] - index[dim])
-        yield IntervalBox(index, (1,) * dim + (count, *shape[dim + 1 :]), at - interval.start, tuple(strides))
+        yield IntervalBox(index, (1,) * dim + (count, *shape[dim + 1 :]), at - interval.start, strides)
         at += count * strides[dim]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fullshard.core.boxes import IntervalBox, boxes
+from fullshard.core.boxes import IntervalBox, boxes, strides_of
 from fullshard.core.layout import Interval
 
 
@@ -124,7 +124,7 @@ def _from(shape: tuple[int, ...], source: Tiling, wanted: IntervalBox, offset: i
             split = next((d for d, size in enumerate(sizes) if size > 1), len(sizes) - 1)
             covering = (*sizes[: split + 1], *held[split + 1 :])
             corner = (*inside[: split + 1], *(0 for _ in held[split + 1 :]))
-            begin = start + sum(a * b for a, b in zip(corner, _strides(held), strict=True))
+            begin = start + sum(a * b for a, b in zip(corner, strides_of(held), strict=True))
             yield Patch(
                 source=Interval(begin, begin + math.prod(covering)),
                 source_sizes=covering,
@@ -134,7 +134,3 @@ def _from(shape: tuple[int, ...], source: Tiling, wanted: IntervalBox, offset: i
                 target_strides=wanted.strides,
             )
         start += math.prod(held)
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

@@ -47,6 +47,7 @@ class Call(Generic[UnitT]):
             others that is the last of them.
         page: the activations that backward needs when it reaches the outputs, if any are on the host (the schedule's).
         is_active: backward has reached the outputs and not yet all inputs.
+        is_done: backward has left it, and not come back since (`retain_graph`).
         inputs_left: inputs whose gradient is not there yet; None if no input wants one.
     """
 
@@ -71,6 +72,10 @@ class Call(Generic[UnitT]):
         self._before: list[Node] = []
         self._givers: list[Node | None] = []  # that made what the inputs are, or are views of
 
+    def end(self) -> None:
+        """Backward has left it."""
+        self.is_active, self.is_done = False, True
+
     @property
     def is_in_backward(self) -> bool:
         """Whether it has a part in the backward under way, as far as there is a node of its graph that tells.
@@ -79,7 +84,8 @@ class Call(Generic[UnitT]):
         """
         if self.is_active or not self._before or torch_private.backward_under_way() == -1:
             return True
-        return any(map(_comes_to, self._before))
+        # What `torch.autograd.grad` hands to its caller it comes to.
+        return any(torch_private.will_run(node) is not False for node in self._before)
 
     def watch_inputs(self, unit: CallOwner, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
@@ -129,14 +135,6 @@ class Call(Generic[UnitT]):
 
         map_tensors(watch, output)
         return found
-
-
-def _comes_to(node: Node) -> bool:
-    """Whether the backward under way does."""
-    try:
-        return bool(torch_private.will_run(node))
-    except RuntimeError:  # `torch.autograd.grad` hands what it comes to there to its caller
-        return True
 
 
 class _OutputHook:

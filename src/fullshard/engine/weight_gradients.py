@@ -68,9 +68,7 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
             # Before every other hook: what those put on an output's graph would be lost with it.
             first.register_forward_hook(_layer_hook(bucket, index), prepend=True)
         owners = {id(m): m for m, _ in slot.owners}
-        lookups = [m for m, attribute in slot.owners if isinstance(m, nn.Embedding) and attribute == "weight"]
-        if not by_rows:
-            lookups = []
+        lookups = [m for m, name in slot.owners if by_rows and isinstance(m, nn.Embedding) and name == "weight"]
         to_come: weakref.WeakSet[_ToCome] = weakref.WeakSet()
         for module in owners.values() if lookups or len(owners) > 1 else ():
             hook = wrap(_UseHook(bucket, index, take, wrap, to_come))
@@ -92,7 +90,7 @@ def _unless_in_graph(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_large_matrix(parameter: torch.Tensor) -> bool:
-    return parameter.dim() == 2 and parameter.numel() * parameter.itemsize >= _LARGE_NBYTES
+    return parameter.dim() == 2 and parameter.nbytes >= _LARGE_NBYTES
 
 
 def _is_looked_at(bucket: Bucket, index: int) -> bool:
@@ -193,7 +191,7 @@ class _UseHook:
 
         def multiply(product: Product) -> torch.Tensor | None:
             bucket = reference()
-            if bucket is None or torch.is_grad_enabled() or not _will_run(accumulate):
+            if bucket is None or torch.is_grad_enabled() or not torch_private.will_run(accumulate):
                 return product.value()
             return None if take(bucket, index, product) else product.value()
 
@@ -205,9 +203,9 @@ class _UseHook:
 
         def hook(given: tuple[torch.Tensor | None, ...], _received: Any) -> tuple[torch.Tensor | None, ...] | None:
             bucket, gradient = reference(), given[place]
-            if bucket is None or gradient is None or not _will_run(accumulate) or not take(bucket, index, gradient):
+            if bucket is None or gradient is None or not torch_private.will_run(accumulate):
                 return None
-            return (*given[:place], None, *given[place + 1 :])
+            return (*given[:place], None, *given[place + 1 :]) if take(bucket, index, gradient) else None
 
         return hook
 
@@ -255,13 +253,13 @@ class _Use:
         """The gradient; None if nobody wants it."""
         is_last = len(self._left) == 1 and self in self._left
         self._left.discard(self)
-        try:
-            if not torch_private.will_run(self._accumulate):
-                return None
-        except RuntimeError:  # `torch.autograd.grad` hands it to its caller
-            return product.value()
+        will_run = torch_private.will_run(self._accumulate)
+        if will_run is False:
+            return None
         bucket = self._reference()
-        if bucket is None or bucket.gradient is None or torch.is_grad_enabled() or _is_looked_at(bucket, self._index):
+        if will_run is None or bucket is None:
+            return product.value()
+        if bucket.gradient is None or torch.is_grad_enabled() or _is_looked_at(bucket, self._index):
             return product.value()
         piece = bucket.gradient.unsharded.lend(self._index) if is_last else None
         if piece is None or piece.dtype != product.left.dtype:
@@ -393,11 +391,3 @@ def _givers(last: Node, parameter: nn.Parameter, stop: set[Node | None]) -> list
                 seen.add(following)
                 left.append(following)
     return found
-
-
-def _will_run(accumulate: Node) -> bool:
-    """Whether this backward puts gradients into `.grad`; `torch.autograd.grad` hands them to its caller."""
-    try:
-        return bool(torch_private.will_run(accumulate))
-    except RuntimeError:
-        return False
