@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.events import EventKind
-from fullshard.engine.offload import Copied, Host
+from fullshard.engine.offload import Copied, Host, StorageView, bytes_of
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
@@ -155,7 +155,7 @@ class Activations:
             self.page.add(block)
         counter = tensor.detach()
         counter.data = self._nothing  # keeps count of changes, and no memory
-        return _Saved(counter, tensor._version, block, _View.of(tensor))
+        return _Saved(counter, tensor._version, block, StorageView.of(tensor))
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
@@ -247,7 +247,7 @@ class _Block:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage_id, self.nbytes = torch_private.storage_id(storage), storage.nbytes()
-        self.on_device: torch.Tensor | None = _bytes_of(storage)
+        self.on_device: torch.Tensor | None = bytes_of(storage)
         self.on_host: torch.Tensor | None = None
 
 
@@ -264,29 +264,7 @@ class _Saved:
     tensor: torch.Tensor
     version: int
     block: _Block | None = None
-    view: _View | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What makes a tensor of a storage."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _View:
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def of_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    view: StorageView | None = None
 
 
 @functools.cache

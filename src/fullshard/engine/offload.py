@@ -172,11 +172,7 @@ class Host:
 
     def copy_of(self, flat: torch.Tensor, *, to_host: bool) -> torch.Tensor:
         """A copy of a 1-D tensor on the other side, in the computing stream; on the host not before `finish`."""
-        if to_host:
-            copy = self.empty(flat.numel(), flat.dtype)
-        else:
-            copy = torch.empty(flat.numel(), dtype=flat.dtype, device=self._device)
-        return copy.copy_(flat, non_blocking=self._pins)
+        return self._like(flat, on_host=to_host).copy_(flat, non_blocking=self._pins)
 
     def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> tuple[list[torch.Tensor], Copied]:
         """Copies of 1-D tensors on the other side, made beside computing once what computing has launched is over.
@@ -185,13 +181,15 @@ class Host:
         """
         stream = self._to_host if to_host else self._to_device
         with self._beside(stream):
-            if to_host:
-                made = [self.empty(tensor.numel(), tensor.dtype) for tensor in tensors]
-            else:
-                made = [torch.empty(t.numel(), dtype=t.dtype, device=self._device) for t in tensors]
+            made = [self._like(tensor, on_host=to_host) for tensor in tensors]
             for copy, tensor in zip(made, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=stream is not None)
         return made, Copied(None if stream is None else stream.record_event(), self._device)
+
+    def _like(self, flat: torch.Tensor, *, on_host: bool) -> torch.Tensor:
+        if on_host:
+            return self.empty(flat.numel(), flat.dtype)
+        return torch.empty(flat.numel(), dtype=flat.dtype, device=self._device)
 
     def finish(self) -> None:
         """Wait until all copies made by `copy_of` are there."""
@@ -219,6 +217,31 @@ class Host:
 def host_of(device: torch.device, *, pins: bool, overlaps: bool) -> Host:
     """The one of all models that compute on `device`."""
     return Host(device, pins=pins, overlaps=overlaps)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageView:
+    """What makes a tensor of a storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StorageView:
+        """How a tensor is made of its storage."""
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def of_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same of another storage, on whatever device."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.offloaded_state import bring_state, send_state
 from fullshard.engine.step.segments import ELEMENT_WISE, ELEMENT_WISE_ALONE, finish_step, use_segments
 from fullshard.engine.step.state_dict import cut_state
-from fullshard.engine.unit import Unit, owner_of
+from fullshard.engine.unit import owner_of
 
 NEEDS_WHOLE_TENSORS = frozenset(
     {"Adafactor", "Adalomo", "CAME", "LBFGS"}
@@ -32,6 +32,13 @@ NEEDS_WHOLE_TENSORS = frozenset(
     | {"Muon", "Shampoo", "DistributedShampoo", "SOAP", "SparseAdam"}
 )
 """Optimizers whose update of an element depends on the rest of its tensor; wrong on slices."""
+
+_ONE_RANK_PER_MATRIX = {
+    "Muon": ({"Muon"}, "the same arguments and numbers"),
+    "SOAP": ({"SOAP"}, "the arguments and numbers of its authors"),
+    "Shampoo": ({"Shampoo", "DistributedShampoo"}, "averaged factors and steps of Adam's size"),
+}
+"""Ours, the classes in whose place they are, and how alike they are."""
 
 _PAST_CLASSES = ("bitsandbytes.", "fullshard.")
 """Whose optimizers take memory for what it is."""
@@ -86,24 +93,12 @@ def _check_elements(optimizer: torch.optim.Optimizer) -> None:
 
 def _in_place_of(cls: type, names: set[str]) -> str:
     """The line to write in place of an optimizer that needs whole tensors."""
-    if "Muon" in names:
-        return (
-            "write fullshard.optim.Muon(model, lr=...) instead: the same arguments and numbers, each matrix computed "
-            "by one rank"
-        )
     if "Adafactor" in names:
         ours = "TransformersAdafactor" if cls.__module__.startswith("transformers") else "Adafactor"
         return f"write fullshard.optim.{ours}(model.parameters(), ...) instead: the same arguments and numbers"
-    if "SOAP" in names:
-        return (
-            "write fullshard.optim.SOAP(model, lr=...) instead: the arguments and numbers of its authors, each matrix "
-            "computed by one rank"
-        )
-    if names & {"Shampoo", "DistributedShampoo"}:
-        return (
-            "write fullshard.optim.Shampoo(model, lr=...) instead: averaged factors and steps of Adam's size, each "
-            "matrix computed by one rank"
-        )
+    for ours, (theirs, what) in _ONE_RANK_PER_MATRIX.items():
+        if names & theirs:
+            return f"write fullshard.optim.{ours}(model, lr=...) instead: {what}, each matrix computed by one rank"
     return "use an element-wise optimizer such as AdamW, SGD or Lion"
 
 
@@ -188,7 +183,10 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         schedule.before_optimizer_step()
         pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
         if pinned is not None:
-            raise _pinned(pinned)
+            raise LifecycleError(
+                f"optimizer step while unit {pinned.name!r} is kept unsharded",
+                hint="step outside `with unsharded(model)`",
+            )
     if any(bucket.main_is_on_host for bucket in buckets):
         for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers, which would not wait for a copy
             if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
@@ -269,9 +267,3 @@ def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
     held = _held.get(optimizer)
     if held is not None:  # else the step began before anything was sharded
         send_state(optimizer, held.buckets)
-
-
-def _pinned(unit: Unit) -> LifecycleError:
-    return LifecycleError(
-        f"optimizer step while unit {unit.name!r} is kept unsharded", hint="step outside `with unsharded(model)`"
-    )

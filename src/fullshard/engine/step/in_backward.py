@@ -44,8 +44,8 @@ STEPS_IN_PARTS = (*ELEMENT_WISE, *ELEMENT_WISE_ALONE)
 """Optimizers that keep what a step changes per parameter, so that parts of them may step one after the other. Others
 may count steps per group or on themselves."""
 
-_made: list[str] = []
-"""The class of the first optimizer in this process that stepped in backward."""
+_was_asked_for = [False]
+"""Whether any optimizer was to step in backward, in this process."""
 
 _HALF_DONE = (
     "call optimizer.step() after each backward, and model.set_is_last_backward(False) before that of each micro-batch "
@@ -96,8 +96,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
             f"{name} cannot step in backward: the main weights or the optimizer state of {moved.name} are on the host",
             hint="offload compute shards alone, or leave step_in_backward out",
         )
-    hooks = torch_private.step_pre_hooks(optimizer).values()
-    stepper = next((hook for hook in hooks if isinstance(hook, Stepper)), None)
+    stepper = _stepper_of(optimizer)
     schedules = dict.fromkeys(schedule_of(owner_of(bucket_of(p))) for p in sharded)
     held = {id(p) for p in sharded}
     if _first_shared(schedules, held, stepper) is not None:
@@ -120,12 +119,17 @@ def _first_shared(schedules: Iterable[Schedule], held: set[int], stepper: Steppe
 
 def steps_in_backward(optimizer: optim.Optimizer) -> bool:
     """Whether this one does, so that its state changes before `optimizer.step()`."""
-    return any(isinstance(hook, Stepper) for hook in torch_private.step_pre_hooks(optimizer).values())
+    return _stepper_of(optimizer) is not None
+
+
+def _stepper_of(optimizer: optim.Optimizer) -> Stepper | None:
+    hooks = torch_private.step_pre_hooks(optimizer).values()
+    return next((hook for hook in hooks if isinstance(hook, Stepper)), None)
 
 
 def anything_steps_in_backward() -> bool:
     """Whether any optimizer ever did in this process; the launcher warns at the end if it was asked to and none did."""
-    return bool(_made)
+    return _was_asked_for[0]
 
 
 @dataclass(slots=True)
@@ -156,7 +160,7 @@ class Stepper:
         self._stepped: dict[Schedule, None] = {}
         self._may_have_segments = True
         optimizer.register_step_pre_hook(self)
-        _made[:] = _made or [type(optimizer).__name__]
+        _was_asked_for[0] = True
 
     def first_among(self, parameters: set[int]) -> str | None:
         """The name of the first sharded parameter it holds that is among those with these ids."""

@@ -13,7 +13,7 @@ import torch
 from fullshard.comm import torch_private
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket, bucket_of
-from fullshard.engine.offload import Host
+from fullshard.engine.offload import Host, StorageView, bytes_of
 from fullshard.engine.parameter import sharded_parameters
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.segments import segment_states
@@ -74,12 +74,9 @@ def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
 
 def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
     """Copy the memory that `tensors` are views of, and make them views of the copy."""
-    storage = tensors[0].untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    copy = host.copy_of(whole, to_host=way is EventKind.TO_HOST).untyped_storage()
+    copy = host.copy_of(bytes_of(tensors[0].untyped_storage()), to_host=way is EventKind.TO_HOST).untyped_storage()
     for tensor in tensors:
-        view = torch.empty(0, dtype=tensor.dtype, device=copy.device)
-        view.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        view = StorageView.of(tensor).of_storage(copy)
         if torch_private.may_hold(tensor, view):
             tensor.data = view
         else:  # between the host and a device that is plugged in

@@ -57,23 +57,25 @@ def use_segments(optimizer: optim.Optimizer) -> None:
 
 def finish_step(optimizer: optim.Optimizer) -> None:
     """Give the parameters what the optimizer has put into the state of segments after its loop."""
-    init_group = vars(optimizer).get(torch_private.INIT_GROUP)
-    if isinstance(init_group, _InitGroup):
+    if (init_group := _init_group_of(optimizer)) is not None:
         init_group.take_states(optimizer.state)
 
 
 def segment_states(optimizer: optim.Optimizer) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
     """The state of every segment, of which its parameters' is views, and the first of them."""
-    init_group = vars(optimizer).get(torch_private.INIT_GROUP)
-    if isinstance(init_group, _InitGroup):
+    if (init_group := _init_group_of(optimizer)) is not None:
         yield from init_group.states()
 
 
 def dissolve_segments(optimizer: optim.Optimizer) -> None:
     """Give every parameter a state of its own, because another optimizer may update it now."""
-    init_group = vars(optimizer).get(torch_private.INIT_GROUP)
-    if isinstance(init_group, _InitGroup):
+    if (init_group := _init_group_of(optimizer)) is not None:
         init_group.dissolve(optimizer.state)
+
+
+def _init_group_of(optimizer: optim.Optimizer) -> _InitGroup | None:
+    found = vars(optimizer).get(torch_private.INIT_GROUP)
+    return found if isinstance(found, _InitGroup) else None
 
 
 class _InitGroup:
@@ -110,10 +112,8 @@ class _InitGroup:
 
     def states(self) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
         """See `segment_states`."""
-        for group in self._groups:
-            for item in group.items:
-                if isinstance(item, _Segment):
-                    yield from ((item.parameters[0], value) for value in item.values())
+        for segment in self._segments():
+            yield from ((segment.parameters[0], value) for value in segment.values())
 
     def dissolve(self, state: State) -> None:
         """Forget all segments."""
@@ -123,10 +123,11 @@ class _InitGroup:
 
     def take_states(self, state: State) -> None:
         """Move the state of segments out of the optimizer's, and publish views of it."""
-        for group in self._groups:
-            for item in group.items:
-                if isinstance(item, _Segment):
-                    item.take_state(state)
+        for segment in self._segments():
+            segment.take_state(state)
+
+    def _segments(self) -> Iterator[_Segment]:
+        return itertools.chain.from_iterable(group.segments() for group in self._groups)
 
 
 class _Group:
@@ -137,6 +138,10 @@ class _Group:
         self._parameters = list(source["params"])
         self.items = _cut(self._parameters, state, joins=joins)
 
+    def segments(self) -> Iterator[_Segment]:
+        """Those of them."""
+        return (item for item in self.items if isinstance(item, _Segment))
+
     def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the group is among `groups`, with the parameters that it had."""
         is_same = are_same(self.source["params"], self._parameters)
@@ -144,13 +149,12 @@ class _Group:
 
     def dissolve(self, state: State) -> None:
         """Give every parameter a state of its own."""
-        for item in self.items:
-            if isinstance(item, _Segment):
-                item.dissolve(state)
+        for segment in self.segments():
+            segment.dissolve(state)
 
     def prepare(self, state: State) -> list[torch.Tensor]:
         """What the optimizer is to update in place of the group's parameters, with gradients and state in place."""
-        if not all(item.is_published(state) for item in self.items if isinstance(item, _Segment)):
+        if not all(segment.is_published(state) for segment in self.segments()):
             # Somebody has loaded or changed the state of parameters, and that is what counts from here on.
             self.dissolve(state)
             self.items = _cut(self._parameters, state, joins=self._joins)
