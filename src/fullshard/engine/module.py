@@ -21,7 +21,7 @@ from fullshard.core.errors import ConfigError, CopyError, LifecycleError
 from fullshard.core.pace import RankPace
 from fullshard.core.user_class import USER_CLASS, user_class
 from fullshard.engine.conversion import convert
-from fullshard.engine.parameter import sharded_parameter_of
+from fullshard.engine.methods import replace_methods
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.span import Span
@@ -30,8 +30,8 @@ from fullshard.engine.unit import Unit
 _UNIT = "_fullshard_unit"
 _MADE_FROM = "_fullshard_methods"
 _DDP = "torch.nn.parallel.distributed"
-_made: list[str] = []
-"""The class of the first module that became a unit in this process."""
+_was_sharded = [False]
+"""Whether anything was, in this process."""
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -388,7 +388,7 @@ def _is_ignored_by(module: nn.Module, caller: FrameType) -> bool:
 
 def anything_was_sharded() -> bool:
     """Whether any module was ever a unit in this process; the launcher warns at the end if not."""
-    return bool(_made)
+    return _was_sharded[0]
 
 
 @contextlib.contextmanager
@@ -418,7 +418,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     """Attach the unit, and swap in a class that has `FSDPModule`'s methods, its name behind `prefix`."""
     cls = type(module)
-    _made[:] = _made or [cls.__name__]
+    _was_sharded[0] = True
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[_UNIT] = unit
     torch_private.mark_fully_sharded(module)
@@ -427,14 +427,7 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     for inner in module.modules():
         inner.__dict__[torch_private.MANAGED] = True
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
-        if hasattr(inner, "save_pretrained") and "save_pretrained" not in inner.__dict__:
-            inner.save_pretrained = _saves_no_slices(inner)  # type: ignore[assignment]
-        if hasattr(inner, "prepare_inputs_for_generation") and "generate" not in inner.__dict__:
-            inner.generate = _generates(inner, unit)  # type: ignore[assignment]
-        if hasattr(inner, "_activate_lora") and "_activate_lora" not in inner.__dict__:
-            inner._activate_lora = _counts_no_change(inner)  # type: ignore[assignment]
-        if hasattr(inner, "resize_token_embeddings") and "resize_token_embeddings" not in inner.__dict__:
-            inner.resize_token_embeddings = _resizes_nothing(inner)  # type: ignore[assignment]
+        replace_methods(inner, unit)
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(_before_load_state_dict)
 
@@ -497,91 +490,6 @@ def _entered_past_forward(name: str, method: Callable[..., Any]) -> Callable[...
             raise
 
     return entered
-
-
-def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
-    """Transformers' and PEFT's `save_pretrained`, which would write slices as if they were whole, as an error then."""
-    save: Any = module.save_pretrained
-
-    @functools.wraps(save)
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(save).bind(*args, **kwargs).arguments
-        given = arguments.get("state_dict", kwargs.get("state_dict"))
-        tensors = (module.state_dict() if given is None else given).values()  # it may have whole ones for now
-        if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
-            raise LifecycleError(
-                f"{type(module).__name__}.save_pretrained would write this rank's slices as if they were the weights",
-                hint="call trainer.save_model, Accelerator.save_model or fullshard.checkpoint.export_hf on every rank; "
-                "or pass state_dict=fullshard.checkpoint.full_state_dict(model)",
-            )
-        return save(*args, **kwargs)
-
-    return save_pretrained
-
-
-def _counts_no_change(module: nn.Module) -> Callable[..., Any]:
-    """PEFT's adapters of a parameter (`target_parameters`), which parametrize it for the time of a forward.
-
-    torch then sets it to itself, which it counts as a change of its values.
-    """
-    activate: Any = module._activate_lora
-
-    @contextlib.contextmanager
-    def activate_lora(*args: Any, **kwargs: Any) -> Iterator[None]:
-        parameter = cast("Any", module).get_param()
-        with contextlib.ExitStack() as active:
-            with torch_private.version_kept(parameter):
-                active.enter_context(activate(*args, **kwargs))
-            yield
-
-    return activate_lora
-
-
-def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
-    """Transformers' `generate`, which computes between forwards, too: features of images, encoders' outputs.
-
-    What it calls then may hold parameters of the outermost unit, so that one is unsharded until the end.
-    """
-    method: Any = module.generate
-
-    @functools.wraps(method)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        schedule = schedule_of(unit)
-        outermost = schedule.units[-1]
-        if not outermost.is_at_rest:
-            return method(*args, **kwargs)
-        schedule.recover()
-        outermost.unshard()
-        outermost.is_pinned = True
-        try:
-            made = method(*args, **kwargs)
-        finally:  # after a failure without waiting for others, who may be elsewhere
-            outermost.is_pinned = False
-            outermost.reshard()
-        schedule.settle()
-        return made
-
-    return generate
-
-
-def _resizes_nothing(module: nn.Module) -> Callable[..., Any]:
-    """Transformers' `resize_token_embeddings`, which would put parameters in that no unit owns, as an error then."""
-    resize: Any = module.resize_token_embeddings
-
-    @functools.wraps(resize)
-    def resize_token_embeddings(new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        embeddings: Any = module.get_input_embeddings()  # type: ignore[operator]
-        weight = sharded_parameter_of(embeddings.weight)
-        rows = (embeddings.weight if weight is None else weight).shape[0]
-        if new_num_tokens in (None, rows) and not any((*args, *kwargs.values())):
-            return embeddings
-        raise LifecycleError(
-            f"{type(module).__name__}.resize_token_embeddings({new_num_tokens}) on a sharded model of {rows} tokens: "
-            "which parameters there are was settled when it was sharded",
-            hint="resize before fully_shard, shard_model or prepare",
-        )
-
-    return resize_token_embeddings
 
 
 def assemble(modules: list[nn.Module], schedule: Schedule) -> None:

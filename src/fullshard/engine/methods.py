@@ -1,0 +1,118 @@
+"""Methods of Transformers' and PEFT's models that take parameters for whole, or put others in their place.
+
+Each gets one of ours around it, in every module of a sharded model that has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from torch import nn
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.parameter import sharded_parameter_of
+from fullshard.engine.schedule import schedule_of
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.unit import Unit
+
+
+def replace_methods(module: nn.Module, unit: Unit) -> None:
+    """Put ours around those of a module in the unit, or in one that it is around."""
+    for found_by, name, around in (
+        ("save_pretrained", "save_pretrained", _saves_no_slices),
+        ("prepare_inputs_for_generation", "generate", functools.partial(_generates, unit=unit)),
+        ("_activate_lora", "_activate_lora", _counts_no_change),
+        ("resize_token_embeddings", "resize_token_embeddings", _resizes_nothing),
+    ):
+        if hasattr(module, found_by) and name not in module.__dict__:
+            setattr(module, name, around(module))
+
+
+def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
+    """Transformers' and PEFT's `save_pretrained`, which would write slices as if they were whole, as an error then."""
+    save: Any = module.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(save).bind(*args, **kwargs).arguments
+        given = arguments.get("state_dict", kwargs.get("state_dict"))
+        tensors = (module.state_dict() if given is None else given).values()  # it may have whole ones for now
+        if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
+            raise LifecycleError(
+                f"{type(module).__name__}.save_pretrained would write this rank's slices as if they were the weights",
+                hint="call trainer.save_model, Accelerator.save_model or fullshard.checkpoint.export_hf on every rank; "
+                "or pass state_dict=fullshard.checkpoint.full_state_dict(model)",
+            )
+        return save(*args, **kwargs)
+
+    return save_pretrained
+
+
+def _counts_no_change(module: nn.Module) -> Callable[..., Any]:
+    """PEFT's adapters of a parameter (`target_parameters`), which parametrize it for the time of a forward.
+
+    torch then sets it to itself, which it counts as a change of its values.
+    """
+    activate: Any = module._activate_lora
+
+    @contextlib.contextmanager
+    def activate_lora(*args: Any, **kwargs: Any) -> Iterator[None]:
+        parameter = cast("Any", module).get_param()
+        with contextlib.ExitStack() as active:
+            with torch_private.version_kept(parameter):
+                active.enter_context(activate(*args, **kwargs))
+            yield
+
+    return activate_lora
+
+
+def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
+    """Transformers' `generate`, which computes between forwards, too: features of images, encoders' outputs.
+
+    What it calls then may hold parameters of the outermost unit, so that one is unsharded until the end.
+    """
+    method: Any = module.generate
+
+    @functools.wraps(method)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        schedule = schedule_of(unit)
+        outermost = schedule.units[-1]
+        if not outermost.is_at_rest:
+            return method(*args, **kwargs)
+        schedule.recover()
+        outermost.unshard()
+        outermost.is_pinned = True
+        try:
+            made = method(*args, **kwargs)
+        finally:  # after a failure without waiting for others, who may be elsewhere
+            outermost.is_pinned = False
+            outermost.reshard()
+        schedule.settle()
+        return made
+
+    return generate
+
+
+def _resizes_nothing(module: nn.Module) -> Callable[..., Any]:
+    """Transformers' `resize_token_embeddings`, which would put parameters in that no unit owns, as an error then."""
+    resize: Any = module.resize_token_embeddings
+
+    @functools.wraps(resize)
+    def resize_token_embeddings(new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        embeddings: Any = module.get_input_embeddings()  # type: ignore[operator]
+        weight = sharded_parameter_of(embeddings.weight)
+        rows = (embeddings.weight if weight is None else weight).shape[0]
+        if new_num_tokens in (None, rows) and not any((*args, *kwargs.values())):
+            return embeddings
+        raise LifecycleError(
+            f"{type(module).__name__}.resize_token_embeddings({new_num_tokens}) on a sharded model of {rows} tokens: "
+            "which parameters there are was settled when it was sharded",
+            hint="resize before fully_shard, shard_model or prepare",
+        )
+
+    return resize_token_embeddings
