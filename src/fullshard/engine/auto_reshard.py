@@ -156,11 +156,7 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
 
 def available_host_memory() -> int:
     """Bytes of host memory that this process's host and control groups have left. Raises `OSError` if none says so."""
-    return min([_available_on_host(), *_available_in_group()])
-
-
-def _available_on_host() -> int:
-    return _kib(Path("/proc/meminfo").read_text(), "MemAvailable")
+    return min([_kib(Path("/proc/meminfo").read_text(), "MemAvailable"), *_available_in_group()])
 
 
 def _kib(text: str, name: str) -> int:

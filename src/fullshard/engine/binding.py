@@ -82,7 +82,7 @@ class Originals:
 
     def take_changes(self) -> list[int]:
         """Indices of those that were changed since, from now on known."""
-        versions = [parameter._version for parameter in self.parameters]
+        versions = self.versions()
         if versions == self._known:
             return []
         changed = [i for i, (a, b) in enumerate(zip(versions, self._known, strict=True)) if a != b]

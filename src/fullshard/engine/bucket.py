@@ -176,7 +176,7 @@ class Bucket(BucketSpec):
     @property
     def full_nbytes(self) -> int:
         """Bytes of the unsharded bucket."""
-        return self.full.numel() * self.full.itemsize
+        return self.full.nbytes
 
     @property
     def kept_nbytes(self) -> int:

@@ -76,8 +76,7 @@ class Gradient:
     @property
     def collected_nbytes(self) -> int:
         """Bytes of unsharded gradients, those included that a reduction still reads."""
-        being_reduced = 0 if self._reducing is None else self._spec.layout.full_numel * self.dtype.itemsize
-        return being_reduced + self.unsharded.nbytes
+        return self.unsharded.nbytes + (0 if self._reducing is None else self.nbytes)
 
     @property
     def reduced_nbytes(self) -> int:
@@ -196,10 +195,6 @@ class Gradient:
         self.main.reset()
         self._reducing = self._replicating = self._earlier = None
         self.unsharded.clear()
-        self.forget_rounds()
-
-    def forget_rounds(self) -> None:
-        """The next backward is the first round."""
-        if self._sums is not None:
+        if self._sums is not None:  # the next backward is the first round
             self._sums.clear()
             self._round, self._used_in_rounds = None, bytearray(len(self._parameters))

@@ -37,8 +37,7 @@ class GradientHooks:
     """Of one unit."""
 
     def __init__(self) -> None:
-        self._hooks: list[OrderedDict[int, object]] = []
-        self._own: list[int] = []
+        self._hooks: list[tuple[OrderedDict[int, object], int]] = []  # of each parameter all of them, and which is ours
 
     def watch(self, unit: HookedUnit, bucket: Bucket) -> None:
         """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
@@ -50,13 +49,12 @@ class GradientHooks:
                 slot.parameter.requires_grad_(True)
                 own = slot.parameter.register_post_accumulate_grad_hook(uncompiled(_accumulated(unit, bucket, index)))
                 slot.parameter.requires_grad_(requires_grad)
-                self._hooks.append(torch_private.accumulated_hooks(slot.parameter) or OrderedDict())
-                self._own.append(own.id)
+                self._hooks.append((torch_private.accumulated_hooks(slot.parameter) or OrderedDict(), own.id))
         watch_uses(bucket, _used(unit), uncompiled)
 
     def stay_last(self) -> None:
         """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
-        for hooks, own in zip(self._hooks, self._own, strict=True):
+        for hooks, own in self._hooks:
             if next(reversed(hooks), own) != own:
                 hooks[own] = hooks.pop(own)  # `move_to_end` is nothing to who reads it in C
 

@@ -96,21 +96,19 @@ class Lockstep:
 
     def note_gather(self, unit: Unit) -> None:
         """A forward is about to wait for a unit's parameters."""
-        if self._track is not None:
-            self._has_gathered = True
-            self._track.note(unit.number)
+        self._has_gathered = True
+        self._note(unit.number)
 
     def note_end_of_forward(self) -> None:
         """A forward is over on this rank; of one that waited for nobody others need not know."""
-        if self._track is not None and self._has_gathered:
+        if self._has_gathered:
             self._has_gathered = False
-            self._track.note(_END_OF_FORWARD)
+            self._note(_END_OF_FORWARD)
 
     def note_end_of_backward(self) -> None:
         """A backward is over on this rank."""
         self._backwards += 1
-        if self._track is not None:
-            self._track.note(_END_OF_BACKWARD)
+        self._note(_END_OF_BACKWARD)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -128,13 +126,15 @@ class Lockstep:
     def note_step(self) -> None:
         """An optimizer is about to step."""
         self._backwards = 0
-        if self._track is not None:
-            self._track.note(_STEP)
+        self._note(_STEP)
 
     def note_save(self) -> None:
         """The model is about to be saved."""
+        self._note(_SAVE)
+
+    def _note(self, number: int) -> None:
         if self._track is not None:
-            self._track.note(_SAVE)
+            self._track.note(number)
 
     def end_track(self) -> None:
         """Something has failed on this rank: others may go on elsewhere, and find each other again."""

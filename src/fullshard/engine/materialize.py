@@ -36,7 +36,6 @@ class Values(Protocol):
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out` (1-D, any dtype and device) with elements `interval` of the parameter, or its tile, flattened."""
-        ...
 
 
 class WeightSource(Values, Protocol):
@@ -44,19 +43,15 @@ class WeightSource(Values, Protocol):
 
     def start(self, model: nn.Module) -> None:
         """`model` is about to be divided: find its parameters in the source, and refuse what does not fit."""
-        ...
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
         """Make real what can only be made as a whole: persistent buffers, weights that are quantised on the way."""
-        ...
 
     def holds(self, slot: Slot) -> bool:
         """Whether `read` can give this parameter."""
-        ...
 
     def initialize(self, module: nn.Module) -> bool:
         """Initialise a module that the source knows but does not hold; False if it has nothing to say about it."""
-        ...
 
 
 def weight_source(model: nn.Module) -> WeightSource | None:
@@ -173,10 +168,6 @@ def _init_with(weights: WeightSource, otherwise: InitFunction) -> InitFunction:
     return init
 
 
-def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-
-
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> None:
     """Allocate what is on the meta device, filled with a value no initialisation leaves, then run `init`.
 
@@ -187,8 +178,8 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
         init: see `materialize`.
     """
     fresh: list[tuple[str, torch.Tensor]] = []
-    real = [t for t in _own_tensors(module) if not t.is_meta]
-    kept = [(tensor, tensor.detach().clone()) for tensor in real]
+    held = (*module._parameters.values(), *module._buffers.values())
+    kept = [(tensor, tensor.detach().clone()) for tensor in held if tensor is not None and not tensor.is_meta]
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and parameter.is_meta and (id(module), name) in own:
             data = torch.empty_like(parameter, device=device)

@@ -62,7 +62,8 @@ class Reducer:
         else:
             for each in self.order.latest():
                 if self._is_over(each):
-                    self._accumulate_early(each)
+                    with owner_of(each).waiting("reduce"):
+                        gradient_of(each).accumulate_early()
 
     def step_when_final(self) -> None:
         """Where optimizers step in backward: have them step the buckets whose gradients are final.
@@ -117,10 +118,6 @@ class Reducer:
     def _advance(self, bucket: Bucket) -> None:
         with owner_of(bucket).waiting("reduce"):
             gradient_of(bucket).advance()
-
-    def _accumulate_early(self, bucket: Bucket) -> None:
-        with owner_of(bucket).waiting("reduce"):
-            gradient_of(bucket).accumulate_early()
 
 
 def gradient_of(bucket: Bucket) -> Gradient:

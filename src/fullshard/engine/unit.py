@@ -114,14 +114,16 @@ class Unit(UnitParameters):
         self.is_kept_for_backward = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self._gradient_hooks = GradientHooks()
         self._calls: set[weakref.ref[Call[Unit]]] = set()
         self._current: list[Call[Unit]] = []
         self._ran: set[int] = set()
         self._running = 0
         self._is_in_method = False
         super().__init__(plan, mesh=mesh, policy=policy, storage=storage, schedule=schedule, weights=weights)
-        self._register_hooks()
+        for module in self.modules:
+            module.register_forward_pre_hook(uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
+            # always_call: an exception inside forward must not leave the unit unsharded
+            module.register_forward_hook(uncompiled(self._post_forward), always_call=True)
 
     def _allocate(self, values: Values | None) -> None:
         super()._allocate(values)
@@ -188,12 +190,6 @@ class Unit(UnitParameters):
         return self.schedule.is_in_forward or torch_private.backward_under_way() != -1
 
     # -- hooks --------------------------------------------------------------------------------------------------
-
-    def _register_hooks(self) -> None:
-        for module in self.modules:
-            module.register_forward_pre_hook(uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
-            # always_call: an exception inside forward must not leave the unit unsharded
-            module.register_forward_hook(uncompiled(self._post_forward), always_call=True)
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module of the unit as if it were its forward. Within the unit's forward it just runs."""
@@ -314,7 +310,7 @@ class Unit(UnitParameters):
     def post_backward(self, call: Call[Unit]) -> None:
         """Backward has passed all inputs of `call`."""
         self.schedule.leave_unannounced(after=call.number)
-        call.is_active, call.is_done = False, True
+        call.end()
         self.emit(EventKind.BACKWARD_END)
         pending = self._pending_calls()
         is_over = not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending)
@@ -349,7 +345,7 @@ class Unit(UnitParameters):
         calls = [call for call in self._live_calls() if call.is_in_backward]
         if all(call.inputs_left is None for call in calls):
             for call in calls:
-                call.is_active, call.is_done = False, True
+                call.end()
             self._reshard_after_backward(None)
 
     def _reshard_after_backward(self, previous: Unit | None) -> None:
@@ -359,7 +355,7 @@ class Unit(UnitParameters):
     def finish_backward(self) -> None:
         """The whole backward is over: forget its calls and leave nothing unsharded."""
         for call in self._live_calls():
-            call.is_active, call.is_done = False, True
+            call.end()
         self.is_kept_for_backward = False
         if self.reshard_after_backward:
             self.reshard()
