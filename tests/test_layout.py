@@ -46,7 +46,6 @@ def test_parameters_are_aligned_and_do_not_overlap(case: tuple[BucketLayout, int
         owner[offset : offset + spec.numel] = index + 1
     assert list(layout.offsets) == sorted(layout.offsets)
     assert np.count_nonzero(owner) == layout.numel
-    assert layout.padding == (1 - layout.numel / layout.full_numel if layout.full_numel else 0.0)
 
 
 @given(layouts())
@@ -109,14 +108,6 @@ def test_shard_then_unshard_is_the_identity(case: tuple[BucketLayout, int]) -> N
     for parameter, spec, offset in zip(parameters, layout.specs, layout.offsets, strict=True):
         assert np.array_equal(full[offset : offset + spec.numel], parameter)
     assert np.count_nonzero(full) == layout.numel, "padding must stay as it was"
-
-
-@given(layouts())
-def test_names_are_found(case: tuple[BucketLayout, int]) -> None:
-    layout, _ = case
-    assert [layout.index(spec.name) for spec in layout.specs] == list(range(len(layout.specs)))
-    with pytest.raises(KeyError):
-        layout.index("absent")
 
 
 @given(layouts())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from fullshard.core.errors import LayoutError
@@ -83,7 +83,6 @@ class BucketLayout:
     shard_numel: int
     world_size: int
     alignment: int
-    _index: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -111,12 +110,13 @@ class BucketLayout:
         return cls(tuple(specs), tuple(offsets), shard_numel, world_size, alignment)
 
     def __post_init__(self) -> None:
-        end = 0
-        for index, (spec, offset) in enumerate(zip(self.specs, self.offsets, strict=True)):
+        names, end = set[str](), 0
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
             if offset < end or offset % self.alignment:
                 raise LayoutError(f"parameter {spec.name!r} overlaps its neighbour or is not aligned (offset {offset})")
-            if self._index.setdefault(spec.name, index) != index:
+            if spec.name in names:
                 raise LayoutError(f"parameter {spec.name!r} is listed twice in one bucket")
+            names.add(spec.name)
             end = offset + spec.numel
         if end > self.full_numel or self.shard_numel % self.alignment:
             raise LayoutError(f"{end} elements do not fit {self.world_size} aligned intervals of {self.shard_numel}")
@@ -136,11 +136,6 @@ class BucketLayout:
         """Elements of the largest parameter."""
         return max(spec.numel for spec in self.specs)
 
-    @property
-    def padding(self) -> float:
-        """Share of the unsharded bucket that is padding, 0 for an empty bucket."""
-        return 1 - self.numel / self.full_numel if self.full_numel else 0.0
-
     def rank_interval(self, rank: int) -> Interval:
         """The bucket elements rank `rank` owns."""
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
@@ -158,7 +153,3 @@ class BucketLayout:
             return slice(0, 0)
         start = self.offsets[index] + local.start - rank * self.shard_numel
         return slice(start, start + local.numel)
-
-    def index(self, name: str) -> int:
-        """Position of the parameter called `name`. Raises `KeyError` if the bucket has none."""
-        return self._index[name]

@@ -295,11 +295,12 @@ class Dealing:
     @property
     def moved_numel(self) -> int:
         """Elements that all ranks together send to owners, and as many come back."""
-        moved = 0
-        for matrix, (_, rank) in zip(self.matrices, self.owners, strict=True):
-            own = self.layouts[matrix.bucket].rank_interval(rank)
-            moved += matrix.numel - matrix.interval.intersect(own).numel
-        return moved
+        return sum(map(self._arriving_numel, range(len(self.matrices))))
+
+    def _arriving_numel(self, number: int) -> int:
+        """Elements of a matrix that its owner has not."""
+        matrix, (_, rank) = self.matrices[number], self.owners[number]
+        return matrix.numel - matrix.interval.intersect(self.layouts[matrix.bucket].rank_interval(rank)).numel
 
     @property
     def busiest_numel(self) -> int:
@@ -310,9 +311,8 @@ class Dealing:
         """The same for one exchange."""
         arriving: dict[tuple[int, int], int] = {}
         for number in (number for bucket in exchange for number in self.in_bucket(bucket)):
-            matrix, owner = self.matrices[number], self.owners[number]
-            own = self.layouts[matrix.bucket].rank_interval(owner[1])
-            arriving[owner] = arriving.get(owner, 0) + matrix.numel - matrix.interval.intersect(own).numel
+            owner = self.owners[number]
+            arriving[owner] = arriving.get(owner, 0) + self._arriving_numel(number)
         return max(arriving.values(), default=0)
 
     def sent_numel(self, row: int, rank: int) -> tuple[int, int, int]:

@@ -27,11 +27,8 @@ def require_torch() -> None:
     Raises:
         VersionError: it is too old.
     """
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:  # built from source, or not there: the import will tell
-        return
-    if is_too_old(version):
+    version = _installed("torch")
+    if version is not None and is_too_old(version):  # else built from source, or not there: the import will tell
         oldest = ".".join(map(str, OLDEST_TORCH))
         hint = f"pip install 'torch>={oldest}'"
         if why_no_xla() is None:
@@ -41,11 +38,7 @@ def require_torch() -> None:
 
 def is_installed(distribution: str) -> bool:
     """Whether a distribution is, whatever it is good for here."""
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return _installed(distribution) is not None
 
 
 def why_no_xla() -> str | None:
@@ -53,15 +46,10 @@ def why_no_xla() -> str | None:
 
     Looks at what is installed and imports neither.
     """
-    found = {}
-    for name in ("torch_xla", "torch"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return f"{name} is not installed"
-    if _release(found["torch_xla"]) != _release(found["torch"]):
-        return f"torch_xla {found['torch_xla']} does not go with torch {found['torch']}"
-    return None
+    xla, torch = _installed("torch_xla"), _installed("torch")
+    if xla is None or torch is None:
+        return f"{'torch_xla' if xla is None else 'torch'} is not installed"
+    return None if _release(xla) == _release(torch) else f"torch_xla {xla} does not go with torch {torch}"
 
 
 INSTALL_TPU = "pip install torch_tpu on a host that shows its TPUs, or leave the device out"
@@ -79,15 +67,22 @@ def why_no_tpu() -> str | None:
     Looks at what is installed and at what the host shows, and imports neither torch nor torch_tpu, which torch imports
     itself.
     """
-    try:
-        version = importlib.metadata.version("torch_tpu")
-    except importlib.metadata.PackageNotFoundError:
+    version = _installed("torch_tpu")
+    if version is None:
         return "torch_tpu is not installed"
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         return "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from importing torch_tpu"
     if not tpu_nodes():
         return f"torch_tpu {version} finds no TPU: this host has neither /dev/accel* nor /dev/vfio/*"
     return None
+
+
+def _installed(distribution: str) -> str | None:
+    """The version of a distribution; None: it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _release(version: str) -> tuple[int, ...]:

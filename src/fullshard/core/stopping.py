@@ -1,6 +1,6 @@
 """Whether the ranks are to stop: one wants to, and all learn of it at the end of the same backward.
 
-It rides on the message that ends every backward (`engine.schedule`), so it costs nothing.
+It rides on the message that ends every backward (`engine.end_of_backward`), so it costs nothing.
 """
 
 from __future__ import annotations
