@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.cpu.gloo import end_waits
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE, seconds_to_wait, stall_seconds
-from fullshard.core.place import PLACE
+from fullshard.core.place import PLACE, this_process
 
 _PROCESS, _WORD = "fullshard/process/{}", "fullshard/place/{}"
 """Keys in the store, by rank: who it is, and where it is if that has not changed for a while."""
@@ -73,8 +72,7 @@ class Stalls:
         self._asked = _asked_seconds(torch_private.timeout_of(world, device).total_seconds(), device)
         self._trainer, self._world, self._moves = threading.get_ident(), weakref.ref(world), -1
         with contextlib.suppress(RuntimeError):
-            name = f"process {os.getpid()} on {socket.gethostname()}"
-            torch_private.default_store().set(_PROCESS.format(dist.get_rank()), name)
+            torch_private.default_store().set(_PROCESS.format(dist.get_rank()), this_process())
         if self._pid != os.getpid():  # a forked process has none of its parent's threads
             self._pid = os.getpid()
             if directory := PREEMPTION_DIR.read():
@@ -152,17 +150,15 @@ class Stalls:
         }
 
     def _give_up(self, limit: float, words: dict[int, Word]) -> None:
-        missing = [word for word in words.values() if not word.get("is_waiting")]
         is_late = time.monotonic() - self._since >= FIRST_SECONDS
-        if self._asked is None and not is_late and missing and _are_busy(missing):
+        if self._asked is None and not is_late and _are_busy(_missing(words)):
             return
         PLACE.given_up = f"no answer from another rank for {limit:g} s: {_named(words)}"
         for group in list(self.groups):
             end_waits(group)
 
     def _say(self, how: str, words: dict[int, Word]) -> None:
-        missing = [word for word in words.values() if not word.get("is_waiting")]
-        if missing and _are_busy(missing):
+        if _are_busy(_missing(words)):
             return
         step = f" (step {PLACE.step} of this process)" if PLACE.step else ""
         sys.stderr.write(f"fullshard: rank {dist.get_rank()} {how}, in {PLACE.what}{step}: {_named(words)}\n")
@@ -183,11 +179,16 @@ def _read_words() -> dict[int, Word]:
     return found
 
 
+def _missing(words: dict[int, Word]) -> dict[int, Word]:
+    """Those of ranks that do not wait."""
+    return {rank: word for rank, word in words.items() if not word.get("is_waiting")}
+
+
 def _named(words: dict[int, Word]) -> str:
     """Which ranks are waited for, and what they do: those that do not wait, else all."""
     if not words:
         return "which one cannot be said, for the job's store does not answer"
-    missing = {rank: word for rank, word in words.items() if not word.get("is_waiting")} or words
+    missing = _missing(words) or words
     lines = [_described(rank, word) for rank, word in list(missing.items())[:_NAMED]]
     return "; ".join(lines) + (f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
 
@@ -206,9 +207,9 @@ def _described(rank: int, word: Word) -> str:
     return f"{name} {word['busy'] or 'is running'}, at {where}; it did {word['what'] or 'nothing yet'}{step} before"
 
 
-def _are_busy(words: list[Word]) -> bool:
-    """Whether all of them do what may take long."""
-    return all(word.get("busy") and word["is_alive"] for word in words)
+def _are_busy(words: dict[int, Word]) -> bool:
+    """Whether there are any, and all of them do what may take long."""
+    return bool(words) and all(word.get("busy") and word["is_alive"] for word in words.values())
 
 
 def _asked_seconds(group: float, device: torch.device) -> float | None:

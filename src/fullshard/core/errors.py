@@ -26,7 +26,7 @@ quoted may be anything: too long to read, it is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 MAX_LINE, MAX_MESSAGE = 4_000, 60_000
@@ -39,6 +39,12 @@ def cut(text: str, limit: int) -> str:
         return text
     head, tail = limit * 3 // 4, limit // 8
     return f"{text[:head]} [... {len(text) - head - tail} more characters ...] {text[-tail:]}"
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first `most` of them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class FullshardError(Exception):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -108,6 +110,11 @@ class Whereabouts:
 
 PLACE = Whereabouts()
 """That of this process."""
+
+
+def this_process() -> str:
+    """Its number and its host, for others to read."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def read_place(path: Path) -> str:

@@ -6,8 +6,6 @@ waits in a step which of them is slow (`core.pace`).
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +18,7 @@ from fullshard.comm.values import has_values
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.pace import Pace, RankPace, median_computing, slow_ranks
-from fullshard.core.place import PLACE
+from fullshard.core.place import PLACE, this_process
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.replicas import Replicas
 
@@ -75,13 +73,10 @@ class Checkup:
         mesh, self._done_at = self._mesh, steps
         if mesh.control_group is None or not has_values(mesh.device):
             return
-        table = torch.zeros(mesh.replicate_size, mesh.shard_size, 4, dtype=torch.int64)
         seconds = [round(part * _NANO) for part in self._pace.take()]
-        table[mesh.replicate_rank, mesh.shard_rank] = torch.tensor([self._digest(), mesh.rank, *seconds])
-        dist.all_reduce(table, group=mesh.control_group)
+        table = self._table(self._digest(), mesh.rank, *seconds)
         self._tell_pace(table[..., 1:].reshape(-1, 3))
-        if bool((table[..., 0] != table[0, :, 0]).any()):
-            self.replicas.settle(steps + 1)
+        self._settle(table[..., 0], steps)
 
     def compare_replicas(self, steps: int) -> None:
         """Only that, and now. A collective.
@@ -92,10 +87,18 @@ class Checkup:
         mesh = self._mesh
         if mesh.control_group is None or not self.replicas.has_any or not has_values(mesh.device):
             return
-        table = torch.zeros(mesh.replicate_size, mesh.shard_size, dtype=torch.int64)
-        table[mesh.replicate_rank, mesh.shard_rank] = self._digest()
+        self._settle(self._table(self._digest())[..., 0], steps)
+
+    def _table(self, *numbers: int) -> torch.Tensor:
+        """What each rank gives, shape (replicate size, shard size, numbers). A collective."""
+        mesh = self._mesh
+        table = torch.zeros(mesh.replicate_size, mesh.shard_size, len(numbers), dtype=torch.int64)
+        table[mesh.replicate_rank, mesh.shard_rank] = torch.tensor(numbers)
         dist.all_reduce(table, group=mesh.control_group)
-        if bool((table != table[0]).any()):
+        return table
+
+    def _settle(self, digests: torch.Tensor, steps: int) -> None:
+        if bool((digests != digests[0]).any()):
             self.replicas.settle(steps + 1)
 
     def _digest(self) -> int:
@@ -108,7 +111,7 @@ class Checkup:
         if not slow:
             return
         # A collective in an `if`: all ranks have the same table, so the same are slow on each.
-        names = self._mesh.all_gather_object(f"process {os.getpid()} on {socket.gethostname()}")
+        names = self._mesh.all_gather_object(this_process())
         if not self._mesh.is_first:
             return
         where = dict(zip(self._mesh.ranks, names, strict=True))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.values import has_values
-from fullshard.core.errors import ConfigError, NonFiniteError
+from fullshard.core.errors import ConfigError, NonFiniteError, first_of
 from fullshard.engine.parameter import ShardedParameter
 
 OnNonFinite = Literal["raise", "skip", "off"]
@@ -41,11 +41,10 @@ class NonFinite:
     ranks: Collection[int]
 
     def __str__(self) -> str:
-        shown = [f"{name} ({kind})" for name, kind in list(self.names.items())[:_SHOWN]]
-        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
+        shown = first_of([f"{name} ({kind})" for name, kind in self.names.items()], _SHOWN)
         ranks = " and ".join(map(str, sorted(self.ranks)))
         where = f"rank{'s' * (len(self.ranks) > 1)} {ranks}" if ranks else "a rank that is not known"
-        return f"gradients are not finite: {', '.join(shown)}{more}; they came from {where}"
+        return f"gradients are not finite: {shown}; they came from {where}"
 
 
 class FiniteGuard:

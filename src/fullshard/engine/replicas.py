@@ -7,21 +7,20 @@ sums differ are parameters, and what optimizers keep for them, compared one by o
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.core.errors import ConfigError, ReplicaError
+from fullshard.core.errors import ConfigError, ReplicaError, first_of
 from fullshard.core.journal import JOURNAL, Happening
+from fullshard.core.place import this_process
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.wrap.extended import inner_tensors
@@ -50,6 +49,12 @@ class _Holding:
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.where})"
+
+
+Held = list[tuple[bytes, _Holding]]
+"""What replicas have of one item."""
+Columns = dict[int, dict[Item, Held]]
+"""That of all items, by place along the shard axis."""
 
 
 class Replicas:
@@ -112,16 +117,15 @@ class Replicas:
         Raises:
             ReplicaError: on all ranks, unless all was healed.
         """
-        holdings = self._compare()
-        differing = sorted({item for items in _by_column(holdings).values() for item in _differing(items)})
+        columns = _by_column(self._compare())
+        differing = sorted({item for items in columns.values() for item in _differing(items)})
         weights = list(dict.fromkeys(name for name, *what in differing if tuple(what) == _WEIGHTS))
         if not weights:
             return  # of what lies between parameters
-        odd = _odd_ones(holdings)
-        more = f" and {len(weights) - _SHOWN} more" if len(weights) > _SHOWN else ""
-        subject = f"replicas hold different weights: {', '.join(weights[:_SHOWN])}{more}"
+        odd = _odd_ones(columns)
+        subject = f"replicas hold different weights: {first_of(weights, _SHOWN)}"
         if odd is None:
-            apart = _first_apart(holdings)
+            apart = _first_apart(columns)
             text = f"{subject} of {' and '.join(map(str, apart))}{self._values(weights[0], apart)}"
         else:
             text = f"{subject} of {' and '.join(map(str, odd))}, unlike {self._mesh.replicate_size - 1} other replicas"
@@ -133,7 +137,7 @@ class Replicas:
             JOURNAL.note(Happening.REPLICA, text, rank=named[0].rank, **details)
         if not heals:
             raise ReplicaError(f"rank {self._mesh.rank}, step {step} of this process: {text}", hint=_hint(odd is None))
-        self._copy({(column, item): row for column, item, row in _sources(holdings)})
+        self._copy({(column, item): row for column, item, row in _sources(columns)})
         self._say(f"{text}; it has their weights and optimizer state again")
 
     def heal_from(self, rank: int) -> list[str]:
@@ -167,9 +171,9 @@ class Replicas:
     @torch.no_grad()
     def _compare(self) -> list[_Holding]:
         """What every rank has, the same on all of them. A collective."""
-        mesh, host = self._mesh, f"process {os.getpid()} on {socket.gethostname()}"
+        mesh = self._mesh
         hashes = {item: _hash(tensor) for item, tensor in self._items()}
-        own = _Holding(mesh.rank, host, mesh.replicate_rank, mesh.shard_rank, hashes)
+        own = _Holding(mesh.rank, this_process(), mesh.replicate_rank, mesh.shard_rank, hashes)
         return mesh.all_gather_object(own)
 
     @torch.no_grad()
@@ -252,7 +256,7 @@ def _hash(tensor: torch.Tensor) -> bytes:
     return hashlib.blake2b(data.data, digest_size=8).digest()
 
 
-def _by_column(holdings: Sequence[_Holding]) -> dict[int, dict[Item, list[tuple[bytes, _Holding]]]]:
+def _by_column(holdings: Sequence[_Holding]) -> Columns:
     """Of each place along the shard axis, what its replicas have, of items that all of them have."""
     columns: dict[int, list[_Holding]] = {}
     for holding in sorted(holdings, key=lambda h: h.row):
@@ -267,19 +271,19 @@ def _by_column(holdings: Sequence[_Holding]) -> dict[int, dict[Item, list[tuple[
     }
 
 
-def _differing(items: dict[Item, list[tuple[bytes, Any]]]) -> list[Item]:
+def _differing(items: dict[Item, Held]) -> list[Item]:
     return [item for item, held in items.items() if len({value for value, _ in held}) > 1]
 
 
-def _majority(held: Sequence[tuple[bytes, _Holding]]) -> bytes | None:
+def _majority(held: Held) -> bytes | None:
     value, count = Counter(value for value, _ in held).most_common(1)[0]
     return value if 2 * count > len(held) else None
 
 
-def _odd_ones(holdings: Sequence[_Holding]) -> list[_Holding] | None:
+def _odd_ones(columns: Columns) -> list[_Holding] | None:
     """The ranks that have something else than most of their replicas; None if of something there is no such most."""
     odd: dict[int, _Holding] = {}
-    for items in _by_column(holdings).values():
+    for items in columns.values():
         for item in _differing(items):
             right = _majority(items[item])
             if right is None:
@@ -288,18 +292,18 @@ def _odd_ones(holdings: Sequence[_Holding]) -> list[_Holding] | None:
     return [odd[rank] for rank in sorted(odd)]
 
 
-def _first_apart(holdings: Sequence[_Holding]) -> tuple[_Holding, _Holding]:
+def _first_apart(columns: Columns) -> tuple[_Holding, _Holding]:
     """Two replicas that have other weights of the first parameter that any do."""
-    for items in _by_column(holdings).values():
+    for items in columns.values():
         for item in sorted(item for item in _differing(items) if item[1:] == _WEIGHTS):
             held = items[item]
             return held[0][1], next(holding for value, holding in held if value != held[0][0])
     raise AssertionError
 
 
-def _sources(holdings: Sequence[_Holding]) -> Iterator[tuple[int, Item, int]]:
+def _sources(columns: Columns) -> Iterator[tuple[int, Item, int]]:
     """Column, item, and the first row that has it as most have."""
-    for column, items in _by_column(holdings).items():
+    for column, items in columns.items():
         for item in _differing(items):
             right = _majority(items[item])
             yield column, item, next(holding.row for value, holding in items[item] if value == right)

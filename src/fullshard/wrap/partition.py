@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
-from fullshard.core.errors import WrapError
+from fullshard.core.errors import WrapError, first_of
 from fullshard.wrap.extended import cannot_be_sharded, is_extended
 
 
@@ -144,18 +144,18 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
     first = next(iter(wrong.values()))
     if is_extended(first):
         reason = f"says by `fsdp_pre_all_gather` how it is gathered, but {cannot_be_sharded(first)}"
-        hint = "convert or quantise the model after training, or leave frozen ones out with ignored_params"
     else:
         reason = "wraps other tensors, with which forward would go on computing whatever the optimizer does"
-        hint = "convert or quantise the model after training, or leave frozen ones out with ignored_params"
-    raise WrapError(f"{names_in(roots, wrong)}: a parameter of type {', '.join(kinds)} {reason}", hint=hint)
+    raise WrapError(
+        f"{names_in(roots, wrong)}: a parameter of type {', '.join(kinds)} {reason}",
+        hint="convert or quantise the model after training, or leave frozen ones out with ignored_params",
+    )
 
 
 def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
     """The names of the parameters whose ids are `wanted`, for a message: three of them, and how many more."""
     names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wanted]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
+    return first_of(names, 3)
 
 
 def _wraps(parameter: Any) -> bool:

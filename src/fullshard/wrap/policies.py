@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fullshard.core.errors import WrapError
+from fullshard.core.errors import WrapError, first_of
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.wrap.forwards import checkpoint_modules, compile_modules, is_unit
 
@@ -277,9 +277,7 @@ def _check_unmatched(model: nn.Module, wanted: str | type[nn.Module], candidates
     for module in candidates:
         sizes[type(module).__name__] = max(sizes[type(module).__name__], numel(module))
     largest = sorted(counts, key=lambda cls: (-sizes[cls] * counts[cls], cls))
-    listed = ", ".join(f"{cls} ({counts[cls]} x {format_count(sizes[cls])})" for cls in largest[:_SHOWN_CANDIDATES])
-    if len(largest) > _SHOWN_CANDIDATES:
-        listed += f" and {len(largest) - _SHOWN_CANDIDATES} more"
+    listed = first_of([f"{cls} ({counts[cls]} x {format_count(sizes[cls])})" for cls in largest], _SHOWN_CANDIDATES)
     found = sum(_matches(module, wanted) for module in model.modules())
     problem = (
         f"has {found} modules of class {name!r}, but none that is called and has parameters of its own to shard"
