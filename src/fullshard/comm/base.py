@@ -21,7 +21,6 @@ class Work(Protocol):
 
     def wait(self) -> torch.Tensor:
         """Block (on accelerators: make the current stream wait) until the result is there, and return it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,6 @@ class FullBuffer(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that `free` would give back now."""
-        ...
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Fill `full` with the intervals of all ranks, this rank's being `main` (cast to the dtype of `full`).
@@ -68,11 +66,9 @@ class FullBuffer(Protocol):
             exactly: see above.
             is_unchanged: `main` is what it was in the gather before; where that is kept it is not put there again.
         """
-        ...
 
     def free(self) -> None:
         """End it. What was changed in `full` is lost, unless `main` and `full` are one."""
-        ...
 
     def wait_for_readers(self) -> None:
         """Wait until no other rank reads what this rank has freed of it: its main weights may change after that."""
@@ -173,7 +169,6 @@ class Collectives(Protocol):
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """Fill `full` (1-D, size x S elements) in place from every rank's own S-element interval of it."""
-        ...
 
     def reduce_scatter(
         self,
@@ -199,11 +194,9 @@ class Collectives(Protocol):
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """See `reduce_scatter`; `full` is in the dtype of the sum unless `pages` widen."""
-        ...
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Sum `tensor` over the ranks, in place."""
-        ...
 
     def all_reduce_in_tree(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """The same, 1-D and of a multiple of `size` elements, in the order of `reduce_scatter`."""
@@ -229,7 +222,6 @@ class Collectives(Protocol):
         Returns:
             Work for `arriving`.
         """
-        ...
 
 
 def cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

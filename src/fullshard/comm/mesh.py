@@ -304,35 +304,50 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
             f"fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh} of {device_mesh.ndim} axes",
             hint="pass the part of it to shard over: mesh[SHARD] or mesh[REPLICATE, SHARD], by the names of its axes",
         )
-    ranks = device_mesh.mesh
+    ranks, key = device_mesh.mesh, (dist.group.WORLD, device, device_mesh)
     if ranks.flatten().tolist() == list(range(dist.get_world_size())):  # tensors might be made on the meta device
         known = init_mesh(shard_size=ranks.shape[-1], device=device)
-        return _CACHE.setdefault((dist.group.WORLD, device, device_mesh), replace(known, device_mesh=device_mesh))
-    key = (dist.group.WORLD, device, device_mesh)
-    if key in _CACHE:
-        return _CACHE[key]
-    # A part of the world (tensor or pipeline parallelism owns the rest): of its own groups, because making new ones
-    # needs all ranks. They all are here, each with its own part, if there is one to make of a mesh of two axes.
-    hybrid = device_mesh.ndim == 2
-    shard_group = device_mesh.get_group(1 if hybrid else 0)
-    replicate_group = device_mesh.get_group(0) if hybrid else None
+        return _CACHE.setdefault(key, replace(known, device_mesh=device_mesh))
+    if key not in _CACHE:
+        _check_part(device_mesh)
+        _CACHE[key] = _part(device_mesh, device)
+        _CACHE[key].watch()
+    return _CACHE[key]
+
+
+def _check_part(device_mesh: DeviceMesh) -> None:
+    """Refuse a part of the world that shard groups and replicas cannot be made of."""
     if device_mesh.get_coordinate() is None:
         raise ConfigError(f"this rank is not in {device_mesh}", hint="call fully_shard on the ranks of the mesh only")
-    if hybrid and not device_mesh.mesh_dim_names:
+    if device_mesh.ndim == 1:
+        return
+    if not device_mesh.mesh_dim_names:
         raise ConfigError(
             f"Please init the 2D mesh for HSDP with mesh_dim_names specified: got {device_mesh}",
             hint='for example mesh_dim_names=("replicate", "shard")',
         )
-    if hybrid and (orders := ranks.argsort(dim=1)).ne(orders[0]).any():
+    orders = device_mesh.mesh.argsort(dim=1)
+    if orders.ne(orders[0]).any():
         raise ConfigError(
             f"the shard groups of {device_mesh} list their ranks in different orders: replicas would hold other shards",
             hint="list the ranks of each group in ascending order",
         )
+
+
+def _part(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
+    """That of a part of the world (tensor or pipeline parallelism owns the rest).
+
+    It is of the part's own groups, because making new ones needs all ranks. They all are here, each with its own part,
+    if there is one to make of a mesh of two axes.
+    """
+    ranks, hybrid = device_mesh.mesh, device_mesh.ndim == 2
+    shard_group = device_mesh.get_group(1 if hybrid else 0)
+    replicate_group = device_mesh.get_group(0) if hybrid else None
     is_line = not hybrid or 1 in ranks.shape
     world_group = (
         (shard_group if ranks.shape[-1] > 1 else replicate_group) if is_line else torch_private.all_of(device_mesh)
     )
-    _CACHE[key] = Mesh(
+    return Mesh(
         device,
         rank=dist.get_rank(),
         ranks=tuple(dist.get_process_group_ranks(world_group)),
@@ -350,5 +365,3 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
         replicate=collectives_for(replicate_group, device, only_all_reduce=True),
         device_mesh=device_mesh,
     )
-    _CACHE[key].watch()
-    return _CACHE[key]

@@ -31,15 +31,12 @@ class Packing(Protocol):
 
     def nbytes(self, numel: int) -> int:
         """Length of the message, a multiple of 16 bytes."""
-        ...
 
     def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Write `values`, shape (n,) and floating point, into a message, shape (nbytes(n),) and uint8."""
-        ...
 
     def unpack(self, message: torch.Tensor, into: torch.Tensor) -> None:
         """Read n elements into `into`, shape (n,) and of any floating-point dtype."""
-        ...
 
 
 def packing_for(dtype: torch.dtype) -> Packing:
