@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import ResNetConfig, ResNetModel
 
 from fullshard import Accelerator
 from fullshard.api.plan_check import PlanCheck
@@ -138,6 +139,8 @@ def test_what_cannot_be_apart_is_refused() -> None:
         embedding_modules(build("tied"))
     with pytest.raises(WrapError, match="does not say which modules"):
         embedding_modules(nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)))
+    with pytest.raises(WrapError, match="does not say which modules"):
+        embedding_modules(ResNetModel(ResNetConfig(num_channels=1, embedding_size=4, hidden_sizes=[4], depths=[1])))
     with pytest.raises(WrapError, match="is a unit already"):
         embedding_modules(make(True, []))
     shape, _ = load_model("GPT-2")

@@ -19,6 +19,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import nn
 
@@ -214,10 +215,9 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         WrapError: the model does not say which they are, they share a weight (which the unit around both must own), or
             they are units already.
     """
-    modules = [getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output")]
+    embedding, head = _named_by(model, "input"), _named_by(model, "output")
     name, hint = type(model).__name__, "leave wrap_embeddings out"
-    embedding, head = modules
-    if not isinstance(embedding, nn.Module) or not isinstance(head, nn.Module):
+    if embedding is None or head is None:
         raise WrapError(f"{name} does not say which modules are its input embedding and its head", hint=hint)
     if {id(p) for p in embedding.parameters()} & {id(p) for p in head.parameters()}:
         raise WrapError(f"the input embedding and the head of {name} share a weight, so neither can own it", hint=hint)
@@ -406,10 +406,16 @@ def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) ->
 def embeddings_of(model: nn.Module) -> Iterator[nn.Module]:
     """Embeddings, and the head if the model says which it is."""
     yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
+    if (head := _named_by(model, "output")) is not None:
+        yield head
+
+
+def _named_by(model: Any, which: Literal["input", "output"]) -> nn.Module | None:
+    """The embedding of tokens, or of what comes out (the head), if the model says which it is."""
     with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        if isinstance(head, nn.Module):
-            yield head
+        found = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
+        return found if isinstance(found, nn.Module) else None
+    return None
 
 
 def _largest(model: nn.Module, rest: dict[int, nn.Parameter], inside: set[int]) -> list[str]:
