@@ -173,6 +173,14 @@ def matrices_in(bucket: int, layout: BucketLayout, index: int, *, flatten: bool)
     return [Matrix(bucket, Interval(start, start + numel), rows, columns) for start in starts]
 
 
+def _by_bucket(matrices: Sequence[Matrix], buckets: int) -> list[list[int]]:
+    """Numbers of the matrices in each of so many buckets."""
+    numbers: list[list[int]] = [[] for _ in range(buckets)]
+    for number, matrix in enumerate(matrices):
+        numbers[matrix.bucket].append(number)
+    return numbers
+
+
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
     """Neighbouring elements of a matrix, all of one rank.
@@ -209,14 +217,7 @@ class Dealing:
 
     @cached_property
     def _by_bucket(self) -> list[list[int]]:
-        numbers: list[list[int]] = [[] for _ in self.layouts]
-        for number, matrix in enumerate(self.matrices):
-            numbers[matrix.bucket].append(number)
-        return numbers
-
-    def in_bucket(self, bucket: int) -> list[int]:
-        """Numbers of the matrices there."""
-        return self._by_bucket[bucket]
+        return _by_bucket(self.matrices, len(self.layouts))
 
     def pieces(self, number: int) -> list[tuple[int, MatrixPiece]]:
         """(rank of the shard group, what it has) for each part of a matrix, in the matrix's order."""
@@ -230,7 +231,7 @@ class Dealing:
         """What rank `rank` has of the matrices of a bucket that are dealt to `row`, by owner in the shard group."""
         by_owner: list[list[MatrixPiece]] = [[] for _ in range(self.shard_size)]
         own = self.layouts[bucket].rank_interval(rank)
-        for number in self.in_bucket(bucket):
+        for number in self._by_bucket[bucket]:
             common = self.matrices[number].interval.intersect(own)
             if common.numel and self.owners[number][0] == row:
                 by_owner[self.owners[number][1]].append(MatrixPiece(number, common))
@@ -239,7 +240,7 @@ class Dealing:
     def gathered(self, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
         """The pieces of the matrices of a bucket that rank `rank` of `row` owns, by the rank that has them."""
         by_source: list[list[MatrixPiece]] = [[] for _ in range(self.shard_size)]
-        for number in self.in_bucket(bucket):
+        for number in self._by_bucket[bucket]:
             if self.owners[number] == (row, rank):
                 for source, piece in self.pieces(number):
                     by_source[source].append(piece)
@@ -287,7 +288,7 @@ class Dealing:
     def _of_ranks(self, amount: Callable[[int, int], int], buckets: Sequence[int] | None = None) -> list[int]:
         amounts = [0] * (self.replicate_size * self.shard_size)
         for bucket in range(len(self.layouts)) if buckets is None else buckets:
-            for number in self.in_bucket(bucket):
+            for number in self._by_bucket[bucket]:
                 matrix, (row, rank) = self.matrices[number], self.owners[number]
                 amounts[row * self.shard_size + rank] += amount(matrix.rows, matrix.columns)
         return amounts
@@ -310,7 +311,7 @@ class Dealing:
     def busiest_in(self, exchange: Sequence[int]) -> int:
         """The same for one exchange."""
         arriving: dict[tuple[int, int], int] = {}
-        for number in (number for bucket in exchange for number in self.in_bucket(bucket)):
+        for number in (number for bucket in exchange for number in self._by_bucket[bucket]):
             owner = self.owners[number]
             arriving[owner] = arriving.get(owner, 0) + self._arriving_numel(number)
         return max(arriving.values(), default=0)
@@ -417,12 +418,10 @@ class _Hands:
         Returns:
             The largest of all ranks' loads after each exchange.
         """
-        in_bucket: list[list[int]] = [[] for _ in self._layouts]
-        for number, matrix in enumerate(self._matrices):
-            in_bucket[matrix.bucket].append(number)
+        by_bucket = _by_bucket(self._matrices, len(self._layouts))
         most = []
         for exchange, limit in itertools.zip_longest(exchanges, limits):
-            together = (number for bucket in exchange for number in in_bucket[bucket])
+            together = (number for bucket in exchange for number in by_bucket[bucket])
             for number in sorted(together, key=lambda n: -self._amounts[n][0]):
                 self._give(number, limit)
             most.append(max(map(self._load, self._hands)))
