@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.core.dtypes import COMPUTE, FLOATING, HALF, ITEMSIZES, Dtypes, collected, itemsize, main_dtype, wider
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
-from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
+from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, dtype_name, torch_dtype
 
 TRAINED_IN = ("float64", "float32", "bfloat16", "float16")
 MIXED = Dtypes("bfloat16")
@@ -189,3 +192,31 @@ def test_whether_unsharding_is_nothing() -> None:
         key = BucketKey.of(dtypes, "float32", trainable=True, exact=False, statistics=None)
         plan = BucketPlan.of(key, [(4,)], dtypes, world_size=world_size, offload=offload)
         assert plan.shares_main == expected
+
+
+class Features(dict[str, torch.Tensor]):
+    """A dictionary that is made of something else than its entries."""
+
+    def __init__(self, rate: int, **entries: torch.Tensor) -> None:
+        super().__init__(**entries)
+        self.rate = rate
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        dict[str, Any],
+        OrderedDict[str, Any],
+        lambda **entries: defaultdict(list, **entries),
+        lambda **entries: MappingProxyType(entries),
+        lambda **entries: Features(16, **entries),
+    ],
+    ids=["dict", "OrderedDict", "defaultdict", "mappingproxy", "subclass"],
+)
+def test_a_mapping_that_is_cast_stays_what_it_is(make: Any) -> None:
+    given = make(x=torch.ones(2), y=torch.ones(2, dtype=torch.int64))
+    cast = cast_floating(given, torch.bfloat16)
+    assert type(cast) is type(given) and list(cast) == ["x", "y"]
+    assert cast["x"].dtype == torch.bfloat16 and cast["y"] is given["y"] and given["x"].dtype == torch.float32
+    for name in ("default_factory", "rate"):
+        assert getattr(cast, name, None) == getattr(given, name, None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +146,11 @@ def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
     """A mapping of the same type: keyword arguments serve those that are dataclasses too (Transformers' outputs)."""
     if dataclasses.is_dataclass(value):
         return type(value)(**mapped)
-    return type(value)(mapped)  # type: ignore[call-arg]
+    if not isinstance(value, MutableMapping):
+        return type(value)(mapped)  # type: ignore[call-arg]
+    made = copy.copy(value)  # with what else it has: a `defaultdict`'s factory, a tokenizer's encodings
+    made.update(mapped)
+    return made
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
