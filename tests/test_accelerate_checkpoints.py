@@ -98,6 +98,21 @@ def test_a_save_that_fails_leaves_no_copy(tmp_path: Path) -> None:
     assert not (tmp_path / ".fullshard-staged").exists()
 
 
+def _whole_fails(directory: str) -> None:
+    accelerator, model = build(1, "FULL_STATE_DICT")
+    plugin = accelerator.fsdp_plugin
+    with pytest.raises(IsADirectoryError):
+        accelerate.utils.save_fsdp_model(plugin, accelerator, model, directory)
+    with pytest.raises(RuntimeError, match="mmap can only be used"):
+        accelerate.utils.load_fsdp_model(plugin, accelerator, model, directory, model_index=1)
+
+
+def test_what_fails_on_the_main_process_fails_on_all(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model_fsdp.bin").mkdir()  # where a file is wanted
+    (tmp_path / "pytorch_model_fsdp_1.bin").write_text("no weights")
+    run_ranks(_whole_fails, 2, str(tmp_path))
+
+
 def test_a_type_of_state_dict_is_torchs_and_its_name() -> None:
     plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
     assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT == plugin.state_dict_type

@@ -48,9 +48,7 @@ def save_fsdp_model(
     directory, environment = local_path(output_dir), accelerator.process.environment
     if _kind(fsdp_plugin, model, adapter_only, use_dcp) == "FULL_STATE_DICT":
         weights = checkpoint.full_state_dict(model)
-        if environment.is_main:
-            saving.save_object(weights, directory / _file(model_index), safe=False)
-        accelerator.wait_for_everyone()
+        run_on_main(environment, lambda: saving.save_object(weights, directory / _file(model_index), safe=False))
         return
     staged = directory / _STAGED
     run_on_main(environment, lambda: staged.mkdir(parents=True, exist_ok=True))
@@ -82,17 +80,20 @@ def load_fsdp_model(
     """
     directory, environment = local_path(input_dir), accelerator.process.environment
     if _kind(fsdp_plugin, model, adapter_only, use_dcp) == "FULL_STATE_DICT":
-        path = directory / _file(model_index)
-        whole = run_on_main(environment, lambda: _exists(path)) and environment.is_main
-        checkpoint.load_full_state_dict(model, torch.load(path, weights_only=True, mmap=True) if whole else None)
+        whole: dict[str, Any] = {}
+
+        def read() -> None:
+            whole.update(torch.load(_existing(directory / _file(model_index)), weights_only=True, mmap=True))
+
+        run_on_main(environment, read)
+        checkpoint.load_full_state_dict(model, whole)
         return
     name = f"{_NAME}_{model_index}"
     path = directory if directory.name == name else directory / name
     staged = path.parent / _STAGED
 
     def convert() -> None:
-        _exists(path)
-        with open_source(path) as source:
+        with open_source(_existing(path)) as source:
             write_native(source, staged, world_size=environment.world_size, overwrite=True)
 
     run_on_main(environment, convert)
@@ -130,10 +131,10 @@ def _file(model_index: int) -> str:
     return f"{_NAME}.bin" if model_index == 0 else f"{_NAME}_{model_index}.bin"
 
 
-def _exists(path: Path) -> bool:
+def _existing(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"there are no weights at {path}")
-    return True
+    return path
 
 
 def _or_theirs(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
