@@ -284,6 +284,7 @@ def _saves(directory: str) -> dict[str, Any]:
         (other, "other.pth", {}),
         (1, "", {}),
         ({"model": model.state_dict()}, "blocked/x.pth", {"master_only": False}),
+        ((lambda: 0) if torchacc.dist.rank() else 0, "one.pth", {"master_only": False}),
     ):
         (path / "blocked").touch()
         try:
@@ -305,11 +306,12 @@ def test_what_rank_0_saves_is_whole(tmp_path: Path) -> None:
         assert result["same"]
         assert result["kept"] == (4 if rank == 0 else 0)
         assert result["mine"] == rank
-        other, directory, blocked = result["problems"]
+        other, directory, blocked, one = result["problems"]
         assert "state of other parameters" in other
         assert "is a directory" in directory
         assert "rank 0: cannot write" in blocked
         assert "rank 1: cannot write" in blocked
+        assert "\nrank 1: " in one and "pickle" in one and "rank 0" not in one
 
 
 def _shards(directory: str) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fullshard.checkpoint import full_state_dict
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
-from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from tests.distributed import run_ranks
 from tests.test_lease import another_job
 from tests.trainers import arguments, build, close, pad, result, run, samples, trainer
@@ -287,6 +287,26 @@ def test_save_model_always_writes_a_loadable_model(tmp_path: Path, family: str, 
         assert names == ["config.json", "generation_config.json", "model.safetensors", "training_args.bin"]
         args = torch.load(tmp_path / kind / "training_args.bin", weights_only=False)
         assert type(args).__module__.startswith("transformers")
+
+
+class Unwritable:
+    """A tokenizer for which there is no room."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        raise OSError(f"no space left in {directory.name}")
+
+
+def fail_on_rank_0(output: str) -> None:
+    made = trainer(build(), arguments(output))
+    made.train()
+    made.processing_class = Unwritable()
+    for is_internal in (False, True):
+        with pytest.raises(CheckpointError, match="rank 0: OSError: no space left in model"):
+            made.save_model(f"{output}/model", is_internal)
+
+
+def test_what_one_rank_cannot_write_beside_the_weights_fails_on_all(tmp_path: Path) -> None:
+    run_ranks(fail_on_rank_0, 2, str(tmp_path))
 
 
 def save_in_ones_own_way(output: str, who: str) -> list[list[str]]:

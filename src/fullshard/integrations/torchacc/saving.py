@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from fullshard.api.collectives import all_gather_object
+from fullshard.checkpoint.ranks import Ranks
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
@@ -65,14 +66,8 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     paths = all_gather_object(os.fspath(path))
     if len(set(paths)) < len(paths) or len(paths) == 1:
         target = _own_path(target, environment.rank, environment.world_size)
-    failure = None
-    try:
-        _write(_Converter(_local_tensor, None, keep=True).convert(obj), target)
-    except CheckpointError as error:
-        failure = str(error)
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_object(failure)) if text]
-    if failures:
-        raise CheckpointError("; ".join(failures))
+    parts = _Converter(_local_tensor, None, keep=True)
+    Ranks().together(f"writing {target.name}", lambda: _write(parts.convert(obj), target))
 
 
 def shard_metadata(model: nn.Module) -> dict[str, Any]:

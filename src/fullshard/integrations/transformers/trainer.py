@@ -35,6 +35,7 @@ from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, l
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.full_state import whole_in_state_dicts
 from fullshard.checkpoint.lease import lease
+from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.paths import local_name, local_path
@@ -220,21 +221,21 @@ class ShardedTraining:
                     self._save(str(directory), state_dict=whole)
 
             run_on_main(self.accelerator.process.environment, save)
-        elif _internal_call and self._keeps_weights_in_state():
-            if self.args.should_save:
-                directory.mkdir(parents=True, exist_ok=True)
-                config: Any = getattr(self.model, "config", None)
-                if hasattr(config, "save_pretrained"):
-                    config.save_pretrained(directory)
         else:
-            self.accelerator.save_model(self.model, directory)
-        if self.args.should_save and not _saves_its_own_way(self):
-            self._save_beside_weights(directory)
-        self.accelerator.wait_for_everyone()
+            is_beside = _internal_call and self._keeps_weights_in_state()
+            if not is_beside:
+                self.accelerator.save_model(self.model, directory)
+            Ranks().together(f"writing {directory}", lambda: self._save_the_rest(directory, with_config=is_beside))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_beside_weights(self: Any, directory: Path) -> None:
+    def _save_the_rest(self: Any, directory: Path, *, with_config: bool) -> None:
+        if not self.args.should_save:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        config: Any = getattr(self.model, "config", None)
+        if with_config and hasattr(config, "save_pretrained"):
+            config.save_pretrained(directory)
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
