@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
 
@@ -172,6 +173,22 @@ def test_a_sampler_may_have_no_end(kind: Any) -> None:
     (first, second), resumed = run_ranks(_endless, 2, kind, False), run_ranks(_endless, 2, kind, True)
     assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [list(range(6))] * 4
     assert [rank[:2] for rank in resumed] == [first[2:], second[2:]]
+
+
+class OfAnotherLength(Sampler[int]):
+    """Each rank would end it somewhere else."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1500 - 900 * dist.get_rank()))
+
+
+def _of_another_length() -> int:
+    loader = accelerator(data_seed=3).prepare(DataLoader(numbers(1500), batch_size=150, sampler=OfAnotherLength()))
+    return sum(len(batch) for batch in loader)
+
+
+def test_a_sampler_ends_where_rank_0_has_its_end() -> None:
+    assert run_ranks(_of_another_length, 2, timeout=60) == [750, 750]
 
 
 def _position(dispatch: bool) -> Any:

@@ -495,8 +495,11 @@ def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
         with _seeded(order, seed + piece * _PIECE):
             items = iter(order) if items is None else items
             drawn = list(itertools.islice(items, size + 1))  # one more, to see whether that was all
-        yield from broadcast_object(drawn) if readers > 1 else drawn
-        if len(drawn) <= size:
+        is_all = len(drawn) <= size
+        if readers > 1:
+            drawn, is_all = broadcast_object((drawn, is_all))  # as many pieces, too, as rank 0 has
+        yield from drawn
+        if is_all:
             return
 
 
