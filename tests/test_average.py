@@ -178,6 +178,8 @@ def save(directory: str) -> None:
     optimizer, ema, mean = adamw(model), EMA(model, DECAY), EMA(model, lambda t: t / (t + 1), key="mean")
     with pytest.raises(CheckpointError, match=r"both called 'average'.*\n.*key="):
         save_checkpoint(Path(directory) / "two", model=model, optimizer=optimizer, objects=[ema, EMA(model)])
+    with pytest.raises(CheckpointError, match="both called 'mean'"):
+        save_checkpoint(Path(directory) / "two", model=model, optimizer=optimizer, objects=[ema, mean, mean])
     with pytest.raises(CheckpointError, match=r"there is no optimizer\n.*ema.swapped"):
         save_checkpoint(Path(directory) / "none", model=model, objects=[ema])
     step_with(model, optimizer, lambda: (ema.update(), mean.update()), steps=STEPS - 1)

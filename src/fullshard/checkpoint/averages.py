@@ -35,11 +35,13 @@ def average_entries(
             "a moving average of the weights is stored with the optimizer's state, and there is no optimizer",
             hint="save it with optimizer=, or under `with ema.swapped()` as the weights",
         )
-    keys = [average.key for average in averages]
     taken = {key for state in (optimizer.state.values() if optimizer is not None else ()) for key in state}
-    if len(set(keys)) < len(keys) or taken.intersection(keys):
+    for average in averages:
+        if average.key not in taken:
+            taken.add(average.key)
+            continue
         raise CheckpointError(
-            f"two averages, or an average and the optimizer's state, are both called {sorted(keys)[0]!r}",
+            f"two averages, or an average and the optimizer's state, are both called {average.key!r}",
             hint="give each a name: EMA(model, decay, key=...)",
         )
     for average in averages:
