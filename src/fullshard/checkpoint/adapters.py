@@ -16,7 +16,7 @@ from torch import nn
 
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.tensors import local_buffers, local_parameters, rest
+from fullshard.checkpoint.tensors import local_parameters, local_tensors, rest
 from fullshard.core.errors import CheckpointError
 from fullshard.engine.module import clean_name
 
@@ -51,8 +51,7 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
     rest(model)
     ranks = Ranks.of(model)
     state: dict[str, torch.Tensor] = {}
-    sources = [*local_parameters(model, rank=ranks.rank), *local_buffers(model, rank=ranks.rank)]
-    by_name = {name: source for source in sources for name in source.names}
+    by_name = {name: source for source in local_tensors(model, rank=ranks.rank) for name in source.names}
     for name in dict.fromkeys(name for stored in _wanted(model, ranks).values() for name in stored):
         whole = full_tensor(by_name[name])
         if ranks.rank == 0:
@@ -98,8 +97,8 @@ def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 
     def ask() -> dict[str, list[str]]:
         peft: Any = importlib.import_module("peft")
-        sources = [*local_parameters(model, rank=0), *local_buffers(model, rank=0)]
-        stand_ins = {name: torch.empty(0, device="meta") for source in sources for name in source.names}
+        names = [name for source in local_tensors(model, rank=0) for name in source.names]
+        stand_ins = {name: torch.empty(0, device="meta") for name in names}
         found = {}
         for adapter in model.peft_config:  # type: ignore[union-attr]
             chosen = peft.get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter)

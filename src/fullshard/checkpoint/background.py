@@ -33,7 +33,7 @@ from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_save
 from fullshard.checkpoint.staging import HostMemory
-from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
+from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest
 from fullshard.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,7 @@ class AsyncSaver:
         self._announced.clear()
         for model, optimizer in parts:
             rest(model)
-            rank = Ranks.of(model).rank
-            tensors = [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
-            self._announced.append((tensors, unwrapped(optimizer)))
+            self._announced.append((local_tensors(model, rank=Ranks.of(model).rank), unwrapped(optimizer)))
 
     def save(self, path: str | Location, **arguments: Unpack[SaveArguments]) -> Location:
         """Copy the state and return; it is written meanwhile. Takes the arguments of `save_checkpoint`. A collective.

@@ -25,13 +25,13 @@ from fullshard.checkpoint.format import (
     StateValueRecord,
     TensorRecord,
     rank_file_name,
+    rank_metadata,
     tiling_record,
 )
 from fullshard.checkpoint.objects import Location, sizes_in
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
 from fullshard.checkpoint.rng import rng_tensors
 from fullshard.checkpoint.staging import HostMemory, LateCopies, is_copied_late
-from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.tensors import (
     LocalTensor,
     check_is_plain,
@@ -42,8 +42,9 @@ from fullshard.checkpoint.tensors import (
     modules_with_extra_state,
     rest,
     tensor_bytes,
+    write_tensors,
 )
-from fullshard.checkpoint.values import encode_value
+from fullshard.checkpoint.values import encode_plain, encode_value
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedParameter
@@ -175,13 +176,8 @@ class RankWriter:
         return self._weights is None or any(name in self._weights for name in local.names)
 
     def _write_file(self, path: Location, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-        entries = [TensorEntry(n, dtype_name(t, where=n), tuple(t.shape)) for n, t in tensors.items()]
-        metadata = {"format": "pt", "save_id": self.save_id, "rank": str(self.rank)}
         try:
-            with TensorFileWriter(path, entries, metadata) as writer:
-                for entry in storage_order(entries):
-                    writer.write(entry.name, tensor_bytes(tensors[entry.name]))
-                return writer.finish()
+            return write_tensors(path, tensors, rank_metadata(self.save_id, self.rank))
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{path.parent}, which rank 0 made, is not there for rank {self.rank}",
@@ -286,11 +282,8 @@ def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:
 
 def _state_report(entry: StateEntry, rank: int) -> StateReport:
     if entry.layout is None:
-        tensors: dict[str, torch.Tensor] = {}
-        record = StateValueRecord(value=encode_value(entry.value, where=entry.name, tensors=tensors))
-        if tensors:
-            raise CheckpointError(f"optimizer state {entry.name} holds tensors inside a Python value")
-        return StateReport(record=record)
+        value = encode_plain(entry.value, where=f"optimizer state {entry.name}")
+        return StateReport(record=StateValueRecord(value=value))
     interval = entry.parameter.interval
     if isinstance(entry.value, CodedTensor):
         held = entry.value

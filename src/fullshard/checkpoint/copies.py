@@ -183,23 +183,22 @@ class MemoryCopies:
             "collecting the state", lambda: RankWriter(directory, save_id, self._hosts.rank, arguments)
         )
         sizes = ranks.everywhere(writer.nbytes)
-        ranks.together("making room for a copy in host memory", lambda: self._make_room(directory, sizes))
-        ranks.together("copying the state to host memory", lambda: writer.stage(self._saver.memory))
         cost = _Cost(sum(sizes[rank] for rank in self._hosts.kept_by(self._hosts.host_of(self._hosts.rank))))
+        ranks.together("making room for a copy in host memory", lambda: self._make_room(directory, cost.nbytes))
+        ranks.together("copying the state to host memory", lambda: writer.stage(self._saver.memory))
         destination = Destination(ranks, directory, save_id)
         self._pending = PendingCopy(destination, None, writer, self._hosts, cost, directory, step=step)
         self._saver.begin(self._pending)
         self._due = step + self._interval if self._asked else math.inf
         cost.seconds += time.perf_counter() - begin
 
-    def _make_room(self, directory: Path, sizes: Sequence[int]) -> None:
-        """Make this copy's directory on this host.
+    def _make_room(self, directory: Path, nbytes: int) -> None:
+        """Make the directory of this copy, of which this host has `nbytes` bytes.
 
         Raises:
             CheckpointError: there is less memory than it takes; for the first one, less than the next one takes, too.
         """
-        needed = sum(sizes[rank] for rank in self._hosts.kept_by(self._hosts.host_of(self._hosts.rank)))
-        needed *= 1 if self._said else 2
+        needed = nbytes if self._said else 2 * nbytes
         free = min(shutil.disk_usage(self.directory).free, available_host_memory())
         if free < needed:
             raise CheckpointError(

@@ -24,8 +24,7 @@ from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, temp_dir
 from fullshard.checkpoint.tensors import (
     LocalTensor,
     dtype_name,
-    local_buffers,
-    local_parameters,
+    local_tensors,
     rest,
     stand_in,
     tensor_bytes,
@@ -93,7 +92,7 @@ def export_hf(
 
 def is_exported_as_it_is(model: nn.Module) -> bool:
     """Whether `export_hf` writes every parameter and persistent buffer under its own name and in its own shape."""
-    convert = StoredForm(model, [*local_parameters(model, rank=0), *local_buffers(model, rank=0)], cast=None)
+    convert = StoredForm(model, local_tensors(model, rank=0), cast=None)
     return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
 
 
@@ -179,7 +178,7 @@ class StoredForm:
                 f"{type(model).__name__} carries adapters inside, whose names no plain model has",
                 hint="add them with peft.get_peft_model, whose model is merged on the way",
             )
-        return cls(model, [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)], cast=cast)
+        return cls(model, local_tensors(model, rank=rank), cast=cast)
 
     def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
         """Bring together what a batch is made of, which is a collective; what is returned makes it."""

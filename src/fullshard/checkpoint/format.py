@@ -17,6 +17,7 @@ import json
 import math
 import re
 import stat
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, Self
 
 import google_crc32c
@@ -67,6 +68,8 @@ DTYPES: dict[str, tuple[str, int]] = {
 """torch's dtype name -> (name in safetensors, bytes per element)."""
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"crc32c":"', b'","manifest":', b"}\n"
+Kind = Literal["model", "optimizer"]
+"""Of a file: what its tensors are of."""
 _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 _Natural = Annotated[int, Field(ge=0, lt=2**63)]
 _Shape = Annotated[tuple[_Natural, ...], Field(max_length=64)]
@@ -280,9 +283,26 @@ class Manifest(_Record):
     states: dict[str, JsonValue] = {}
     own_names: bool = Field(default=False, exclude_if=lambda own_names: not own_names)
 
+    def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:
+        """See `stored_tensors`."""
+        return stored_tensors(self.parameters | self.buffers, self.optimizer)
+
     def file_name(self, kind: str, rank: int) -> str:
         """Name of the data file of one rank."""
         return rank_file_name(kind, rank, self.save_id if self.own_names else "")
+
+
+def stored_tensors(
+    model: Mapping[str, TensorRecord], optimizer: OptimizerRecord | None
+) -> Iterator[tuple[Kind, str, TensorRecord]]:
+    """Kind of file, name in that file, and record, of every tensor of model and optimizer that is stored."""
+    for name, record in model.items():
+        if record.is_stored:
+            yield "model", name, record
+    for name, state in optimizer.state.items() if optimizer is not None else ():
+        for key, value in state.items():
+            if isinstance(value, StateTensorRecord):
+                yield "optimizer", f"{name}/{key}", value
 
 
 def is_for_others(name: str) -> bool:
@@ -307,6 +327,11 @@ def rank_file_name(kind: str, rank: int, save_id: str = "") -> str:
     return f"{kind}-rank{rank:05d}{'.' * bool(save_id)}{save_id}.safetensors"
 
 
+def rank_metadata(save_id: str, rank: int) -> dict[str, str]:
+    """Text in the header of the data file of one rank."""
+    return {"format": "pt", "save_id": save_id, "rank": str(rank)}
+
+
 def is_data_file(name: str) -> bool:
     """Whether a file is called as those that a rank writes."""
     return _DATA_FILE.fullmatch(name) is not None
@@ -314,7 +339,7 @@ def is_data_file(name: str) -> bool:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body."""
-    body = manifest.model_dump_json(exclude_defaults=False).encode()
+    body = manifest.model_dump_json().encode()
     return _PREFIX + f"{google_crc32c.value(body):08x}".encode() + _MIDDLE + body + _SUFFIX
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, modules_with_extra_state, rest
+from fullshard.checkpoint.tensors import LocalTensor, local_tensors, modules_with_extra_state, rest
 from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.core.user_class import user_class
 from fullshard.engine import ShardedTensor
@@ -69,7 +69,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     rank = Ranks.of(model).rank
     keep = rank == 0 or not rank0_only
     whole: dict[str, Any] = {}
-    for local in (*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)):
+    for local in local_tensors(model, rank=rank):
         tensor = full_tensor(local)
         if not keep:
             continue
@@ -133,8 +133,7 @@ def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     rest(model)
     # As rank 0, which is asked of every parameter and buffer; who writes them does not matter here.
-    held = (*local_parameters(model, rank=0), *local_buffers(model, rank=0))
-    return {name: local.held.cpu().clone() for local in held for name in local.names}
+    return {name: local.held.cpu().clone() for local in local_tensors(model, rank=0) for name in local.names}
 
 
 @torch.no_grad()
@@ -159,7 +158,7 @@ def load_full_state_dict(
     """
     ranks = Ranks.of(model)
     ranks.together("loading a state dict", lambda: rest(model))
-    locals_ = [*local_parameters(model, rank=ranks.rank), *local_buffers(model, rank=ranks.rank)]
+    locals_ = local_tensors(model, rank=ranks.rank)
     modules = modules_with_extra_state(model)
     if modules:
         raise CheckpointError(
@@ -177,8 +176,7 @@ def load_full_state_dict(
             whole.copy_(given[name])
         ranks.broadcast_tensor(whole)
         part = local.tensor.span.cut(whole) if isinstance(local.tensor, ShardedTensor) else whole
-        destination = local.held
-        destination.copy_(part.view(destination.shape))
+        local.held.copy_(part.view(local.held.shape))
     return missing, unexpected
 
 

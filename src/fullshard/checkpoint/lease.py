@@ -141,7 +141,7 @@ def _make(directory: Location) -> None:
 
 def _hold(path: Location) -> bool:
     """Put one's own lease there; whether this process had none there yet."""
-    mine = {"host": socket.gethostname(), **_process(os.getpid()), "since": time.time()}
+    mine = {**_this_process(), "since": time.time()}
     if _is_mine(path) or not _take(path, mine):
         return False
     _HELD[path] = os.getpid()
@@ -279,9 +279,13 @@ def _renew() -> None:
 
 def _renew_object(path: ObjectPath) -> None:
     found = _read(path)
-    mine = {"host": socket.gethostname(), **_process(os.getpid())}
+    mine = _this_process()
     if found is not None and _same(found, mine) and _is_mine(path):
         path.write_bytes(json.dumps(mine | {"since": found["since"], "renewed": time.time()}).encode())
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), **_process(os.getpid())}
 
 
 def _process(pid: int) -> dict[str, Any]:
@@ -303,7 +307,7 @@ def _refuse_another(path: Location) -> None:
     theirs = _read(path)
     if theirs is None or _is_mine(path):
         return
-    here = {"host": socket.gethostname(), **_process(os.getpid())}
+    here = _this_process()
     age = _age(path, theirs)
     if here["machine"] and theirs["machine"] == here["machine"]:
         has_ended = _process(theirs["pid"])["begun"] != theirs["begun"]

@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.merging import check_mergeable, copy_module
-from fullshard.checkpoint.tensors import local_buffers, local_parameters, rest
+from fullshard.checkpoint.tensors import local_tensors, rest
 from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.engine import ShardedParameter
 
@@ -117,7 +117,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 def _change(layer: Any, change: Callable[[Any], object]) -> None:
     """Have PEFT change a copy of a layer that is whole; keep this rank's part of its base weights."""
-    known = {id(local.tensor): local for local in (*local_parameters(layer, rank=0), *local_buffers(layer, rank=0))}
+    known = {id(local.tensor): local for local in local_tensors(layer, rank=0)}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return full_tensor(known[id(tensor)]).clone() if id(tensor) in known else tensor.clone()

@@ -36,7 +36,7 @@ from fullshard.checkpoint.objects import Location, location
 from fullshard.checkpoint.optimizer_state import group_parameters, unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.resharding import plan_reads
-from fullshard.checkpoint.rng import restore_rng
+from fullshard.checkpoint.rng import RNG_PREFIX, restore_rng
 from fullshard.checkpoint.storage import Bytes, TensorFileReader, order_key
 from fullshard.checkpoint.store import store_of
 from fullshard.checkpoint.tensors import (
@@ -44,6 +44,7 @@ from fullshard.checkpoint.tensors import (
     check_is_plain,
     device_of,
     dtype_name,
+    dtype_of,
     local_buffers,
     local_parameters,
     modules_with_extra_state,
@@ -126,8 +127,7 @@ def load_checkpoint(
             listed in full. Nothing has changed then. `DamagedError` if the bytes are not those that were saved.
     """
     directory, ranks = location(path).absolute(), Ranks.of(model)
-    opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory), kind=DamagedError)
-    data = ranks.broadcast_bytes(opened or b"")
+    data = _opened(directory, ranks)
 
     def prove(manifest: Manifest, kinds: Sequence[str], files: Set[str]) -> None:
         prove_files(directory, manifest, ranks, kinds)
@@ -236,8 +236,7 @@ def prove_checkpoint(path: str | Location) -> None:
         DamagedError: on every rank, if anything is not what was saved.
     """
     directory, ranks = location(path).absolute(), Ranks()
-    opened = ranks.on_rank_0(f"opening {directory}", lambda: _open(directory), kind=DamagedError)
-    manifest = decode_manifest(ranks.broadcast_bytes(opened or b""), where=str(directory / MANIFEST_NAME))
+    manifest = decode_manifest(_opened(directory, ranks), where=str(directory / MANIFEST_NAME))
     prove_files(directory, manifest, ranks, ("model", "optimizer", "state"))
 
 
@@ -253,16 +252,11 @@ class _Load:
         optimizer: torch.optim.Optimizer | None,
         wanted: set[str],
         weights: Weights,
-        averages: Sequence[EMA] = (),
+        averages: Sequence[EMA],
     ) -> None:
         rest(model)
-        self.directory, self.manifest, self.rank, self.model, self.optimizer = (
-            directory,
-            manifest,
-            rank,
-            model,
-            optimizer,
-        )
+        self.directory, self.manifest, self.rank = directory, manifest, rank
+        self.model, self.optimizer = model, optimizer
         self.parameters = local_parameters(model, rank=rank)
         check_is_plain(self.parameters)
         self._primary = {n: name for name, r in manifest.parameters.items() for n in (name, *r.aliases)}
@@ -305,7 +299,7 @@ class _Load:
             readers.settle()
             stored = readers.all_tensors(self.manifest.file_name("state", 0))
             if self.rank:
-                stored = {name: t for name, t in stored.items() if not name.startswith("rng/")}
+                stored = {name: t for name, t in stored.items() if not name.startswith(RNG_PREFIX)}
                 if self.rank < self.manifest.world_size:
                     stored |= readers.all_tensors(self.manifest.file_name("state", self.rank))
         return stored
@@ -323,7 +317,7 @@ class _Load:
 
     def restore_optimizer(self, stored: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer the hyper-parameters and the state that was read. Needs no `step()` to make any."""
-        if self.optimizer is None or self.manifest.optimizer is None:
+        if self.optimizer is None:  # and one that was not saved has been refused
             return
         for group, record in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
             options = {key: decode_value(value, stored) for key, value in record.options.items()}
@@ -349,7 +343,7 @@ class _Load:
                     world_size,
                 )
             return
-        if not any(name.startswith("rng/") for name in stored):
+        if not any(name.startswith(RNG_PREFIX) for name in stored):
             if self.rank == 0:
                 logger.warning("random number generators are not restored: the checkpoint holds none")
             return
@@ -419,7 +413,7 @@ class _Load:
         """A value of optimizer state that is to be read: what is `there` if it fits, for fresh memory takes time."""
         if isinstance(record, StateValueRecord):
             return decode_value(record.value, {})
-        dtype = torch_dtype(DTYPES[record.dtype][0])
+        dtype = dtype_of(record)
         if record.layout == "interval":
             # with the strides of the parameter: fused optimizers walk both through memory without looking at them
             like = local.held
@@ -500,7 +494,7 @@ class Readers:
             def read_tiles(part: Interval, into: torch.Tensor) -> None:
                 self.fill(tensor_bytes(into), kind, name, record, part, tiling=record.tiling)
 
-            out = torch.from_numpy(data).view(torch_dtype(DTYPES[record.dtype][0])) if len(data) else torch.empty(0)
+            out = torch.from_numpy(data).view(dtype_of(record)) if len(data) else torch.empty(0)
             read_across(read_tiles, out, shape=record.shape, source=record.tiling, target=tiling, wanted=interval)
             return
         itemsize = DTYPES[record.dtype][1]
@@ -510,7 +504,7 @@ class Readers:
             part = data[read.target.start * itemsize : read.target.stop * itemsize]
             if isinstance(piece, CodedPieceRecord):
                 values = self._decoded(kind, name, record.dtype, piece, read.source)
-                part[:] = tensor_bytes(values.to(torch_dtype(DTYPES[record.dtype][0])))
+                part[:] = tensor_bytes(values.to(dtype_of(record)))
                 continue
             stored = reader.find(name, record.dtype, piece.interval.numel)
             (reader.stream_into if streams else reader.read_into)(stored.start + read.source.start * itemsize, part)
@@ -526,7 +520,7 @@ class Readers:
                 for part in ("codes", "scales"):
                     mine[part].copy_(parts[part])
                 return
-        values = torch.empty(interval.numel, dtype=torch_dtype(DTYPES[record.dtype][0]))
+        values = torch.empty(interval.numel, dtype=dtype_of(record))
         self.fill(tensor_bytes(values), "optimizer", name, record, interval, tiling=tiling)
         out.write(values)
 
@@ -637,16 +631,20 @@ def _match(
     return targets
 
 
-def _open(directory: Location) -> bytes:
-    """The manifest, after a look at all files. On rank 0 only, to spare the file system."""
-    if not directory.exists() and (old := store_of(directory).replaced(directory)):
-        raise DamagedError(
-            f"{directory} is missing: a save that was to replace it was killed",
-            hint=f"its old contents are in {old[0]}",
-        )
-    if problems := quick_problems(directory, read_manifest(directory)):
-        raise DamagedError(f"{directory} is damaged:\n" + "\n".join(problems))
-    return read_manifest_bytes(directory)
+def _opened(directory: Location, ranks: Ranks) -> bytes:
+    """The manifest, after a look at all files: on rank 0 only, to spare the file system. A collective."""
+
+    def look() -> bytes:
+        if not directory.exists() and (old := store_of(directory).replaced(directory)):
+            raise DamagedError(
+                f"{directory} is missing: a save that was to replace it was killed",
+                hint=f"its old contents are in {old[0]}",
+            )
+        if problems := quick_problems(directory, read_manifest(directory)):
+            raise DamagedError(f"{directory} is damaged:\n" + "\n".join(problems))
+        return read_manifest_bytes(directory)
+
+    return ranks.broadcast_bytes(ranks.on_rank_0(f"opening {directory}", look, kind=DamagedError) or b"")
 
 
 def _is_wanted(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:

@@ -89,7 +89,7 @@ class MergedModel:
     def ties_embeddings(self) -> bool:
         """Whether two names of the result stand for one embedding."""
         tables = [f() for f in (_getter(self.base, "input"), _getter(self.base, "output")) if f is not None]
-        names = [name for name, module in _plain_modules(self.base) if any(module is table for table in tables)]
+        names = [name for name, module, _ in _walk(self.base) if any(module is table for table in tables)]
         return any(sum(name.startswith(f"{path}.") for path in names for name in s.names) > 1 for s in self.sources)
 
     def _find_sources(self) -> list[LocalTensor]:
@@ -158,11 +158,6 @@ def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, b
         for name, child in module._modules.items():
             if child is not None:
                 yield from _walk(child, clean_name(f"{path}.{name}" if path else name))
-
-
-def _plain_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module, _ in _walk(base):
-        yield path, module
 
 
 def _getter(model: nn.Module, which: str) -> Callable[[], nn.Module] | None:

@@ -101,7 +101,7 @@ class ObjectPath:
 
     def modified(self) -> float | None:
         """When it was written, in seconds since 1970 by the store's clock; None if its client does not say."""
-        with self._asked("looked up"):
+        with asked(self, "looked up"):
             try:
                 return float(self._files().modified(str(self)).timestamp())
             except NotImplementedError:
@@ -122,7 +122,7 @@ class ObjectPath:
     def iterdir(self) -> Iterator[ObjectPath]:
         """What is directly beneath it, sorted by name."""
         found: Any = []
-        with self._asked("listed"), contextlib.suppress(*_MISSING):
+        with asked(self, "listed"), contextlib.suppress(*_MISSING):
             found = self._files().ls(str(self), detail=False)
         names = {entry.rstrip("/").rpartition("/")[2] for entry in found if not self._is_it(entry)}
         return iter(sorted(self / name for name in names if name))
@@ -134,7 +134,7 @@ class ObjectPath:
     def beneath(self) -> dict[str, int]:
         """Every object beneath, at any depth, by its name from here on, with its size."""
         found: Any = {}
-        with self._asked("listed"), contextlib.suppress(*_MISSING):
+        with asked(self, "listed"), contextlib.suppress(*_MISSING):
             found = self._files().find(str(self), detail=True)
         depth = len(self._key().split("/"))
         entries = {key: info for key, info in found.items() if not self._is_it(key) and not key.endswith("/")}
@@ -142,7 +142,7 @@ class ObjectPath:
 
     def read_bytes(self) -> bytes:
         """All of an object. Raises `FileNotFoundError` if there is none."""
-        with self._asked("read"):
+        with asked(self, "read"):
             return bytes(self._files().cat_file(str(self)))
 
     def read_text(self, encoding: str = "utf-8") -> str:
@@ -152,18 +152,18 @@ class ObjectPath:
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Bytes [start, stop) of an object, several at once where the store's client can."""
         starts, stops = zip(*ranges, strict=True)
-        with self._asked("read"):
+        with asked(self, "read"):
             urls = [str(self)] * len(ranges)
             return list(self._files().cat_ranges(urls, list(starts), list(stops), on_error="raise"))
 
     def write_bytes(self, data: bytes) -> None:
         """Create or replace an object; a reader finds the old one or the new one."""
-        with self._asked("written"):
+        with asked(self, "written"):
             self._files().pipe_file(str(self), data)
 
     def create(self, data: bytes) -> bool:
         """Create an object; whether it was not there. One of several that try at once, where the store can tell."""
-        with self._asked("written"):
+        with asked(self, "written"):
             try:
                 self._files().pipe_file(str(self), data, mode="create")
                 return True
@@ -178,12 +178,12 @@ class ObjectPath:
 
     def open_for_writing(self, part_nbytes: int) -> Any:
         """A file of fsspec that is sent in parts, and is there once it is closed and committed."""
-        with self._asked("written"):
+        with asked(self, "written"):
             return self._files().open(str(self), "wb", block_size=part_nbytes, autocommit=False)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove an object."""
-        with self._asked("removed"):
+        with asked(self, "removed"):
             try:
                 self._files().rm_file(str(self))
             except _MISSING:
@@ -193,11 +193,11 @@ class ObjectPath:
     def remove_beneath(self, names: Sequence[str]) -> None:
         """Remove objects that `beneath` has found."""
         if names:
-            with self._asked("removed"), contextlib.suppress(*_MISSING):
+            with asked(self, "removed"), contextlib.suppress(*_MISSING):
                 self._files().rm([str(self / name) for name in names])
 
     def _info(self) -> dict[str, Any] | None:
-        with self._asked("looked up"):
+        with asked(self, "looked up"):
             try:
                 return dict(self._files().info(str(self)))
             except _MISSING:
@@ -213,12 +213,6 @@ class ObjectPath:
     def _files(self) -> Any:
         return _file_system(self.scheme, self.parts[0], os.getpid())
 
-    @contextlib.contextmanager
-    def _asked(self, what: str) -> Iterator[None]:
-        """Tell what a store refused from what is not there."""
-        with asked(self, what):
-            yield
-
 
 Location = Path | ObjectPath
 """Where a checkpoint is: in a file system of this host, or in an object store."""
@@ -226,7 +220,7 @@ Location = Path | ObjectPath
 
 @contextlib.contextmanager
 def asked(path: ObjectPath, what: str) -> Iterator[None]:
-    """Turn whatever a client of a store raises into a `StoreError` that says what could not be done."""
+    """Turn whatever a client of a store raises into a `StoreError`, but for what says that something is not there."""
     try:
         yield
     except (*_MISSING, FileExistsError, FullshardError):

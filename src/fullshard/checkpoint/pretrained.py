@@ -27,7 +27,7 @@ from torch import nn
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
 from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match
-from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest, stand_in
+from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.checkpoint.tiles import read_across
 from fullshard.checkpoint.weight_files import model_directory, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -90,7 +90,7 @@ def from_pretrained(
         ConfigError: a quantisation that is not bitsandbytes', or weights that are quantised already.
         MissingExtraError: without the `hf` extra.
     """
-    transformers = _transformers()
+    transformers = import_extra("transformers", extra="hf", purpose="loading a pretrained model")
     hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     directory = model_directory(name_or_path, hub, subfolder=subfolder, variant=variant)
     if config is None:
@@ -275,12 +275,12 @@ class PretrainedWeights:
             name = self._names.get((id(module), attribute))
             if name is not None and buffer is not None:
                 whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-                self._read(name, Interval(0, whole.numel()), whole.view(-1))
+                self._sources[name].read(Interval(0, whole.numel()), whole.view(-1))
                 module._buffers[attribute] = whole
         shape, name = whole_shape(module), self._names.get((id(module), "weight"))
         if shape is not None and name is not None:
             values = torch.empty(shape, dtype=self._dtype, device=device)
-            self._read(name, Interval(0, values.numel()), values.view(-1))
+            self._sources[name].read(Interval(0, values.numel()), values.view(-1))
             quantise(module, values)
 
     def holds(self, slot: Slot) -> bool:
@@ -308,7 +308,7 @@ class PretrainedWeights:
         assert name is not None  # noqa: S101 -- the caller asked `holds`
         stored = self._sources[name]
         kept = interval.intersect(Interval(0, stored.numel))
-        self._read(name, kept, out[: kept.numel])
+        self._sources[name].read(kept, out[: kept.numel])
         if interval.numel > kept.numel:  # rows that were added to an embedding
             added = _new_rows(self._base, name, stored, math.prod(slot.parameter.shape))
             start = max(interval.start, stored.numel) - stored.numel
@@ -359,16 +359,12 @@ class PretrainedWeights:
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             part = torch.empty(stop - start, columns, dtype=weight.dtype)
-            self._read(name, Interval(start * columns, stop * columns), part.view(-1))
+            self._sources[name].read(Interval(start * columns, stop * columns), part.view(-1))
             out[start:stop] = torch.linalg.norm(part, dim=1)
 
     def _name(self, slot: Slot) -> str | None:
         names = (self._names.get((id(module), attribute)) for module, attribute in slot.owners)
         return next((name for name in names if name is not None), None)
-
-    def _read(self, name: str, interval: Interval, out: torch.Tensor) -> None:
-        """Elements of a weight into `out`, cast on the way."""
-        self._sources[name].read(interval, out)
 
 
 def load_pretrained(directory: str | Path, model: nn.Module) -> None:
@@ -384,7 +380,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     """
     rest(model)
     directory = local_path(directory)
-    locals_ = [*local_parameters(model, rank=0), *local_buffers(model, rank=0)]
+    locals_ = local_tensors(model, rank=0)
     metas = {name: stand_in(local) for local in locals_ for name in local.names}
     tensors = match(dict(stored_tensors(directory)), loading_rules(model, outline_of(model, metas))).sources
     found: list[tuple[LocalTensor, TensorSource]] = []
@@ -503,7 +499,3 @@ def _replace_linear_layers(model: nn.Module, quantization_config: Any) -> None:
     model.is_quantized, model.quantization_method = True, quantization_config.quant_method  # type: ignore[assignment]
     is_4bit = bool(getattr(quantization_config, "load_in_4bit", False))
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = is_4bit, not is_4bit  # type: ignore[assignment]
-
-
-def _transformers() -> Any:
-    return import_extra("transformers", extra="hf", purpose="loading a pretrained model")

@@ -11,7 +11,8 @@ import torch
 
 from fullshard.core.errors import CheckpointError
 
-_PREFIX = "rng/"
+RNG_PREFIX = "rng/"
+"""Of the names of these tensors in a file."""
 _PYTHON_VERSION = 3
 """Version of the tuple that `random.getstate` returns, the same since Python 3.2."""
 
@@ -33,7 +34,7 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     }
     if device.type != "cpu":
         tensors[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return {_PREFIX + name: tensor for name, tensor in tensors.items()}
+    return {RNG_PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
 def restore_rng(tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
@@ -44,16 +45,16 @@ def restore_rng(tensors: Mapping[str, torch.Tensor], device: torch.device) -> li
     """
     setters: dict[str, Callable[[torch.Tensor], Any]] = {
         "python": lambda words: random.setstate(
-            (_PYTHON_VERSION, tuple(words.tolist()), next(iter(tensors[_PREFIX + "python_gauss"].tolist()), None))
+            (_PYTHON_VERSION, tuple(words.tolist()), next(iter(tensors[RNG_PREFIX + "python_gauss"].tolist()), None))
         ),
-        "numpy": lambda words: _set_numpy(words.tolist(), tensors[_PREFIX + "numpy_gauss"].item()),
+        "numpy": lambda words: _set_numpy(words.tolist(), tensors[RNG_PREFIX + "numpy_gauss"].item()),
         "torch": torch.set_rng_state,
     }
     if device.type != "cpu":
         setters[device.type] = lambda state: torch.get_device_module(device).set_rng_state(state, device)
-    saved = {name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX) and "gauss" not in name}
+    saved = {name.removeprefix(RNG_PREFIX) for name in tensors if name.startswith(RNG_PREFIX) and "gauss" not in name}
     for name in saved & setters.keys():
-        setters[name](tensors[_PREFIX + name])
+        setters[name](tensors[RNG_PREFIX + name])
     return sorted(saved ^ setters.keys())
 
 

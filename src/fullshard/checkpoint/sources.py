@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,7 +131,7 @@ class _Together:
 
     def _read_rows(self, interval: Interval, out: torch.Tensor, row_numel: int) -> None:
         """Row by row, so that a layer of many experts is never whole in memory."""
-        for index in _rows(interval, row_numel):
+        for index in range(interval.start // row_numel, -(-interval.stop // row_numel)):
             row = self.group.row(index, self._whole, self._outline).reshape(-1)
             part = Interval(index * row_numel, (index + 1) * row_numel).intersect(interval)
             start = part.start - index * row_numel
@@ -167,7 +167,3 @@ class _Made:
     @torch.no_grad()
     def read(self, interval: Interval, out: torch.Tensor) -> None:
         self.together.read(self.name, interval, out)
-
-
-def _rows(interval: Interval, row_numel: int) -> Iterable[int]:
-    return range(interval.start // row_numel, -(-interval.stop // row_numel))

@@ -313,12 +313,7 @@ class TensorFileReader:
         while filled < out.nbytes:
             end = self._end()
             block = out[filled : filled + max(0, min(_BLOCK_NBYTES, end - self._at))]
-            try:
-                nbytes = self._file.read_into(block.data, self._at) if block.nbytes else 0
-            except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read at byte {self._at}: {error.strerror}") from error
-            if not nbytes:
-                raise CheckpointError(f"{self.path} ended at byte {self._at} while it was read")
+            nbytes = self._read_some(block.data, self._at)
             self._crc32c = google_crc32c.extend(self._crc32c, block[:nbytes])
             self._at += nbytes
             filled += nbytes
@@ -337,18 +332,22 @@ class TensorFileReader:
             )
 
     def _pread(self, start: int, nbytes: int) -> bytearray:
-        """`nbytes` bytes from `start` on. Raises `CheckpointError` if the disk gives fewer."""
+        """`nbytes` bytes from `start` on, whatever they are."""
         data = bytearray(nbytes)
         filled = 0
         while filled < nbytes:
-            try:
-                part = self._file.read_into(memoryview(data)[filled:], start + filled)
-            except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read at byte {start}: {error.strerror}") from error
-            if not part:
-                raise CheckpointError(f"{self.path} ended at byte {start + filled} while it was read")
-            filled += part
+            filled += self._read_some(memoryview(data)[filled:], start + filled)
         return data
+
+    def _read_some(self, out: memoryview, at: int) -> int:
+        """Fill the beginning of `out`; how much of it. Raises `CheckpointError` if the disk gives nothing."""
+        try:
+            nbytes = self._file.read_into(out, at) if len(out) else 0
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read at byte {at}: {error.strerror}") from error
+        if not nbytes:
+            raise CheckpointError(f"{self.path} ended at byte {at} while it was read")
+        return nbytes
 
     def _read_header(self) -> dict[str, StoredTensor]:
         """Tensors of the file by name."""
@@ -367,7 +366,8 @@ class TensorFileReader:
             raise CheckpointError(f"{self.path}: its header is not that of a safetensors file") from None
         if save_id != self._save_id:
             raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
-        in_order = sorted((stored for stored in tensors.items() if stored[1].start < stored[1].stop), key=_by_start)
+        filled = [item for item in tensors.items() if item[1].start < item[1].stop]
+        in_order = sorted(filled, key=lambda item: item[1].start)
         for (first, one), (second, other) in itertools.pairwise(in_order):
             if other.start < one.stop:
                 raise CheckpointError(f"{self.path}: {first!r} and {second!r} overlap at byte {other.start}")
@@ -394,10 +394,6 @@ class TensorFileReader:
         except (CheckpointError, ValueError, KeyError, TypeError):
             pass  # the header itself is damaged, which the message says already
         return ""
-
-
-def _by_start(item: tuple[str, StoredTensor]) -> int:
-    return item[1].start
 
 
 def file_beside(directory: Path, name: str, *, where: str) -> Path:

@@ -145,7 +145,7 @@ class ObjectStore(Store):
         self._claim(final)
         try:
             there = final.beneath()
-            manifests = [name for name in there if name.rpartition("/")[2] == MANIFEST_NAME]
+            manifests = [name for name in there if _is_manifest(name)]
             if manifests and not _is_whole(final, manifests):
                 manifests = []
             is_something_else = not manifests and not all(map(is_of_a_save, there))
@@ -191,7 +191,7 @@ class ObjectStore(Store):
         """See `Store`."""
         path = _object(path)
         there = path.beneath()
-        manifests = [name for name in there if name.rpartition("/")[2] == MANIFEST_NAME]
+        manifests = [name for name in there if _is_manifest(name)]
         path.remove_beneath(manifests)
         path.remove_beneath([name for name in there if name not in manifests])
 
@@ -233,7 +233,7 @@ class ObjectStore(Store):
             directory, _, rest = name.partition("/")
             found.setdefault(directory, []).append(rest)
         for directory, names in found.items():
-            is_unfinished = not any(name.rpartition("/")[2] == MANIFEST_NAME for name in names)
+            is_unfinished = not any(map(_is_manifest, names))
             if directory != final.name and is_unfinished and all(map(is_of_a_save, names)):
                 (final.parent / directory).remove_beneath(names)
 
@@ -304,6 +304,11 @@ def is_of_a_save(name: str) -> bool:
     return is_part and (is_data_file(file) or file == MANIFEST_NAME)
 
 
+def _is_manifest(name: str) -> bool:
+    """Whether an object in a checkpoint is its manifest, or that of a part."""
+    return name.rpartition("/")[2] == MANIFEST_NAME
+
+
 def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
     """Whether the manifests there are all that a checkpoint of one or several models has; so if one is damaged."""
     if MANIFEST_NAME in manifests:
@@ -323,7 +328,7 @@ def _remove_leftovers(final: ObjectPath, there: Iterable[str], manifests: list[s
         except CheckpointError:
             return  # nobody can tell
     else:
-        final.remove_beneath([name for name in there if name.rpartition("/")[2] == MANIFEST_NAME and "/" in name])
+        final.remove_beneath([name for name in there if _is_manifest(name) and name != MANIFEST_NAME])
     final.remove_beneath([name for name in there if is_of_a_save(name) and name not in kept])
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.checkpoint.export import Batch, StoredForm
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.shards import parse_dtype
-from fullshard.checkpoint.tensors import local_buffers, local_parameters
+from fullshard.checkpoint.tensors import local_tensors
 from fullshard.core.errors import CheckpointError
 
 _DOING = "streaming the weights"
@@ -47,7 +47,7 @@ def stream_weights(
     """
     cast, ranks = parse_dtype(dtype), Ranks.of(model)
     form = ranks.together(_DOING, lambda: StoredForm.of(model, rank=ranks.rank, cast=cast))
-    held = (*local_parameters(model, rank=0), *local_buffers(model, rank=0))
+    held = local_tensors(model, rank=0)
     lent = {local.held.untyped_storage().data_ptr() for local in held if not local.is_sharded}
     is_given = ranks.rank == 0 or not rank0_only
     for batch in form.batches:

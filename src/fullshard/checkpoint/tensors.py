@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.format import DTYPES
-from fullshard.checkpoint.storage import Bytes
+from fullshard.checkpoint.format import DTYPES, FileRecord, TensorRecord
+from fullshard.checkpoint.objects import Location
+from fullshard.checkpoint.storage import Bytes, TensorEntry, TensorFileWriter, storage_order
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
@@ -154,6 +155,11 @@ def local_buffers(model: nn.Module, *, rank: int) -> list[LocalTensor]:
     ]
 
 
+def local_tensors(model: nn.Module, *, rank: int) -> list[LocalTensor]:
+    """Its parameters and its persistent buffers. Raises as `local_parameters` does."""
+    return [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
+
+
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that define `get_extra_state`, by path."""
     return {
@@ -189,6 +195,11 @@ def torch_dtype(code: str) -> torch.dtype:
     raise CheckpointError(f"unknown dtype {code!r} in a data file")
 
 
+def dtype_of(record: TensorRecord) -> torch.dtype:
+    """Torch's dtype of a record."""
+    return torch_dtype(DTYPES[record.dtype][0])
+
+
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     """The elements as bytes in host memory: a view where possible, a copy of this one tensor else.
 
@@ -202,3 +213,14 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
         )
     flat = tensor.detach().reshape(-1).cpu().contiguous()
     return flat.view(torch.uint8).numpy()
+
+
+def write_tensors(path: Location, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
+    """Write a data file of tensors in memory; see `TensorFileWriter`."""
+    entries = [
+        TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
+    with TensorFileWriter(path, entries, metadata) as writer:
+        for entry in storage_order(entries):
+            writer.write(entry.name, tensor_bytes(tensors[entry.name]))
+        return writer.finish()

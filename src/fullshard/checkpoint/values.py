@@ -64,6 +64,15 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
     )
 
 
+def encode_plain(value: Any, *, where: str) -> JsonValue:
+    """`value` as JSON, where there is no file for tensors. Raises `CheckpointError` if it holds some."""
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = encode_value(value, where=where, tensors=tensors)
+    if tensors:
+        raise CheckpointError(f"{where} holds tensors inside a Python value")
+    return encoded
+
+
 def _plain(tensor: torch.Tensor, where: str) -> torch.Tensor:
     """What a file can hold of it. What it cannot hold is found before anything is written."""
     if isinstance(tensor, ShardedTensor):

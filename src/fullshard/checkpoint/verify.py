@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fullshard.checkpoint.format import (
@@ -127,7 +127,7 @@ def structure_problems(manifest: Manifest) -> list[str]:
     """Contradictions inside a manifest: elements in no file or in two, unknown dtypes, state of unknown parameters."""
     problems = []
     held: dict[str, int] = {}
-    for file, tensor, record in stored_tensors(manifest):
+    for file, tensor, record in manifest.tensors():
         if record.dtype not in DTYPES:
             problems.append(f"{tensor!r} has the unknown dtype {record.dtype!r}")
             continue
@@ -147,18 +147,6 @@ def structure_problems(manifest: Manifest) -> list[str]:
     if manifest.optimizer is not None:
         problems += _optimizer_problems(manifest)
     return problems
-
-
-def stored_tensors(manifest: Manifest) -> Iterator[tuple[str, str, TensorRecord]]:
-    """Kind of file, name in that file, and record, of every tensor that is stored in pieces."""
-    for name, record in (manifest.parameters | manifest.buffers).items():
-        if record.is_stored:
-            yield "model", name, record
-    if manifest.optimizer is not None:
-        for name, state in manifest.optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, StateTensorRecord):
-                    yield "optimizer", f"{name}/{key}", value
 
 
 def pieces_of(record: TensorRecord) -> list[Piece]:
@@ -205,7 +193,7 @@ def _content_problems(path: Location, reader: TensorFileReader, manifest: Manife
     if kind not in ("model", "optimizer"):
         return []
     problems, expected = [], set()
-    for file, name, record in stored_tensors(manifest):
+    for file, name, record in manifest.tensors():
         for piece in record.pieces if file == kind else ():
             if piece.rank != int(rank):
                 continue

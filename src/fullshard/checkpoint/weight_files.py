@@ -67,9 +67,18 @@ class StoredWeights:
         """For messages."""
         return self.path.name
 
+    @torch.no_grad()
     def read(self, interval: Interval, out: torch.Tensor) -> None:
         """Elements `interval` into `out`, cast on the way, through a small buffer."""
-        read_elements(self, interval, out)
+        itemsize = self.dtype.itemsize
+        per_round = _STAGING_NBYTES // itemsize
+        with self.path.open("rb", buffering=0) as file:
+            for start in range(interval.start, interval.stop, per_round):
+                count = min(per_round, interval.stop - start)
+                buffer = np.empty(count * itemsize, dtype=np.uint8)
+                _read_exactly(file.fileno(), buffer, self.start + start * itemsize, self.path)
+                values = torch.from_numpy(buffer).view(self.dtype)
+                out[start - interval.start : start - interval.start + count].copy_(values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,20 +112,6 @@ class MappedWeights:
     def read(self, interval: Interval, out: torch.Tensor) -> None:
         """Elements `interval` into `out`, cast on the way."""
         out.copy_(self.tensor.reshape(-1)[interval.start : interval.stop])
-
-
-@torch.no_grad()
-def read_elements(stored: StoredWeights, interval: Interval, out: torch.Tensor) -> None:
-    """Elements of a stored tensor into `out`, cast on the way, through a small buffer."""
-    itemsize = stored.dtype.itemsize
-    per_round = _STAGING_NBYTES // itemsize
-    with stored.path.open("rb", buffering=0) as file:
-        for start in range(interval.start, interval.stop, per_round):
-            count = min(per_round, interval.stop - start)
-            buffer = np.empty(count * itemsize, dtype=np.uint8)
-            _read_exactly(file.fileno(), buffer, stored.start + start * itemsize, stored.path)
-            values = torch.from_numpy(buffer).view(stored.dtype)
-            out[start - interval.start : start - interval.start + count].copy_(values)
 
 
 def _read_exactly(descriptor: int, buffer: Bytes, position: int, path: Path) -> None:

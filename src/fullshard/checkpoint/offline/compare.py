@@ -57,7 +57,7 @@ def compare(a: Source, b: Source, *, progress: Progress = silent) -> Iterator[Di
                 continue
             if record.dtype != other_record.dtype:
                 yield Difference(kind, name, "dtype", record.dtype, other_record.dtype)
-            found = _values(a, b, kind, own, record, other, other_record, progress)
+            found = _values(a, b, kind, own, other, record, progress)
             if found.count:
                 yield found
     yield from _settings(a, b)
@@ -73,14 +73,7 @@ def _by_name(source: Source, kind: Kind) -> dict[str, tuple[str, TensorRecord]]:
 
 
 def _values(
-    a: Source,
-    b: Source,
-    kind: Kind,
-    own: str,
-    record: TensorRecord,
-    other: str,
-    other_record: TensorRecord,
-    progress: Progress,
+    a: Source, b: Source, kind: Kind, own: str, other: str, record: TensorRecord, progress: Progress
 ) -> Difference:
     largest, count = 0.0, 0
     for part in chunks(record):

@@ -12,8 +12,9 @@ import torch
 from fullshard.checkpoint.format import OptimizerRecord, TensorRecord
 from fullshard.checkpoint.offline.dcp_metadata import Box, StoredObject, read_metadata
 from fullshard.checkpoint.offline.optimizers import optimizer_record, unflatten
-from fullshard.checkpoint.offline.source import Contents, Kind, Source, dtype_of, plain_name, plain_names, tensor_record
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, plain_name, plain_names, tensor_record
 from fullshard.checkpoint.offline.torch_files import check_tensor, load_torch_bytes
+from fullshard.checkpoint.tensors import dtype_of
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 
@@ -98,8 +99,7 @@ class DcpSource(Source):
         if self._loaded is not None and self._loaded[0] == key:
             return self._loaded[1]
         self._loaded = None
-        where = f"{directory / box.file} ({'.'.join(map(str, stored.path))})"
-        tensor = load_torch_bytes(_slice(directory / box.file, box), where=where)
+        where, tensor = _read_box(directory, stored, box)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{where} is a {type(tensor).__name__}, the metadata promises a tensor")
         tensor = check_tensor(tensor, where=where)
@@ -168,7 +168,7 @@ def _split(
             path = entry[1].path[len(optimizer_prefix) :]
             optimizer[tuple(plain_name(part) if isinstance(part, str) else part for part in path)] = entry
     taken = {id(e[1]) for e in itertools.chain(model.values(), optimizer.values())}
-    others = [".".join(map(str, stored.path)) for _, stored in entries if id(stored) not in taken]
+    others = [stored.name for _, stored in entries if id(stored) not in taken]
     return model, optimizer, others
 
 
@@ -190,13 +190,14 @@ def _nest(leaves: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
 def _value(directory: Path, stored: StoredObject) -> Any:
     box = stored.boxes[0]
-    where = f"{directory / box.file} ({'.'.join(map(str, stored.path))})"
     if box.nbytes > _MAX_VALUE_NBYTES:
-        raise CheckpointError(f"{where} is a Python value of {box.nbytes} bytes")
-    return load_torch_bytes(_slice(directory / box.file, box), where=where)
+        raise CheckpointError(f"{directory / box.file} ({stored.name}) is a Python value of {box.nbytes} bytes")
+    return _read_box(directory, stored, box)[1]
 
 
-def _slice(path: Path, box: Box) -> bytes:
+def _read_box(directory: Path, stored: StoredObject, box: Box) -> tuple[str, Any]:
+    """Where a box is, for messages, and what is in it."""
+    path = directory / box.file
     try:
         with path.open("rb") as file:
             file.seek(box.start)
@@ -205,4 +206,5 @@ def _slice(path: Path, box: Box) -> bytes:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if len(data) != box.nbytes:
         raise CheckpointError(f"{path} ended at byte {box.start + len(data)} while it was read")
-    return data
+    where = f"{path} ({stored.name})"
+    return where, load_torch_bytes(data, where=where)

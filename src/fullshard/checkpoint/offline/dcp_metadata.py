@@ -72,6 +72,11 @@ class StoredObject:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return ".".join(map(str, self.path))
+
 
 def read_metadata(directory: Path) -> list[StoredObject]:
     """What a DCP directory holds.
@@ -205,8 +210,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Box:
 
 def _problems(directory: Path, stored: StoredObject) -> list[str]:
     """What is wrong with where an entry lies."""
-    name = ".".join(map(str, stored.path))
-    problems = []
+    name, problems = stored.name, []
     for box in stored.boxes:
         try:
             size = file_beside(directory, box.file, where=name).stat().st_size

@@ -11,8 +11,9 @@ from fullshard.checkpoint.offline.dcp_metadata import METADATA_NAME
 from fullshard.checkpoint.offline.huggingface import HuggingFaceSource, files_beside_weights, has_safetensors
 from fullshard.checkpoint.offline.native import NativeSource
 from fullshard.checkpoint.offline.source import Source
-from fullshard.checkpoint.offline.torch_state import INDEX_NAME, bin_files, open_torch_state
+from fullshard.checkpoint.offline.torch_state import bin_files, open_torch_state
 from fullshard.checkpoint.offline.xla import is_rank_file, open_xla, rank_files
+from fullshard.checkpoint.weight_files import PICKLED_INDEX_NAME, PICKLED_NAME
 from fullshard.core.errors import CheckpointError
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
@@ -115,7 +116,7 @@ def _xla(path: Path, optimizer: bool, index: int) -> Source | None:
 def _hugging_face(path: Path, optimizer: bool, index: int) -> Source | None:
     if has_safetensors(path):
         return HuggingFaceSource(path)
-    if (path / INDEX_NAME).is_file() or (path / "pytorch_model.bin").is_file():
+    if (path / PICKLED_INDEX_NAME).is_file() or (path / PICKLED_NAME).is_file():
         return open_torch_state("Hugging Face directory (pytorch_model.bin)", path, bin_files(path))
     return None
 

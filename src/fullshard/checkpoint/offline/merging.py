@@ -25,7 +25,8 @@ from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.objects import on_this_host
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights, skeleton_of
 from fullshard.checkpoint.offline.native import NativeSource
-from fullshard.checkpoint.offline.source import Contents, Kind, Source, dtype_of, tensor_record
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
+from fullshard.checkpoint.tensors import dtype_of
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
@@ -141,7 +142,7 @@ class MergedSource(Source):
         names = self._names(tensor)
         found = next((self._values[self._full(name)] for name in names if self._full(name) in self._values), None)
         if found is None:
-            plain = [".".join(p for p in clean_name(name).split(".") if p not in _WRAPPING) for name in names]
+            plain = map(_plain, names)
             disk = next((self._disk[name] for name in plain if name in self._disk), None)
             if disk is None:
                 raise CheckpointError(f"neither {self._adapter} nor {self.path} holds {names[0]}")
@@ -248,10 +249,7 @@ def _table_rows(weights: _Adapter, shape: torch.Size) -> int | None:
 def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[str, str]:
     """By the model's name for a tensor, the one it has on disk: with the prefix of its base model or without."""
     prefix = getattr(base, "base_model_prefix", "")
-    known = {
-        ".".join(part for part in clean_name(name).split(".") if part not in _WRAPPING)
-        for name in base.state_dict()
-    }  # fmt: skip
+    known = set(map(_plain, base.state_dict()))
     found = {}
     for key in on_disk:
         for name in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
@@ -259,6 +257,11 @@ def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[st
                 found[name] = key
                 break
     return found
+
+
+def _plain(name: str) -> str:
+    """The name without what PEFT's layers add."""
+    return ".".join(part for part in clean_name(name).split(".") if part not in _WRAPPING)
 
 
 def _import(package: str, extra: str) -> Any:

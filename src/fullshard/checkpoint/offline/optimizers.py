@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from pydantic import JsonValue
 
 from fullshard.checkpoint.format import (
     GroupRecord,
@@ -20,7 +19,7 @@ from fullshard.checkpoint.format import (
     StateValueRecord,
     TensorRecord,
 )
-from fullshard.checkpoint.values import encode_value
+from fullshard.checkpoint.values import encode_plain
 from fullshard.core.errors import CheckpointError
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ def optimizer_record(
             at = f"{name}/{key}"
             found = describe(value, at)
             if found is None:
-                record: Any = StateValueRecord(value=_encode(value, where=at))
+                record: Any = StateValueRecord(value=encode_plain(value, where=at))
             else:
                 is_interval = found.shape == parameters[name].shape and not (found.shape == () and key == "step")
                 record = StateTensorRecord(
@@ -128,21 +127,13 @@ def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[
 
 def _group(group: Mapping[str, Any], *, where: str) -> GroupRecord:
     options = {
-        key: _encode(
+        key: encode_plain(
             value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value, where=f"{where}: {key}"
         )
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
     return GroupRecord(parameters=tuple(group["params"]), options=options)
-
-
-def _encode(value: Any, *, where: str) -> JsonValue:
-    tensors: dict[str, torch.Tensor] = {}
-    encoded = encode_value(value, where=where, tensors=tensors)
-    if tensors:
-        raise CheckpointError(f"{where} holds tensors inside a Python value")
-    return encoded
 
 
 def _kind(groups: tuple[GroupRecord, ...]) -> str:

@@ -13,15 +13,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from pydantic import JsonValue
 
-from fullshard.checkpoint.format import DTYPES, Manifest, OptimizerRecord, StateTensorRecord, TensorRecord
+from fullshard.checkpoint.format import DTYPES, Kind, Manifest, OptimizerRecord, TensorRecord, stored_tensors
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.storage import Bytes
-from fullshard.checkpoint.tensors import tensor_bytes, torch_dtype
+from fullshard.checkpoint.tensors import tensor_bytes
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
@@ -30,7 +30,6 @@ from fullshard.core.sizes import MIB
 CHUNK_NBYTES = 16 * MIB
 """What a tensor is read, converted and written in."""
 
-Kind = Literal["model", "optimizer"]
 T = TypeVar("T")
 
 _WRAPPERS = torch_private.WRAPPERS | {"_fsdp_wrapped_module", "_fpw_module"}
@@ -56,15 +55,14 @@ class Contents:
     manifest: Manifest | None = None
     notes: Sequence[str] = ()
 
+    @property
+    def model(self) -> dict[str, TensorRecord]:
+        """Parameters and buffers."""
+        return {**self.parameters, **self.buffers}
+
     def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:
         """Every stored tensor of model and optimizer; state goes under `PARAMETER/KEY`."""
-        for name, record in {**self.parameters, **self.buffers}.items():
-            if record.is_stored:
-                yield "model", name, record
-        for name, state in self.optimizer.state.items() if self.optimizer else ():
-            for key, value in state.items():
-                if isinstance(value, StateTensorRecord):
-                    yield "optimizer", f"{name}/{key}", value
+        return stored_tensors(self.model, self.optimizer)
 
 
 class Source(ABC):
@@ -102,9 +100,13 @@ class Source(ABC):
         self.close()
 
 
-def dtype_of(record: TensorRecord) -> torch.dtype:
-    """Torch's dtype of a record."""
-    return torch_dtype(DTYPES[record.dtype][0])
+def require_values(source: Source, hint: str | None = None) -> dict[str, TensorRecord]:
+    """The records of the model's tensors. Raises `CheckpointError` if the values of some are not stored here."""
+    records = source.contents.model
+    absent = [name for name, record in records.items() if not record.is_stored]
+    if absent:
+        raise CheckpointError(f"{source.path} holds no values of {len(absent)} tensors, first {absent[0]!r}", hint=hint)
+    return records
 
 
 def nbytes_of(record: TensorRecord) -> int:

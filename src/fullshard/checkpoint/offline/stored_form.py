@@ -14,7 +14,8 @@ from torch import nn
 
 from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
 from fullshard.checkpoint.offline.huggingface import skeleton_of
-from fullshard.checkpoint.offline.source import Contents, Kind, Source, dtype_of, tensor_record
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
+from fullshard.checkpoint.tensors import dtype_of
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 
@@ -37,8 +38,7 @@ def in_stored_form(source: Source, directory: Path) -> Source:
         model = skeleton_of(transformers, directory, torch.float32)
     except (OSError, ValueError):  # of no model that it knows
         return source
-    held = {*source.contents.parameters, *source.contents.buffers}
-    return StoredSource(source, model) if held <= {*model.state_dict()} else source
+    return StoredSource(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
 
 
 class StoredSource(Source):
@@ -53,7 +53,7 @@ class StoredSource(Source):
 
     def __init__(self, held: Source, model: nn.Module) -> None:
         self.path, self._held = held.path, held
-        self._records = {**held.contents.parameters, **held.contents.buffers}
+        self._records = held.contents.model
         metas = {
             name: torch.empty(record.shape, dtype=dtype_of(record), device="meta")
             for name, record in self._records.items()

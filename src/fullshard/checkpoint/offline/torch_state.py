@@ -21,9 +21,9 @@ from fullshard.checkpoint.offline.source import (
 )
 from fullshard.checkpoint.offline.torch_files import check_tensor, load_torch_file
 from fullshard.checkpoint.storage import file_beside
+from fullshard.checkpoint.weight_files import PICKLED_INDEX_NAME, PICKLED_NAME
 from fullshard.core.errors import CheckpointError
 
-INDEX_NAME = "pytorch_model.bin.index.json"
 _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
@@ -106,9 +106,9 @@ def bin_files(directory: Path) -> list[Path]:
     Raises:
         CheckpointError: an index that is malformed or points outside the directory.
     """
-    index = directory / INDEX_NAME
+    index = directory / PICKLED_INDEX_NAME
     if not index.is_file():
-        return [directory / "pytorch_model.bin"]
+        return [directory / PICKLED_NAME]
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         return [file_beside(directory, name, where=str(index)) for name in names]

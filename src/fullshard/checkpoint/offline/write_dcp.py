@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fullshard.checkpoint.format import StateTensorRecord, TensorRecord
 from fullshard.checkpoint.offline.progress import Progress, silent
-from fullshard.checkpoint.offline.source import Kind, Source, chunks, dtype_of
+from fullshard.checkpoint.offline.source import Kind, Source, chunks, require_values
 from fullshard.checkpoint.storage import committed_directory
+from fullshard.checkpoint.tensors import dtype_of
 from fullshard.checkpoint.values import decode_value
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
@@ -64,10 +65,7 @@ def write_dcp(
         CheckpointError: a damaged source, one whose weights are not all stored, or a disk that is full; nothing is
             left at `path`.
     """
-    records = {**source.contents.parameters, **source.contents.buffers}
-    absent = [name for name, record in records.items() if not record.is_stored]
-    if absent:
-        raise CheckpointError(f"{source.path} holds no values of {len(absent)} tensors, first {absent[0]!r}")
+    records = require_values(source)
     model: dict[str, Any] = {}
     for name, record in records.items():
         reference = _reference("model", name, record, dtype if dtype_of(record).is_floating_point else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,18 +26,19 @@ from fullshard.checkpoint.format import (
     TensorRecord,
     encode_manifest,
     rank_file_name,
+    rank_metadata,
 )
 from fullshard.checkpoint.objects import Location, location
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
-from fullshard.checkpoint.offline.source import Contents, Kind, Source, chunks, dtype_of, stream
+from fullshard.checkpoint.offline.source import Contents, Kind, Source, chunks, require_values, stream
+from fullshard.checkpoint.rng import RNG_PREFIX
 from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.store import NewCheckpoint, new_checkpoint
-from fullshard.checkpoint.tensors import dtype_name, tensor_bytes
+from fullshard.checkpoint.tensors import dtype_of, tensor_bytes, write_tensors
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 
-_RNG = "rng/"
 _PROBE_NUMEL = 4096
 
 
@@ -114,12 +115,7 @@ def write_native(
 def _renamed(source: Source, dtype: torch.dtype | None, optimizer_kind: str | None) -> Contents:
     """The contents as they will be stored: cast, tied tensors once, the optimizer's class known."""
     contents = source.contents
-    absent = [n for n, r in {**contents.parameters, **contents.buffers}.items() if not r.is_stored]
-    if absent:
-        raise CheckpointError(
-            f"{source.path} holds no values of {len(absent)} tensors, first {absent[0]!r}",
-            hint="it was saved with an adapter whose base model lies elsewhere; load it in a run",
-        )
+    require_values(source, hint="it was saved with an adapter whose base model lies elsewhere; load it in a run")
     optimizer = contents.optimizer
     if optimizer is not None:
         if optimizer_kind and optimizer.kind and optimizer_kind != optimizer.kind:
@@ -137,7 +133,7 @@ def _renamed(source: Source, dtype: torch.dtype | None, optimizer_kind: str | No
             for alias in tied:
                 del parameters[alias]
         if optimizer is not None:
-            optimizer = _without(optimizer, {n for names in _aliases(parameters) for n in names})
+            optimizer = _without(optimizer, {name for record in parameters.values() for name in record.aliases})
     return Contents(
         parameters=_cast(parameters, dtype),
         buffers=_cast(contents.buffers, dtype),
@@ -146,10 +142,6 @@ def _renamed(source: Source, dtype: torch.dtype | None, optimizer_kind: str | No
         manifest=contents.manifest,
         notes=contents.notes,
     )
-
-
-def _aliases(parameters: Mapping[str, TensorRecord]) -> Iterator[tuple[str, ...]]:
-    return (record.aliases for record in parameters.values())
 
 
 def _without(optimizer: OptimizerRecord, names: set[str]) -> OptimizerRecord:
@@ -249,7 +241,7 @@ def _write_rank_file(
         TensorEntry(p.name, p.record.dtype, p.record.shape if _is_replicated(p.record) else (p.interval.numel,))
         for p in parts
     ]
-    with TensorFileWriter(path, entries, _metadata(save_id, rank)) as writer:
+    with TensorFileWriter(path, entries, rank_metadata(save_id, rank)) as writer:
         for entry in storage_order(entries):
             part = by_name[entry.name]
             bytes_ = stream(
@@ -263,10 +255,6 @@ def _is_replicated(record: TensorRecord) -> bool:
     return isinstance(record, StateTensorRecord) and record.layout == "replicated"
 
 
-def _metadata(save_id: str, rank: int) -> dict[str, str]:
-    return {"format": "pt", "save_id": save_id, "rank": str(rank)}
-
-
 def _write_rank_states(
     new: NewCheckpoint, source: Source, contents: Contents, save_id: str, world_size: int, notes: list[str]
 ) -> dict[str, FileRecord]:
@@ -278,14 +266,10 @@ def _write_rank_states(
     for rank in range(saved if saved == world_size else min(saved, 1)):
         tensors = source.rank_state(rank)
         if saved != world_size:
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_RNG)}
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(RNG_PREFIX)}
         if tensors:
             name = rank_file_name("state", rank, save_id if new.own_names else "")
-            entries = [TensorEntry(n, dtype_name(t, where=n), tuple(t.shape)) for n, t in tensors.items()]
-            with TensorFileWriter(new.directory / name, entries, _metadata(save_id, rank)) as writer:
-                for entry in storage_order(entries):
-                    writer.write(entry.name, tensor_bytes(tensors[entry.name]))
-                files[name] = writer.finish()
+            files[name] = write_tensors(new.directory / name, tensors, rank_metadata(save_id, rank))
     return files
 
 

@@ -17,10 +17,11 @@ from fullshard.checkpoint.format import TensorRecord
 from fullshard.checkpoint.objects import ObjectPath
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
-from fullshard.checkpoint.offline.source import Source, dtype_of, stream
+from fullshard.checkpoint.offline.source import Source, require_values, stream
 from fullshard.checkpoint.offline.stored_form import in_stored_form
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, committed_directory, storage_order
+from fullshard.checkpoint.tensors import dtype_of
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_path
 
@@ -64,7 +65,7 @@ def write_weights(
     copied = _configuration(source, config_from, needs_config=needs_config)
     if needs_config:
         source = in_stored_form(source, next(file.parent for file in copied if file.name == CONFIG_NAME))
-    records = {**source.contents.parameters, **source.contents.buffers}
+    records = source.contents.model
     entries = [TensorEntry(name, _stored_dtype(record, cast), record.shape) for name, record in records.items()]
     numbers = file_numbers((entry.nbytes for entry in entries), limit)
     names = file_names(max(numbers, default=0) + 1)
@@ -98,13 +99,7 @@ def _stored_dtype(record: TensorRecord, cast: torch.dtype | None) -> str:
 
 
 def _refuse_what_is_no_model(source: Source, *, needs_config: bool) -> None:
-    records = {**source.contents.parameters, **source.contents.buffers}
-    absent = [name for name, record in records.items() if not record.is_stored]
-    if absent:
-        raise CheckpointError(
-            f"{source.path} holds no values of {len(absent)} tensors, first {absent[0]!r}",
-            hint="merge the adapter into its base model: fullshard merge",
-        )
+    records = require_values(source, hint="merge the adapter into its base model: fullshard merge")
     adapters = [name for name in records if ".lora_" in name or ".base_layer." in name]
     if adapters and needs_config:
         raise CheckpointError(

@@ -22,7 +22,7 @@ from fullshard.checkpoint.storage import (
     storage_order,
     write_file,
 )
-from fullshard.checkpoint.values import decode_value, encode_value
+from fullshard.checkpoint.values import decode_value, encode_plain
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
 from fullshard.integrations.xla.model import full_state_dict, load_full_state_dict, sharded_state
@@ -210,17 +210,13 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], save_id: str) -> rec
         TensorEntry(name, str(t.dtype).removeprefix("torch."), (t.numel(),) if t.dim() else ())
         for name, t in kept.items()
     ]
-    with TensorFileWriter(path, entries, {"format": "pt", "save_id": save_id, "rank": "0"}) as writer:
+    with TensorFileWriter(path, entries, records.rank_metadata(save_id, 0)) as writer:
         for entry in storage_order(entries):
             writer.write(entry.name, kept[entry.name].reshape(-1).contiguous().view(torch.uint8).numpy())
         return writer.finish()
 
 
 def _encoded(value: Any, *, where: str) -> Any:
-    tensors: dict[str, torch.Tensor] = {}
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    encoded = encode_value(value, where=where, tensors=tensors)
-    if tensors:
-        raise CheckpointError(f"{where} holds tensors inside a Python value")
-    return encoded
+    return encode_plain(value, where=where)
