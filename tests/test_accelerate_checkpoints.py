@@ -19,6 +19,7 @@ from torch.distributed.fsdp import StateDictType
 from fullshard import checkpoint
 from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.engine import unsharded
 from tests.distributed import run_ranks
 
 
@@ -87,6 +88,9 @@ def test_accelerates_own_functions_save_and_load_all_of_it(tmp_path: Path) -> No
 
 def _cannot_be_written(directory: str) -> None:
     accelerator, model = build(1, "SHARDED_STATE_DICT")
+    with unsharded(model), pytest.raises(CheckpointError, match="is held unsharded"):
+        accelerate.utils.save_fsdp_model(accelerator.fsdp_plugin, accelerator, model, directory)
+    assert not Path(directory, ".fullshard-staged").exists()
     with pytest.raises(CheckpointError, match="pytorch_model_fsdp_0 is a file" if accelerator.is_main_process else ""):
         accelerate.utils.save_fsdp_model(accelerator.fsdp_plugin, accelerator, model, directory)
 

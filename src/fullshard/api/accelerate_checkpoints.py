@@ -51,16 +51,11 @@ def save_fsdp_model(
         run_on_main(environment, lambda: saving.save_object(weights, directory / _file(model_index), safe=False))
         return
     staged = directory / _STAGED
-    run_on_main(environment, lambda: staged.mkdir(parents=True, exist_ok=True))
-    checkpoint.save_checkpoint(staged / "model", model=model, overwrite=True)
-
-    def write() -> None:
-        try:
-            write_torch_format(staged / "model", directory, first=model_index)
-        finally:  # a whole copy of the weights, which nobody would look for
-            shutil.rmtree(staged)
-
-    run_on_main(environment, write)
+    try:
+        checkpoint.save_checkpoint(staged / "model", model=model, overwrite=True)
+        run_on_main(environment, lambda: write_torch_format(staged / "model", directory, first=model_index))
+    finally:  # a whole copy of the weights, which nobody would look for
+        run_on_main(environment, lambda: shutil.rmtree(staged, ignore_errors=True))
 
 
 def load_fsdp_model(
