@@ -47,6 +47,7 @@ class Trainer:
         model: sharded.
         optimizer: holds the sharded parameters.
         sequences: the data, all of it; this class reads the rank's part.
+        checksum: of the data.
         arguments: of the run.
 
     Attributes:
@@ -61,18 +62,19 @@ class Trainer:
         model: nn.Module,
         optimizer: AcceleratedOptimizer,
         sequences: PackedSequences,
+        checksum: int,
         arguments: TrainArguments,
     ) -> None:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.environment, self.device = accelerator.process.environment, accelerator.device
-        self._sequences, self._arguments = sequences, arguments
+        self._sequences, self.checksum, self.arguments = sequences, checksum, arguments
         self.skipped_batches = 0
         self.ema = None if arguments.ema_decay is None else EMA(model, arguments.ema_decay)
         self._order = GlobalOrder(len(sequences), batch_size=arguments.batch_size, seed=arguments.seed)
 
     def step(self, step: int) -> StepResult:
         """Make optimizer step `step`, counted from 0. Collective."""
-        arguments = self._arguments
+        arguments = self.arguments
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, arguments)
         begin = time.perf_counter()
@@ -113,7 +115,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:
         """Mean loss over the first `limit` sequences at most, nats per token. Collective."""
-        arguments = self._arguments
+        arguments = self.arguments
         indices = np.arange(min(limit, len(sequences)))
         self.model.eval()
         chunks = np.array_split(indices, math.ceil(len(indices) / arguments.batch_size))
@@ -158,14 +160,14 @@ class Trainer:
                 indices,
                 rank=part,
                 world_size=self._part_count,
-                micro_batch_size=self._arguments.micro_batch_size,
+                micro_batch_size=self.arguments.micro_batch_size,
             )
         ]
 
     def _loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""
         inputs, labels = micro_batch
-        if self._arguments.loss_chunk is not None:
+        if self.arguments.loss_chunk is not None:
             loss: torch.Tensor = self.model(
                 input_ids=inputs, shift_labels=labels, num_items_in_batch=1, use_cache=False
             ).loss

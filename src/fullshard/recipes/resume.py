@@ -115,9 +115,7 @@ def require_same_run(paths: Sequence[Location], arguments: TrainArguments, *, ch
     _check_same_run(paths[0], kept, arguments, checksum=checksum)
 
 
-def load_newest(
-    paths: Sequence[Location], trainer: Trainer, arguments: TrainArguments, *, checksum: int, say: Callable[[str], None]
-) -> tuple[Location | None, int]:
+def load_newest(paths: Sequence[Location], trainer: Trainer, say: Callable[[str], None]) -> tuple[Location | None, int]:
     """Load the first of some checkpoints that is not damaged, and say which are. Collective.
 
     Returns:
@@ -129,7 +127,7 @@ def load_newest(
     """
     for number, path in enumerate(paths, start=1):
         try:
-            return path, load(path, trainer, arguments, checksum=checksum, say=say)
+            return path, load(path, trainer, say)
         except DamagedError as error:
             if number == len(paths):
                 raise
@@ -137,9 +135,7 @@ def load_newest(
     return None, 0
 
 
-def load_copy(
-    copies: MemoryCopies, paths: Sequence[Location], trainer: Trainer, arguments: TrainArguments, *, checksum: int
-) -> int | None:
+def load_copy(copies: MemoryCopies, paths: Sequence[Location], trainer: Trainer) -> int | None:
     """Load a copy in host memory if there is one that is newer than these checkpoints; its step. Collective.
 
     Raises:
@@ -147,40 +143,36 @@ def load_copy(
     """
     newest = run_on_main(trainer.environment, lambda: read_manifest(paths[0]).saved_at if paths else 0.0)
     extra = copies.load(newer_than=newest, **_state(trainer))
-    return None if extra is None else _went_back(copies.directory, extra, trainer, arguments, checksum=checksum)
+    return None if extra is None else _went_back(copies.directory, extra, trainer)
 
 
-def save(
-    trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int, saver: AsyncSaver | None = None
-) -> Location:
-    """Write the checkpoint after `step` steps, with a `saver` while training goes on. Collective."""
-    path = arguments.checkpoints / f"step-{step:06d}"
-    (save_checkpoint if saver is None else saver.save)(
+def save(trainer: Trainer, step: int, saver: AsyncSaver) -> Location:
+    """Write the checkpoint after `step` steps, by the `saver` if training is to go on meanwhile. Collective."""
+    path = trainer.arguments.checkpoints / f"step-{step:06d}"
+    (saver.save if trainer.arguments.async_save else save_checkpoint)(
         path,
-        **state_after(trainer, arguments, step=step, checksum=checksum),
-        total_limit=arguments.keep_checkpoints,
+        **state_after(trainer, step),
+        total_limit=trainer.arguments.keep_checkpoints,
         # Only an incomplete or damaged one can be there: `find_checkpoints` has refused to begin before a whole one.
         overwrite=True,
     )
     return path
 
 
-def state_after(trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int) -> dict[str, Any]:
+def state_after(trainer: Trainer, step: int) -> dict[str, Any]:
     """What is saved of a run that has made `step` steps."""
     slices = trainer.accelerator.slices
     extra = {
         "step": step,
         "skipped_batches": trainer.skipped_batches,
-        "data_crc32c": checksum,
-        "arguments": arguments.model_dump(mode="json"),
+        "data_crc32c": trainer.checksum,
+        "arguments": trainer.arguments.model_dump(mode="json"),
         "slices": None if slices is None else slices.state_dict(),
     }
     return {**_state(trainer), "extra": extra}
 
 
-def load(
-    path: Location, trainer: Trainer, arguments: TrainArguments, *, checksum: int, say: Callable[[str], None]
-) -> int:
+def load(path: Location, trainer: Trainer, say: Callable[[str], None]) -> int:
     """Load the checkpoint at `path`; the number of steps it has behind it. Collective.
 
     Raises:
@@ -189,9 +181,9 @@ def load(
     """
     with _own_weight_decay(trainer.optimizer.optimizer):
         extra = load_checkpoint(path, **_state(trainer))
-    step = _went_back(path, extra, trainer, arguments, checksum=checksum)
-    if changed := _differing(_CHANGEABLE, extra["arguments"], arguments):
-        is_scheduled_anew = bool(_differing(_SCHEDULE, extra["arguments"], arguments))
+    step = _went_back(path, extra, trainer)
+    if changed := _differing(_CHANGEABLE, extra["arguments"], trainer.arguments):
+        is_scheduled_anew = bool(_differing(_SCHEDULE, extra["arguments"], trainer.arguments))
         schedule = "; the learning rate follows another schedule" * is_scheduled_anew
         say(f"resume: from here on {', '.join(changed)}{schedule}")
     return step
@@ -206,35 +198,27 @@ def _own_weight_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         group["weight_decay"] = decay
 
 
-def _went_back(
-    path: Location, extra: dict[str, Any], trainer: Trainer, arguments: TrainArguments, *, checksum: int
-) -> int:
+def _went_back(path: Location, extra: dict[str, Any], trainer: Trainer) -> int:
     """Set what is no part of model or optimizer; the number of steps behind it."""
-    _check_same_run(path, extra, arguments, checksum=checksum)
+    _check_same_run(path, extra, trainer.arguments, checksum=trainer.checksum)
     if trainer.accelerator.slices is not None:
         trainer.accelerator.slices.load_state_dict(extra.get("slices"))
     trainer.skipped_batches = int(extra.get("skipped_batches", 0))  # older checkpoints have none
     return int(extra["step"])
 
 
-def roll_back(
-    trainer: Trainer, arguments: TrainArguments, *, step: int, checksum: int, say: Callable[[str], None]
-) -> int | None:
+def roll_back(trainer: Trainer, step: int, say: Callable[[str], None]) -> int | None:
     """Go back to the newest checkpoint, and past the data since then; its step, or None if there is none. Collective.
 
     Args:
         trainer: whose step `step`, the one after the last whole one, had gradients that are not finite.
-        arguments: of the run.
         step: counted from 1.
-        checksum: of the data.
         say: told of damaged ones.
     """
-    directory = arguments.checkpoints
-    environment = trainer.environment
-    paths = run_on_main(environment, lambda: list(whole_checkpoints(directory)))
+    paths = run_on_main(trainer.environment, lambda: list(whole_checkpoints(trainer.arguments.checkpoints)))
     trainer.optimizer.zero_grad()
     batches = step + trainer.skipped_batches
-    path, back = load_newest(paths, trainer, arguments, checksum=checksum, say=say)
+    path, back = load_newest(paths, trainer, say)
     if path is None:
         return None
     trainer.skipped_batches = batches - back

@@ -98,18 +98,18 @@ def train(arguments: TrainArguments) -> None:
         is_again = run_on_main(environment, is_started_again)
         is_loaded = bool(checkpoints) or (copies is not None and is_again)
         trainer = _make_trainer(arguments, data, accelerator, console, is_loaded=is_loaded)
-        first_step = _go_on(checkpoints, copies, trainer, arguments, data, console)
+        first_step = _go_on(checkpoints, copies, trainer, console)
         if is_loaded and not first_step:  # it was started again before there was a copy
             accelerator.free_memory()
             trainer = _make_trainer(arguments, data, accelerator, console)
         run_on_main(environment, lambda: console.open(accelerator, arguments))
         held.callback(accelerator.finish_trackers)
         with listening():
-            with _checked_plan(trainer, arguments, console), _memory_watched(trainer, arguments, console):
-                stopped_at = _train_steps(trainer, arguments, data, copies, first_step=first_step, console=console)
+            with _checked_plan(trainer, console), _memory_watched(trainer, console):
+                stopped_at = _train_steps(trainer, copies, first_step=first_step, console=console)
             if stopped_at is None:
                 with trainer.averaged():
-                    _finish(trainer, arguments, data, console=console)
+                    _finish(trainer, data, console)
                 _note_on_main(environment, Happening.END)
             else:
                 _note_on_main(environment, Happening.PREEMPTION, "saved and stopped because of a signal")
@@ -204,22 +204,15 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
     return arguments.model_copy(update={"micro_batch_size": min(arguments.micro_batch_size or most, most)})
 
 
-def _go_on(
-    checkpoints: list[Location],
-    copies: MemoryCopies | None,
-    trainer: Trainer,
-    arguments: TrainArguments,
-    data: TrainingData,
-    console: Console,
-) -> int:
+def _go_on(checkpoints: list[Location], copies: MemoryCopies | None, trainer: Trainer, console: Console) -> int:
     """Load what is newest, in host memory or on a disk, and say what it is; the number of steps behind it."""
     if copies is not None:
-        step = load_copy(copies, checkpoints, trainer, arguments, checksum=data.checksum)
+        step = load_copy(copies, checkpoints, trainer)
         if step is not None:
             console.say(f"resume: from copies in host memory, after step {step}")
             return step
-    checkpoint, step = load_newest(checkpoints, trainer, arguments, checksum=data.checksum, say=console.say)
-    console.say(_resume_line(arguments, checkpoint, step))
+    checkpoint, step = load_newest(checkpoints, trainer, console.say)
+    console.say(_resume_line(trainer.arguments, checkpoint, step))
     return step
 
 
@@ -262,13 +255,15 @@ def _make_trainer(
         model=model,
         optimizer=accelerator.prepare(optimizer),
         sequences=data.train,
+        checksum=data.checksum,
         arguments=arguments,
     )
 
 
 @contextlib.contextmanager
-def _checked_plan(trainer: Trainer, arguments: TrainArguments, console: Console) -> Iterator[None]:
+def _checked_plan(trainer: Trainer, console: Console) -> Iterator[None]:
     """Compare the third step inside with its plan, if that is wanted."""
+    arguments = trainer.arguments
     if not arguments.check_plan:
         yield
         return
@@ -280,13 +275,13 @@ def _checked_plan(trainer: Trainer, arguments: TrainArguments, console: Console)
 
 
 @contextlib.contextmanager
-def _memory_watched(trainer: Trainer, arguments: TrainArguments, console: Console) -> Iterator[None]:
+def _memory_watched(trainer: Trainer, console: Console) -> Iterator[None]:
     """Write what memory holds through the third step inside, if that is wanted."""
-    if not arguments.memory_timeline:
+    if not trainer.arguments.memory_timeline:
         yield
         return
     planned = () if console.plan is None else console.plan.plan.memory.timeline
-    memory = StepMemory(trainer.accelerator, arguments.output_dir, console.say, planned)
+    memory = StepMemory(trainer.accelerator, trainer.arguments.output_dir, console.say, planned)
     memory.begin(trainer.model, trainer.optimizer.optimizer)
     yield
     memory.close()
@@ -310,15 +305,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, o
     ]
 
 
-def _train_steps(
-    trainer: Trainer,
-    arguments: TrainArguments,
-    data: TrainingData,
-    copies: MemoryCopies | None,
-    *,
-    first_step: int,
-    console: Console,
-) -> int | None:
+def _train_steps(trainer: Trainer, copies: MemoryCopies | None, *, first_step: int, console: Console) -> int | None:
     """Steps `first_step` + 1 to the last, with a checkpoint wherever one is due.
 
     Returns:
@@ -327,9 +314,10 @@ def _train_steps(
     Raises:
         FullshardError: the loss or the gradient is not finite.
     """
+    arguments = trainer.arguments
     console.start(arguments, first_step=first_step)
-    meter = _StepMeter(trainer, arguments, console.plan)
-    with _profile(trainer, arguments, console) as profile, AsyncSaver() as saver:
+    meter = _StepMeter(trainer, console.plan)
+    with _profile(trainer, console) as profile, AsyncSaver() as saver:
         if arguments.async_save:
             saver.reserve([(trainer.model, trainer.optimizer.optimizer)])
         step, rollbacks = first_step, 0
@@ -347,7 +335,7 @@ def _train_steps(
                 error.add_note(f"fullshard: this was step {step} of the run")
                 if arguments.nonfinite_gradients != "rollback" or rollbacks > arguments.nonfinite_limit:
                     raise
-                step = _roll_back(error, trainer, arguments, data, saver, step=step, console=console)
+                step = _roll_back(error, trainer, saver, step=step, console=console)
                 if copies is not None:
                     copies.go_on_from(step)
                 continue
@@ -361,14 +349,14 @@ def _train_steps(
             stops = should_stop() and step < arguments.steps
             meter.stood_still = 0.0
             if due or stops or step == arguments.steps:
-                meter.stood_still = _save(trainer, arguments, data, saver, step=step, console=console)
+                meter.stood_still = _save(trainer, saver, step=step, console=console)
                 rollbacks = 0
             if due or step % arguments.log_every == 0:
                 meter.restart_rate()
             if stops:
                 break
             if copies is not None and step < arguments.steps:
-                copies.after_step(step, **state_after(trainer, arguments, step=step, checksum=data.checksum))
+                copies.after_step(step, **state_after(trainer, step))
         if (written := saver.wait()) is not None:
             console.say(f"checkpoint: {written}")
     return step if step < arguments.steps else None
@@ -381,8 +369,8 @@ class _StepMeter:
         stood_still: seconds for which a checkpoint after the last step has held training up.
     """
 
-    def __init__(self, trainer: Trainer, arguments: TrainArguments, plan: RunPlan | None) -> None:
-        self._trainer, self._arguments, self._plan = trainer, arguments, plan
+    def __init__(self, trainer: Trainer, plan: RunPlan | None) -> None:
+        self._trainer, self._plan = trainer, plan
         self._rate, self._begin, self._skipped = RateMeter(), 0.0, 0
         self.stood_still = 0.0
         reset_memory_peak(trainer.device)
@@ -393,7 +381,7 @@ class _StepMeter:
 
     def end(self, step: int, result: StepResult) -> StepMetrics:
         """What it was like, on all ranks. A collective."""
-        trainer, arguments, plan = self._trainer, self._arguments, self._plan
+        trainer, arguments, plan = self._trainer, self._trainer.arguments, self._plan
         self._skipped += trainer.optimizer.step_was_skipped
         tokens = arguments.batch_size * arguments.seq_len
         loss_sum, data_wait, memory = trainer.sum_over_ranks(result, memory_nbytes(trainer.device))
@@ -420,27 +408,19 @@ class _StepMeter:
 
 
 @contextlib.contextmanager
-def _profile(trainer: Trainer, arguments: TrainArguments, console: Console) -> Iterator[StepProfile]:
+def _profile(trainer: Trainer, console: Console) -> Iterator[StepProfile]:
     """What profiles the steps inside that are to be profiled."""
+    arguments = trainer.arguments
     steps = arguments.profile_steps if arguments.profile else None
     profile = StepProfile(trainer.accelerator, steps, arguments.output_dir / "profile", console.say)
     yield profile
     profile.close()
 
 
-def _roll_back(
-    error: NonFiniteError,
-    trainer: Trainer,
-    arguments: TrainArguments,
-    data: TrainingData,
-    saver: AsyncSaver,
-    *,
-    step: int,
-    console: Console,
-) -> int:
+def _roll_back(error: NonFiniteError, trainer: Trainer, saver: AsyncSaver, *, step: int, console: Console) -> int:
     """Go back to the newest checkpoint because of `error` in step `step`; the step it was written after."""
     saver.wait()
-    back = roll_back(trainer, arguments, step=step, checksum=data.checksum, say=console.say)
+    back = roll_back(trainer, step, console.say)
     if back is None:
         error.add_note("fullshard: there is no checkpoint to go back to")
         raise error
@@ -448,7 +428,7 @@ def _roll_back(
         trainer.environment, Happening.ROLLBACK, str(error).partition("\n")[0], to_step=back, passed_over=step - back
     )
     console.close()
-    console.start(arguments, first_step=back)
+    console.start(trainer.arguments, first_step=back)
     console.say(f"step {step}: {str(error).partition(chr(10))[0]}")
     console.say(f"rollback: to the checkpoint after step {back}; {step - back} batches are passed over")
     return back
@@ -459,9 +439,7 @@ def _note_on_main(environment: RankEnvironment, kind: Happening, message: str = 
         JOURNAL.note(kind, message, **details)
 
 
-def _save(
-    trainer: Trainer, arguments: TrainArguments, data: TrainingData, saver: AsyncSaver, *, step: int, console: Console
-) -> float:
+def _save(trainer: Trainer, saver: AsyncSaver, *, step: int, console: Console) -> float:
     """Save after `step` steps; what is written in the background is reported when it is complete.
 
     Returns:
@@ -470,7 +448,7 @@ def _save(
     begin = time.perf_counter()
     if (earlier := saver.wait()) is not None:
         console.say(f"checkpoint: {earlier}")
-    written = save(trainer, arguments, step=step, checksum=data.checksum, saver=saver if arguments.async_save else None)
+    written = save(trainer, step, saver)
     seconds = time.perf_counter() - begin
     if not saver.is_saving:
         console.say(f"checkpoint: {written}")
@@ -489,9 +467,10 @@ def _check_finite(metrics: StepMetrics, arguments: TrainArguments) -> None:
     )
 
 
-def _finish(trainer: Trainer, arguments: TrainArguments, data: TrainingData, *, console: Console) -> None:
+def _finish(trainer: Trainer, data: TrainingData, console: Console) -> None:
     """Evaluate, and write what the run leaves; say where each thing is."""
-    output, environment = arguments.output_dir, trainer.environment
+    arguments, environment = trainer.arguments, trainer.environment
+    output = arguments.output_dir
     console.say(run_on_main(environment, lambda: final_loss(metrics_path(arguments))))
     held_out = None
     if len(data.held_out):
