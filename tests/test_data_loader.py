@@ -92,7 +92,10 @@ def shares(loader: DataLoader[Any], world_size: int, **options: Any) -> list[lis
 )
 def test_dealing_keeps_its_promises(count: int, per_rank: int, world_size: int, drop_last: bool, skip: int) -> None:
     deals = [Deal(rank, world_size, per_rank, drop_last) for rank in range(world_size)]
-    dealt = [list(deal.shares(range(count), skip=skip)) for deal in deals]
+    dealt = [
+        [(share, real) for of_all, real in deal.dealt(range(count), skip=skip) for share in deal.shares_of(of_all)]
+        for deal in deals
+    ]
     rounds = {len(d) for d in dealt}
     assert rounds == {deals[0].rounds(max(0, count - skip))}, "ranks differ in their number of steps"
     seen: list[int] = []

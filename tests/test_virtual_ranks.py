@@ -333,7 +333,7 @@ def test_steps_of_several_rounds_are_dropped_whole() -> None:
     found = []
     for size in (1, 2, 4, 8):
         deals = [Deal(rank, size, 2, True, rounds_per_step=8 // size) for rank in range(size)]
-        shares = [[share for share, _ in deal.shares(items, skip=16)] for deal in deals]
+        shares = [[s for of_all, _ in deal.dealt(items, skip=16) for s in deal.shares_of(of_all)] for deal in deals]
         assert all(len(share) == deal.rounds(len(items)) - 8 // size for share, deal in zip(shares, deals, strict=True))
         found.append([share for round_ in zip(*shares, strict=True) for share in round_])
     assert found[0] == [items[start : start + 2] for start in range(16, 48, 2)]

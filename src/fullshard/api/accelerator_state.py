@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fullshard.api.forwarding import forwarded
 from fullshard.api.options import DistributedType
 from fullshard.api.processes import Processes
 from fullshard.api.refused import ONE_ENGINE
@@ -54,7 +55,6 @@ class PartialState(Processes):
             device = "cpu" if cpu else "auto" if config is None else config.launch.device
             seconds = None if timeout is None else timeout.total_seconds()
             super().__init__(ProcessState.start(device=device, timeout_seconds=seconds))
-        if not _TOLD:
             self.tell_accelerate()
 
     @property
@@ -81,10 +81,8 @@ class PartialState(Processes):
         """Whether there are several ranks."""
         return self.num_processes > 1
 
-    @property
-    def default_device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.device
+    default_device: torch.device = forwarded("device")
+    """Where this rank computes."""
 
     @property
     def fork_launched(self) -> bool:

@@ -33,20 +33,18 @@ _LINK_NBYTES = {"cpu": 2**24, "other": 2**30}
 """About a unit: the larger of a CPU's models have some MiB."""
 
 
-def calibrate(path: Path, *, nproc: int | None = None) -> Device:
+def calibrate(path: Path) -> Device:
     """Measure this machine with one process per device (on a CPU: two) and write the figures to `path`.
 
     Args:
         path: a `.json` file; what is there is replaced.
-        nproc: processes to measure with.
 
     Raises:
         CommunicationError: the measuring processes failed; what they said is on standard error.
     """
     path = local_path(path)
     device = default_device()
-    if nproc is None:
-        nproc = 2 if device.type == "cpu" else torch.accelerator.device_count()
+    nproc = 2 if device.type == "cpu" else torch.accelerator.device_count()
     code = launch_local("fullshard.api.calibration", [str(path.absolute())], nproc=nproc, device=device.type)
     if code:
         raise CommunicationError(
@@ -182,9 +180,8 @@ def measure() -> Device:
     is_cpu = mesh.device.type == "cpu"
     flops, flops_fp32 = _flops(torch.bfloat16, mesh.device), _flops(torch.float32, mesh.device)
     link, replicate_link = _links(mesh)
-    kind = "CPU" if mesh.device.type == "cpu" else cuda.name(mesh.device)
     return Device(
-        kind,
+        "CPU" if is_cpu else cuda.name(mesh.device),
         _device_memory(mesh.device, mesh.world_size),
         flops,
         flops_fp32,

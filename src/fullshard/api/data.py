@@ -126,11 +126,8 @@ class ShardedDataLoader(DataLoader[Any]):
         seed = share.initial_seed() if data_seed is None else data_seed
         self._seed: int = broadcast_object(seed) if world_size > 1 else seed
 
-    @property
-    def epoch(self) -> int:
-        """Iterations so far, or what `set_epoch` said."""
-        return self._place.epoch
-
+    epoch: int = forwarded("_place.epoch")
+    """Iterations so far, or what `set_epoch` said."""
     iteration: int = forwarded("epoch")
     """The same, under Accelerate's name."""
 
@@ -595,7 +592,8 @@ class _DealtDataset(IterableDataset[Any]):
         self.skip = 0
 
     def __iter__(self) -> Iterator[tuple[list[list[Any]], int]]:
-        return self._rounds(self.skip)
+        rounds = self.deal.dealt(self.dataset, skip=self.skip)
+        return ((list(self.deal.shares_of(of_all)), real) for of_all, real in rounds)
 
     def __getattr__(self, name: str) -> Any:
         # A worker_init_fn reaches through `get_worker_info().dataset`. Not before __init__ (unpickling).
@@ -608,11 +606,6 @@ class _DealtDataset(IterableDataset[Any]):
             super().__setattr__(name, value)
         else:
             setattr(self.dataset, name, value)
-
-    def _rounds(self, skip: int) -> Iterator[tuple[list[list[Any]], int]]:
-        shares = self.deal.shares(self.dataset, skip=skip)
-        while of_round := list(itertools.islice(shares, self.deal.world_size if self.deal.for_all else 1)):
-            yield [share for share, _ in of_round], of_round[0][1]
 
 
 class _CollateDealt:

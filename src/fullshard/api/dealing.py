@@ -82,17 +82,6 @@ class Deal:
         rest = count % self.round_size
         return not self.even and not self.drop_last and 0 < rest <= self.round_size - self.per_rank
 
-    def shares(self, items: Iterable[T], *, skip: int = 0) -> Iterator[tuple[list[T], int]]:
-        """This rank's share of each round, and how many items of the round (of all ranks) are not repetitions.
-
-        Args:
-            items: the order, the same on every rank.
-            skip: items at the start that were used already.
-        """
-        for items_of_all, real in self.dealt(items, skip=skip):
-            for share in self.shares_of(items_of_all):
-                yield share, real
-
     def shares_of(self, items_of_all: list[T]) -> Iterator[list[T]]:
         """This rank's share of one round, if it has one; or the shares of all ranks."""
         for rank in range(self.world_size) if self.for_all else (self.rank,):
@@ -100,7 +89,12 @@ class Deal:
                 yield share
 
     def dealt(self, items: Iterable[T], *, skip: int = 0) -> Iterator[tuple[list[T], int]]:
-        """The items of each round for all ranks, and how many of them are not repetitions."""
+        """The items of each round for all ranks, and how many of them are not repetitions.
+
+        Args:
+            items: the order, the same on every rank.
+            skip: items at the start that were used already.
+        """
         rest = iter(items)
         if self.drop_last and self.rounds_per_step > 1:
             rest = _whole(rest, self.round_size * self.rounds_per_step)

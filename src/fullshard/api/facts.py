@@ -119,18 +119,10 @@ class Facts(Gathering):
         """Whether the script asked for loaders with a state; they always have one."""
         return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
 
-    @property
-    def project_dir(self) -> str | None:
-        """Base directory for `save_state`."""
-        directory: str | None = self.project_configuration.project_dir
-        return directory
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Directory for what the script logs."""
-        directory: str | None = self.project_configuration.logging_dir
-        return directory
-
+    project_dir: str | None = forwarded("project_configuration.project_dir")
+    """Base directory for `save_state`."""
+    logging_dir: str | None = forwarded("project_configuration.logging_dir")
+    """Directory for what the script logs."""
     save_iteration: int = forwarded("project_configuration.iteration", int)
     """Number of the next checkpoint."""
 

@@ -23,6 +23,9 @@ class AcceleratedOptimizer(Optimizer):
         gradient_state: tells whether the current micro-batch ends a step.
         scaler: scales the loss in fp16; None otherwise.
         clipping: norm that the gradients are clipped to before a step; None: they are left to the script.
+
+    Attributes:
+        step_was_skipped: whether the last step was left out: a scaled gradient overflowed, or one was not finite.
     """
 
     def __init__(
@@ -39,12 +42,7 @@ class AcceleratedOptimizer(Optimizer):
         self.scaler = scaler
         self.clipping = clipping
         self.is_unscaled = False
-        self._was_skipped = False
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a scaled gradient overflowed, or one was not finite."""
-        return self._was_skipped
+        self.step_was_skipped = False
 
     state: Any = forwarded("optimizer.state", may_set=True)
     """State per parameter."""
@@ -55,7 +53,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters if the current micro-batch ends a step."""
-        self._was_skipped = False
+        self.step_was_skipped = False
         if not self.gradient_state.sync_gradients:
             return None
         self.gradient_state.updates += 1
@@ -63,14 +61,14 @@ class AcceleratedOptimizer(Optimizer):
             self._clip(self.clipping, closure)
         if self.scaler is None:
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            self._was_skipped = was_left_out(self.optimizer)
+            self.step_was_skipped = was_left_out(self.optimizer)
             return result
         scale = self.scaler.get_scale()
         result = self.scaler.step(self.optimizer, *(() if closure is None else (closure,)))
         self.scaler.update()
         self.is_unscaled = False
         # The scale shrinks exactly when a rank found an overflow, which the engine makes known to all of them.
-        self._was_skipped = self.scaler.get_scale() < scale
+        self.step_was_skipped = self.scaler.get_scale() < scale
         return result
 
     def _clip(self, limit: float, closure: Callable[[], Any] | None) -> None:

@@ -147,8 +147,7 @@ class PlanCheck:
     def _compare(self) -> list[Deviation]:
         moved = [event for event in self._events if event.what == "activations"]
         pieces = [event for event in self._events if event.kind is EventKind.PIECES_SENT]
-        left_out = ("activations",)
-        events = [e for e in self._events if e.what not in left_out and e.kind is not EventKind.PIECES_SENT]
+        events = [e for e in self._events if e.what != "activations" and e.kind is not EventKind.PIECES_SENT]
         layout = _layout_of(self.model, self._units, events)
         predicted = self._predict(layout)
         planned, found = traffic_of(predicted, layout), traffic_of(events, layout)

@@ -95,7 +95,9 @@ def plan_model(
         )
     shape = dataclasses.replace(model_shape(model, policy=policy), is_final=True)
     job = Job.of({"base_dtype": _base_dtype(shape), **settings})
-    shape = shape.map(lambda _, p: [dataclasses.replace(p, dtype=_main_dtype(p, job.precision))])
+    shape = shape.map(
+        lambda _, p: [dataclasses.replace(p, dtype=main_dtype(p.dtype, trainable=p.trainable, mode=job.precision))]
+    )
     return evaluate(shape, job, parse_cluster(str(devices), hosts))
 
 
@@ -106,10 +108,6 @@ def _base_dtype(model: ModelShape) -> str:
         numels[parameter.dtype] += parameter.numel
     dtypes: tuple[str, ...] = get_args(Dtype)
     return max(dtypes, key=lambda dtype: numels[dtype])
-
-
-def _main_dtype(parameter: ParameterShape, mode: str) -> str:
-    return main_dtype(parameter.dtype, trainable=parameter.trainable, mode=mode)
 
 
 def _family(model: nn.Module) -> ModelShape | None:

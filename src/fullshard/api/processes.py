@@ -69,17 +69,13 @@ class Processes:
         if self.is_local_main_process:
             print(*values, **options)  # noqa: T201 -- that is what it is for
 
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """Rank 0 runs the block before the others (who then find what it downloaded or cached)."""
-        with self._first(self.is_main_process):
-            yield
+        return self._first(self.is_main_process)
 
-    @contextlib.contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """The first rank of each host runs the block before the others."""
-        with self._first(self.is_local_main_process):
-            yield
+        return self._first(self.is_local_main_process)
 
     def on_main_process(self, function: FunctionT) -> FunctionT:
         """Decorator: the function runs on rank 0 and returns None elsewhere."""

@@ -26,11 +26,9 @@ METHODS = {
 }
 """Methods and properties of the Accelerator."""
 
-HANDLERS = {
-    **dict.fromkeys(
-        ("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), "fp8 is not supported"
-    ),
-}
+HANDLERS = dict.fromkeys(
+    ("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), "fp8 is not supported"
+)
 """Kinds of `kwargs_handlers`."""
 
 NAMES = {

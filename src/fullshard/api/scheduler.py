@@ -53,21 +53,8 @@ class AcceleratedScheduler:
                 if torch_private.steps_of(self.scheduler) <= getattr(self.scheduler, "total_steps", float("inf")):
                     self.scheduler.step(*args, **kwargs)
 
-    def get_last_lr(self) -> list[float]:
-        """Current learning rate per parameter group."""
-        rates: list[float] = self.scheduler.get_last_lr()
-        return rates
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped scheduler."""
-        self.scheduler.load_state_dict(state_dict)
-
     def __getattr__(self, name: str) -> Any:
+        # All else is the wrapped one's: `get_last_lr`, `state_dict`, `load_state_dict`.
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)

@@ -46,6 +46,8 @@ class GradientState:
     """
 
     updates = 0  # of the class, for fields that Accelerate's has made lack it
+    initialized = True
+    is_xla_gradients_synced = True  # every backward leaves reduced gradients
 
     def __init__(
         self,
@@ -110,16 +112,6 @@ class GradientState:
         """Real samples in the innermost loop's current step if it was filled up, else -1."""
         loader = self.active_dataloader
         return -1 if loader is None or loader.remainder is None else loader.remainder
-
-    @property
-    def initialized(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """Always: every backward leaves reduced gradients."""
-        return True
 
     def join(self, earlier: GradientState) -> None:
         """Be one with that of an earlier Accelerator: both see every loop and every step, counted as this one says."""

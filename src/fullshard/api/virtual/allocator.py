@@ -11,7 +11,8 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
-MIB = 2**20
+from fullshard.core.sizes import MIB
+
 GRAIN = 512
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 MEDIUM, MEDIUM_SEGMENT = 10 * MIB, 20 * MIB

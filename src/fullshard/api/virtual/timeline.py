@@ -11,9 +11,9 @@ from typing import Any
 from fullshard.api.virtual.clock import DEVICE
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
+from fullshard.core.sizes import GIB, MIB
 from fullshard.observe.files import write_text
 
-MIB, GIB = 2**20, 2**30
 FORMATS = (".png", ".svg", ".pdf")
 
 

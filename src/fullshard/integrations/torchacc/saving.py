@@ -18,7 +18,7 @@ import os
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,13 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     environment = joined().environment
     target = local_path(path)
     if master_only:
-        whole = _Converter(_whole_tensor, whole_optimizer_state, keep=environment.is_main).convert(obj)
+        whole = _Converter(gathers=True, keep=environment.is_main).convert(obj)
         run_on_main(environment, lambda: _write(whole, target))
         return
     paths = all_gather_object(os.fspath(path))
     if len(set(paths)) < len(paths) or len(paths) == 1:
         target = _own_path(target, environment.rank, environment.world_size)
-    parts = _Converter(_local_tensor, None, keep=True)
+    parts = _Converter(gathers=False, keep=True)
     Ranks().together(f"writing {target.name}", lambda: _write(parts.convert(obj), target))
 
 
@@ -161,19 +161,12 @@ class _Converter:
     """Turns what a script saves into what a file can hold; tensors that occur twice stay shared.
 
     Args:
-        parameter: makes a plain tensor of a sharded parameter.
-        optimizer: makes whole what looks like an optimizer's state dict; None leaves it to this rank's slices.
+        gathers: sharded tensors, and what looks like an optimizer's state dict, become whole; else this rank's slices.
         keep: False only takes part in the collectives, and returns None for every tensor.
     """
 
-    def __init__(
-        self,
-        parameter: Callable[[ShardedTensor], torch.Tensor],
-        optimizer: Callable[..., dict[str, Any]] | None,
-        *,
-        keep: bool,
-    ) -> None:
-        self._parameter, self._optimizer, self._keep = parameter, optimizer, keep
+    def __init__(self, *, gathers: bool, keep: bool) -> None:
+        self._gathers, self._keep = gathers, keep
         self._made: dict[int, torch.Tensor | None] = {}
 
     def convert(self, value: Any) -> Any:
@@ -183,8 +176,8 @@ class _Converter:
                 self._made[id(value)] = self._plain(value)
             return self._made[id(value)]
         if isinstance(value, Mapping):
-            if self._optimizer is not None and _is_optimizer_state(value):
-                value = self._optimizer(value, keep=self._keep)
+            if self._gathers and _is_optimizer_state(value):
+                value = whole_optimizer_state(value, keep=self._keep)
             items = ((key, self.convert(item)) for key, item in value.items())
             if not isinstance(value, OrderedDict):
                 return dict(items)
@@ -197,20 +190,12 @@ class _Converter:
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if isinstance(tensor, ShardedTensor):
-            tensor = self._parameter(tensor)
+            tensor = tensor.full_tensor() if self._gathers else tensor.local.clone()
         if not self._keep:
             return None
         host = tensor.detach().cpu()
         # Of a view, torch.save would write all that it is a view of.
         return host.clone() if host.untyped_storage().nbytes() > host.nbytes else host
-
-
-def _whole_tensor(parameter: ShardedTensor) -> torch.Tensor:
-    return parameter.full_tensor()
-
-
-def _local_tensor(parameter: ShardedTensor) -> torch.Tensor:
-    return parameter.local.clone()
 
 
 def _is_optimizer_state(value: Mapping[Any, Any]) -> bool:

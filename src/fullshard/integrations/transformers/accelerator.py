@@ -46,7 +46,6 @@ class TrainerAccelerator(Accelerator):
     """
 
     parallelism_config = None
-    is_fsdp2 = True
     _gradient_state_class = TrainerGradientState
     _accumulates = False  # the Trainer does
 

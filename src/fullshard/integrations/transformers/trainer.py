@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,8 @@ class ShardedTraining:
         if main_input is None or not hasattr(self.model, "num_parameters"):
             return 0
         tables = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
-        return 6 * int(main_input.numel()) * _whole_numel(p for p in self.model.parameters() if id(p) not in tables)
+        counted: int = sum(p.numel() for p in self.model.parameters() if id(p) not in tables)
+        return 6 * int(main_input.numel()) * counted
 
     def _get_train_sampler(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _of_global_batches(
@@ -378,10 +379,6 @@ def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | No
                 raise
             accelerator._say(f"resume: {path} is passed over, because it is damaged: {error}")
     return None
-
-
-def _whole_numel(parameters: Iterable[torch.nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters)
 
 
 def _unreadable(directory: Path) -> CheckpointError:
