@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from operator import methodcaller
 from typing import Any
 
 from torch import nn
@@ -88,20 +89,14 @@ class Facts(Gathering):
     autocast_handler: Any = forwarded("handlers.autocast")
     """How autocast runs."""
 
-    @property
-    def scaler_handler(self) -> Any:
-        """Arguments of the loss scaler that the script gave; None: none."""
-        return self.handlers.given.get("GradScalerKwargs")
-
-    @property
-    def init_handler(self) -> Any:
-        """Arguments of the process group that the script gave; None: none."""
-        return self.handlers.given.get("InitProcessGroupKwargs")
-
-    @property
-    def ddp_handler(self) -> Any:
-        """Arguments for DDP that the script gave; they have no effect. None: none."""
-        return self.handlers.given.get("DistributedDataParallelKwargs")
+    scaler_handler: Any = forwarded("handlers.given", methodcaller("get", "GradScalerKwargs"))
+    """Arguments of the loss scaler that the script gave; None: none."""
+    init_handler: Any = forwarded("handlers.given", methodcaller("get", "InitProcessGroupKwargs"))
+    """Arguments of the process group that the script gave; None: none."""
+    ddp_handler: Any = forwarded("handlers.given", methodcaller("get", "DistributedDataParallelKwargs"))
+    """Arguments for DDP that the script gave; they have no effect. None: none."""
+    profile_handler: Any = forwarded("handlers.given", methodcaller("get", "ProfileKwargs"))
+    """How `profile()` profiles, if the script said so; None: it did not."""
 
     split_batches: bool = forwarded("dataloader_config.split_batches", bool)
     """Whether a loader's batch size is that of all ranks together."""

@@ -26,11 +26,6 @@ class Reporting(Checkpointing):
     log_with: list[Any]
     trackers: list[Any]
 
-    @property
-    def profile_handler(self) -> Any:
-        """What `kwargs_handlers` says of `profile()`; None if nothing."""
-        return self.handlers.given.get("ProfileKwargs")
-
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
