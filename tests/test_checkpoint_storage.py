@@ -24,19 +24,14 @@ from fullshard.checkpoint.storage import (
     commit_directory,
     committed_directory,
     make_temp_directory,
-    storage_order,
     write_file,
 )
-from fullshard.checkpoint.tensors import tensor_bytes
+from fullshard.checkpoint.tensors import tensor_bytes, write_tensors
 from fullshard.core.errors import CheckpointError
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], save_id: str = "id") -> FileRecord:
-    entries = [TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
-    with TensorFileWriter(path, entries, {"save_id": save_id, "rank": "0"}) as writer:
-        for entry in storage_order(entries):
-            writer.write(entry.name, tensor_bytes(tensors[entry.name]))
-        return writer.finish()
+    return write_tensors(path, tensors, {"save_id": save_id, "rank": "0"})
 
 
 def _reader(path: Path, record: FileRecord, save_id: str = "id") -> TensorFileReader:
@@ -288,3 +283,9 @@ def test_data_files_lie_in_the_checkpoint_and_are_files(tmp_path: Path) -> None:
         _reader(directory / "pipe", FileRecord(nbytes=0, crc32c=()))
     for path in (directory / "link", tmp_path / "another_way" / "in", tmp_path / "another_way" / "link"):
         _reader(path, record).close()
+
+
+def test_what_safetensors_cannot_hold_is_refused_before_there_is_a_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"a is a .* of torch\.complex128"):
+        write_tensors(tmp_path / "x.safetensors", {"a": torch.zeros(2, dtype=torch.complex128)}, {})
+    assert not list(tmp_path.iterdir())

@@ -90,7 +90,6 @@ class TensorFileWriter:
         metadata: text that goes into the header.
 
     Raises:
-        CheckpointError: a dtype that safetensors has no name for.
         OSError: the file cannot be created or written.
     """
 

@@ -216,7 +216,12 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def write_tensors(path: Location, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a data file of tensors in memory; see `TensorFileWriter`."""
+    """Write a data file of tensors in memory; see `TensorFileWriter`.
+
+    Raises:
+        CheckpointError: a dtype that safetensors has no name for; there is no file then.
+        OSError: the file cannot be created or written.
+    """
     entries = [
         TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
     ]

@@ -14,14 +14,8 @@ from torch import nn
 
 import fullshard
 from fullshard.checkpoint import format as records
-from fullshard.checkpoint.storage import (
-    TensorEntry,
-    TensorFileReader,
-    TensorFileWriter,
-    committed_directory,
-    storage_order,
-    write_file,
-)
+from fullshard.checkpoint.storage import TensorFileReader, committed_directory, write_file
+from fullshard.checkpoint.tensors import write_tensors
 from fullshard.checkpoint.values import decode_value, encode_plain
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
@@ -204,16 +198,9 @@ def _stored(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], save_id: str) -> records.FileRecord:
-    kept = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-    entries = [
-        # As ranks write them: slices of flattened tensors, and scalars in their shape.
-        TensorEntry(name, str(t.dtype).removeprefix("torch."), (t.numel(),) if t.dim() else ())
-        for name, t in kept.items()
-    ]
-    with TensorFileWriter(path, entries, records.rank_metadata(save_id, 0)) as writer:
-        for entry in storage_order(entries):
-            writer.write(entry.name, kept[entry.name].reshape(-1).contiguous().view(torch.uint8).numpy())
-        return writer.finish()
+    # As ranks write them: slices of flattened tensors, and scalars in their shape.
+    kept = {name: t.reshape(-1) if t.dim() else t for name, t in tensors.items() if t.numel()}
+    return write_tensors(path, kept, records.rank_metadata(save_id, 0))
 
 
 def _encoded(value: Any, *, where: str) -> Any:
