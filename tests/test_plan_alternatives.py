@@ -71,10 +71,16 @@ def test_mistakes_in_a_sweep(text: str, expected: str) -> None:
 
 
 def test_mistakes_in_prices_and_tokens() -> None:
-    for text in ("8xH100@cheap", "8xH100@-1", "8xH1000@1"):
-        with pytest.raises(ConfigError):
+    for text, expected in (
+        ("8xH100@cheap", "no price"),
+        ("8xH100@-1", "price of 0 or more, got -1"),
+        ("8xH100@inf", "got inf"),
+        ("8xH100@nan", "got nan"),
+        ("8xH1000@1", "H1000"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
             elsewhere(MODEL, JOB, [text], price=None)
-    for text in ("many", "0", "-3B"):
+    for text in ("many", "0", "-3B", "1e999", "1e308T", "nan"):
         with pytest.raises(ConfigError, match="tokens"):
             read_tokens(text)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 LONG_NBYTES = 2**25
@@ -23,6 +26,15 @@ def format_count(count: float) -> str:
         if abs(count) >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count:g}"
+
+
+def parse_count(text: str) -> float | None:
+    """What `format_count` writes, and `7B` and `15e9`: None for anything else, and for what no float holds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
+    if match is None:
+        return None
+    count = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2].lower()]
+    return count if math.isfinite(count) else None
 
 
 PACKED_BLOCK_NUMEL = 256

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.sizes import parse_count
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.hardware import Cluster, parse_cluster
 from fullshard.plan.job import Job, token_count
@@ -16,8 +18,6 @@ from fullshard.plan.shapes import ModelShape
 
 MOST_POINTS = 64
 """Of a sweep. More are taken for a mistake, such as a step too small."""
-
-_UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,18 @@ class Alternative:
         label: what differs.
         plan: what was planned.
         price: of a device and hour, in whatever currency; None: not said.
+
+    Raises:
+        ConfigError: a price that is none.
     """
 
     label: str
     plan: Plan
     price: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise ConfigError(f"{self.label}: expected a price of 0 or more, got {self.price}", hint="such as 3.50")
 
     def hours(self, tokens: float | None) -> float | None:
         """Until so many tokens are trained; None if nobody said how many."""
@@ -50,10 +57,10 @@ def read_tokens(text: str) -> float:
     Raises:
         ConfigError: another form.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"tokens {text!r}: expected a number", hint="write it as 15e9 or 300B")
-    return float(match[1]) * _UNITS[match[2].lower()]
+    count = parse_count(text)
+    if not count:
+        raise ConfigError(f"tokens {text!r}: expected a number above 0", hint="write it as 15e9 or 300B")
+    return count
 
 
 def elsewhere(model: ModelShape, job: Job, texts: Sequence[str], *, price: float | None) -> list[Alternative]:
@@ -69,8 +76,6 @@ def elsewhere(model: ModelShape, job: Job, texts: Sequence[str], *, price: float
             own = float(said) if said else price
         except ValueError:
             raise ConfigError(f"{text!r}: {said!r} is no price", hint="write it as 8xH200@3.50") from None
-        if own is not None and not own >= 0:
-            raise ConfigError(f"{text!r}: a price below 0", hint="write it as 8xH200@3.50")
         cluster = parse_cluster(devices)
         found.append(Alternative(str(cluster), evaluate(model, job, cluster), own))
     return found

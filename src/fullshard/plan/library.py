@@ -10,7 +10,7 @@ from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
-from fullshard.core.sizes import format_count, round_up
+from fullshard.core.sizes import format_count, parse_count, round_up
 from fullshard.plan.families import from_config
 from fullshard.plan.known_models import ALIASES, MODELS, llama
 from fullshard.plan.shapes import ModelShape
@@ -27,7 +27,7 @@ def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[M
         ConfigError: nothing of that kind, a file that cannot be read, or shape flags where they have no effect.
     """
     flags = {key: value for key, value in (shape or {}).items() if value is not None}
-    count = _parameter_count(text)
+    count = parse_count(text)
     if count is not None:
         return _from_count(text, count, flags)
     if flags:
@@ -58,7 +58,7 @@ def load_config(text: str) -> dict[str, Any] | None:
     Raises:
         ConfigError: as for `load_model`.
     """
-    return None if _parameter_count(text) is not None else _configuration(text)[1]
+    return None if parse_count(text) is not None else _configuration(text)[1]
 
 
 def _configuration(text: str) -> tuple[str | None, dict[str, Any]]:
@@ -124,13 +124,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected an object of settings, got a {type(values).__name__}")
     return values
-
-
-def _parameter_count(text: str) -> float | None:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
-    if match is None:
-        return None
-    return float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2].lower()]
 
 
 def _from_count(text: str, count: float, flags: dict[str, int]) -> tuple[ModelShape, list[str]]:
