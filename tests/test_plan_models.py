@@ -271,6 +271,8 @@ def test_a_window_is_in_the_layers_that_have_one() -> None:
     assert widths("Mistral-7B") == [4096] * 32 and widths("Mistral-7B-v0.3") == [0] * 32
     said = {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     assert [b.window for b in from_config({**small("qwen3"), **said}, where="x")[0].blocks] == [0, 64, 0]
+    few = {**small("qwen3_next"), "num_hidden_layers": 4, "layer_types": ["full_attention"]}
+    assert [b.window for b in from_config(few, where="x")[0].blocks] == [0, 64, 64, 0]  # the rest as by default
 
 
 @pytest.mark.parametrize(
@@ -281,6 +283,7 @@ def test_a_window_is_in_the_layers_that_have_one() -> None:
         ("Qwen3-9B", "did you mean Qwen3-8B"),
         ("gpt-4", "did you mean GPT-2"),
         ("nothing-like-it", "known names"),
+        ("1e999", "no model '1e999'"),
     ],
 )
 def test_unknown_names_get_suggestions(text: str, expected: str) -> None:
@@ -310,6 +313,9 @@ def test_faults_of_a_file(tmp_path: Path) -> None:
         ({"num_key_value_heads": 16}, "8 attention heads cannot share 16 key-value heads equally"),
         ({"num_experts_per_tok": 9}, "a token goes to 9 experts, and there are 8"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or false"),
+        ({"hidden_size": 4}, "hidden_size 4 has no room for 8 attention heads"),
+        ({"layer_types": 5}, "layer_types is 5, expected a list"),
+        ({"model_type": "qwen2_moe", "num_experts": 8, "mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list"),
     ],
 )
 def test_numbers_that_make_no_model(changes: dict[str, Any], what: str) -> None:

@@ -293,7 +293,11 @@ def _is_file(text: str) -> bool:
     path = path_word(text) if text.endswith((".yaml", ".yml", ".json")) else None
     if path is None or path.suffix != ".json":
         return path is not None
-    return path.is_file() and "memory_bandwidth" not in path.read_text(encoding="utf-8")
+    return path.is_file() and not _is_calibration(path)
+
+
+def _is_calibration(path: Path) -> bool:
+    return "memory_bandwidth" in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _beside(
@@ -399,7 +403,7 @@ def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> 
 def _calibrate(path: Path, *, overwrite: bool) -> None:
     if path.suffix != ".json":
         raise ConfigError(f"{path}: a calibration is a .json file", hint="name the file that is to be written")
-    if path.exists() and not overwrite and "memory_bandwidth" not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.exists() and not overwrite and not _is_calibration(path):
         raise ConfigError(f"{path} is there, and is no calibration", hint="name another file, or add --overwrite")
     from fullshard.api.calibration import calibrate
 

@@ -156,8 +156,7 @@ def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tu
 
 def _is_sparse(fields: Fields, index: int) -> bool:
     step = fields.number("decoder_sparse_step", default=1)
-    dense = fields.values.get("mlp_only_layers") or ()
-    return index not in dense and (index + 1) % step == 0
+    return index not in fields.items("mlp_only_layers") and (index + 1) % step == 0
 
 
 def _plain_block(hidden: int, heads: int, inner: int, **more: Any) -> Block:
@@ -474,7 +473,9 @@ def _check_heads_and_experts(shape: ModelShape, where: str) -> None:
         ConfigError: they do not.
     """
     for block in dict.fromkeys(shape.blocks):
-        if block.heads % block.kv_heads:
+        if not block.head_dim:
+            wrong = f"hidden_size {block.hidden} has no room for {block.heads} attention heads"
+        elif block.heads % block.kv_heads:
             wrong = f"{block.heads} attention heads cannot share {block.kv_heads} key-value heads equally"
         elif block.experts_per_token > block.experts:
             wrong = f"a token goes to {block.experts_per_token} experts, and there are {block.experts}"

@@ -120,7 +120,7 @@ def llama4(fields: Fields) -> ModelShape:
     heads, kv_heads, head_dim = _heads(fields)
     hidden, width = fields.number("hidden_size"), fields.number("intermediate_size")
     layers, experts = fields.number("num_hidden_layers"), fields.number("num_local_experts")
-    step, sparse = fields.number("interleave_moe_layer_step", default=1), fields.values.get("moe_layers")
+    step, sparse = fields.number("interleave_moe_layer_step", default=1), fields.items("moe_layers")
     bias = fields.flag("attention_bias", False)
     units = []
     for index in range(layers):
@@ -128,7 +128,7 @@ def llama4(fields: Fields) -> ModelShape:
         at, mlp = f"{prefix}.self_attn", f"{prefix}.feed_forward"
         weights = _projections(at, hidden, heads, kv_heads, head_dim, bias=bias)
         weights += linear_weights(f"{at}.o_proj", heads * head_dim, hidden, bias=bias)
-        if index in sparse if isinstance(sparse, list | tuple) else (index + 1) % step == 0:
+        if index in sparse if fields.is_set("moe_layers") else (index + 1) % step == 0:
             weights += [
                 ParameterShape(f"{mlp}.experts.gate_up_proj", (experts, hidden, 2 * width)),
                 ParameterShape(f"{mlp}.experts.down_proj", (experts, width, hidden)),
@@ -160,13 +160,13 @@ def qwen3_next(fields: Fields) -> ModelShape:
     heads, kv_heads, head_dim = _heads(fields)
     hidden, width = fields.number("hidden_size"), fields.number("moe_intermediate_size")
     experts, shared = fields.number("num_experts"), fields.number("shared_expert_intermediate_size")
-    kinds, bias = fields.values.get("layer_types"), fields.flag("attention_bias", False)
+    kinds, bias = fields.items("layer_types"), fields.flag("attention_bias", False)
     period = fields.number("full_attention_interval", default=4)
     units = []
     for index in range(fields.number("num_hidden_layers")):
         prefix = f"model.layers.{index}"
         at, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        is_linear = kinds[index] == "linear_attention" if isinstance(kinds, list | tuple) else (index + 1) % period != 0
+        is_linear = kinds[index] == "linear_attention" if index < len(kinds) else (index + 1) % period != 0
         if is_linear:
             weights = _delta_rule(fields, f"{prefix}.linear_attn")
         else:

@@ -47,6 +47,17 @@ class Fields:
             raise ConfigError(f"{self.where}: {name} is {value!r}, expected true or false")
         return bool(value)
 
+    def items(self, name: str) -> tuple[Any, ...]:
+        """A field that is a list; empty where it is not set.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, list | tuple):
+            raise ConfigError(f"{self.where}: {name} is {value!r}, expected a list")
+        return tuple(value or ())
+
     def is_set(self, name: str) -> bool:
         """Whether the field is there."""
         return self.values.get(name) is not None
@@ -82,10 +93,10 @@ def attention_window(fields: Fields, index: int, *, period: int) -> int:
         index: of the layer.
         period: of the family: every so many layers one without a window; 1: none is, 0: all are.
     """
-    width, kinds = fields.values.get("sliding_window"), fields.values.get("layer_types")
+    width, kinds = fields.values.get("sliding_window"), fields.items("layer_types")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         return 0
-    if isinstance(kinds, list | tuple) and index < len(kinds):
+    if index < len(kinds):
         return width if kinds[index] == "sliding_attention" else 0
     period = fields.number("sliding_window_pattern", default=period) if period else 0
     return width if period == 1 or (period and (index + 1) % period) else 0
