@@ -72,6 +72,20 @@ def test_a_heads_bias_is_in_its_unit() -> None:
     assert simulate(transformers_model(model), job, world_size=4).differences == []
 
 
+def test_families_that_make_their_own_mask() -> None:
+    for model in (
+        {"model_type": "opt", "hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64, "num_attention_heads": 4},
+        {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    ):
+        build = transformers_model({"num_hidden_layers": 2, "vocab_size": 99, **model})
+        assert simulate(build, Job.of({"seq_len": 16}), world_size=4).differences == []
+
+
+def test_a_configuration_that_transformers_cannot_use_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"takes this for no qwen2_moe.*mlp_only_layers(.|\n)*\nhint: the file must"):
+        transformers_model({"model_type": "qwen2_moe", "mlp_only_layers": 3})()
+
+
 def test_models_without_sdpa_and_models_nobody_builds() -> None:
     """Gemma 2 caps its scores, which only its own attention does; Kimi-K2 is the planner's alone."""
     gemma = {**SMALL, "model_type": "gemma2", "head_dim": 16}

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchmarks import virtual_published, virtual_time
 from benchmarks.virtual_time import CASES, RECORD, measure
 from fullshard.api.virtual.allocator import MIB, Allocator
+from fullshard.api.virtual.attention import register
 from fullshard.api.virtual.clock import DEVICE, Clock
 from fullshard.api.virtual.device import HostCosts
 from fullshard.api.virtual.rehearsal import time_step
@@ -133,6 +135,15 @@ def _cpu(**figures: Any) -> Cluster:
     """Two ranks of a host that share its memory."""
     device = dataclasses.replace(parse_cluster("2xH100").device, framework=0, per_host=2, fresh_bandwidth=0.0)
     return Cluster(dataclasses.replace(device, **figures), 2, 1)
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    """As in DeepSeek-V3's latent attention."""
+    query, value = (torch.zeros(1, 4, 16, width, device="meta") for width in (24, 16))
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    mixed, _ = ALL_ATTENTION_FUNCTIONS[register()](None, query, query, value, None)
+    assert mixed.shape == (1, 16, 4, 16)
 
 
 def test_on_a_cpu_nothing_runs_beside_anything_else() -> None:

@@ -238,7 +238,7 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
         attention: what computes it, by Transformers' name. None: what the model itself would take.
 
     Raises:
-        ConfigError: Transformers does not know the model.
+        ConfigError: Transformers does not know the model. What was built raises it where Transformers cannot.
     """
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     kind_of_model = values.get("model_type")
@@ -249,7 +249,13 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
         )
 
     def build() -> nn.Module:
-        config = transformers.AutoConfig.for_model(**as_numbers(values))
+        try:
+            config = transformers.AutoConfig.for_model(**as_numbers(values))
+        except Exception as error:  # each family checks its fields in its own way
+            raise ConfigError(
+                f"Transformers {transformers.__version__} takes this for no {kind_of_model}: {error}",
+                hint="the file must be the model's whole config.json",
+            ) from error
         config.use_cache = False
         if not config.is_encoder_decoder:
             kind = transformers.AutoModelForCausalLM
@@ -261,6 +267,10 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
         return model
 
     return build
+
+
+_OWN_MASK = ("bloom", "opt")
+"""Families that count positions by a mask of two axes. Without one they look at no values."""
 
 
 def _causal_step(job: Job) -> Step:
@@ -277,6 +287,8 @@ def _causal_step(job: Job) -> Step:
                 inputs |= {"input_features": sound}
             else:
                 inputs |= {"input_ids": tokens, "attention_mask": mask}
+        elif config.model_type in _OWN_MASK:
+            inputs = {"input_ids": tokens}
         else:
             inputs = {"input_ids": tokens, "attention_mask": mask}
         loss: torch.Tensor = model(**inputs, labels=tokens).loss

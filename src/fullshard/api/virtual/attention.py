@@ -31,11 +31,17 @@ def _no_mask(*_: Any, **__: Any) -> None:
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Shapes (batch, heads, tokens, width); keys and values may have fewer heads, and are read by several."""
+    """Shapes (batch, heads, tokens, width); keys and values may have fewer heads, and are read by several.
+
+    The kernel has one width: narrower values are padded to that of the keys, as Transformers does.
+    """
+    width = value.shape[-1]
+    if width < key.shape[-1]:
+        value = nn.functional.pad(value, (0, key.shape[-1] - width))
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (
             tensor[:, :, None].expand(-1, -1, groups, -1, -1).reshape(*query.shape[:2], *tensor.shape[2:])
             for tensor in (key, value)
         )
-    return torch_private.attend(query, key, value).transpose(1, 2).contiguous(), None
+    return torch_private.attend(query, key, value)[..., :width].transpose(1, 2).contiguous(), None
