@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.core.errors import MissingExtraError
+from fullshard.core.errors import DataError, MissingExtraError
 from fullshard.observe import (
     ConsoleSink,
     JsonlSink,
@@ -21,6 +21,7 @@ from fullshard.observe import (
     StepMetrics,
     TensorboardSink,
     memory_nbytes,
+    merge_traces,
     plot_losses,
     read_metrics,
     require_plots,
@@ -141,6 +142,18 @@ def test_a_foreign_line_is_not_dropped_in_silence(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n')
     with pytest.raises((ValueError, TypeError, KeyError)):
         list(read_metrics(path))
+
+
+@pytest.mark.parametrize("text", ['{"traceEvents": [{"ph": "X", "na', "[]", '{"traceEvents": 3}', ""])
+def test_a_trace_that_was_cut_off_is_named(tmp_path: Path, text: str) -> None:
+    whole, part = tmp_path / "0.json", tmp_path / "1.json"
+    whole.write_text('{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "ts": 1.0}]}')
+    part.write_text(text)
+    with pytest.raises(DataError, match=r"1\.json .*trace(.|\n)*hint: a kill"):
+        merge_traces([whole, part], tmp_path / "all.json")
+    assert not (tmp_path / "all.json").exists()
+    merge_traces([whole, whole], tmp_path / "all.json")
+    assert len(json.loads((tmp_path / "all.json").read_text())["traceEvents"]) == 2 * 3
 
 
 def test_no_file_no_metrics(tmp_path: Path) -> None:

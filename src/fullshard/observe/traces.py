@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.core.errors import DataError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.module import units_of
 from fullshard.engine.schedule import schedule_of
@@ -63,7 +64,7 @@ def marked(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def add_rows(path: Path) -> None:
     """Put the engine's rows into a trace file, in the place of its marks."""
-    trace = json.loads(path.read_text(encoding="utf-8"))
+    trace = _read(path)
     entries = trace["traceEvents"]
     marks = [entry for entry in entries if str(entry.get("name", "")).startswith(_MARK) and entry.get("ph") == "X"]
     if not marks:
@@ -79,11 +80,14 @@ def merge_traces(paths: Iterable[Path], output: Path) -> None:
     Args:
         paths: as `Accelerator.profile` leaves them, in the order of their ranks.
         output: for Perfetto or `chrome://tracing`.
+
+    Raises:
+        DataError: one of them is no whole trace. Nothing is written then.
     """
     merged: list[Entry] = []
     first_base = None
     for rank, path in enumerate(paths):
-        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace = _read(path)
         base = trace.get("baseTimeNanoseconds", 0)
         first_base = base if first_base is None else first_base
         processes: dict[Any, int] = {}
@@ -102,6 +106,17 @@ def merge_traces(paths: Iterable[Path], output: Path) -> None:
             merged.append(_named("process_name", number, 0, name=name))
             merged.append(_named("process_sort_index", number, 0, sort_index=number))
     write_text(output, json.dumps({"traceEvents": merged, "displayTimeUnit": "ms"}))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    hint = "a kill or a full disk may have cut it off: profile again, or leave this rank out"
+    try:
+        trace = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as a trace: {error}", hint=hint) from None
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise DataError(f"{path} is no trace of torch's profiler: expected a list traceEvents in it", hint=hint)
+    return trace
 
 
 def _rows(marks: list[Entry]) -> Iterator[Entry]:
