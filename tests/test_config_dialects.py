@@ -17,6 +17,7 @@ import pytest
 from fullshard.config.accelerate import ACCELERATE, FLAT, PARALLELISM_KEYS
 from fullshard.config.deepspeed import DEEPSPEED
 from fullshard.config.dialect import Dialect, Key, Reading, Status
+from fullshard.config.document import read_document
 from fullshard.config.fsdp import FSDP
 from fullshard.config.load import (
     VARIABLES,
@@ -352,6 +353,25 @@ def test_a_deepspeed_file_as_transformers_documents_it(tmp_path: Path) -> None:
     assert training.gradient_clipping == 1.0
     for word in ("stage", "device", "pin_memory", "overlap_comm", "optimizer", "scheduler", "zero_hpz_partition_size"):
         assert f" {word} " in notes(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ('{"bf16": {"enabled": true}}', True),
+        ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', True),
+        ('{"zero_optimization": {"stage": 0}}', False),
+        ('{"zero_optimization": {"mics_shard_size": 4}}', False),
+        ("{}", False),
+    ],
+)
+def test_a_deepspeed_file_without_a_stage_is_told_what_that_is_here(text: str, is_told: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    notes = [str(note) for note in DEEPSPEED.read(read_document(path)).notes]
+    assert (
+        any("zero_optimization has no stage, which is 0 (NO_SHARD) to DeepSpeed" in note for note in notes) == is_told
+    )
 
 
 def test_deepspeeds_batch_sizes_do_not_say_how_many_micro_batches_a_step_has(tmp_path: Path) -> None:

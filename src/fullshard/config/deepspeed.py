@@ -227,12 +227,16 @@ _ZERO = Dialect(
 def _finish(reading: Reading) -> None:
     """Rules about several keys.
 
-    ZeRO++ and MiCS name the size of a group: then the strategy is the hybrid one. And from two batch sizes DeepSpeed
-    takes how many micro-batches a step has, which it knows the number of ranks for.
+    ZeRO++ and MiCS name the size of a group: then the strategy is the hybrid one. Without a stage DeepSpeed replicates.
+    And from two batch sizes it takes how many micro-batches a step has, which it knows the number of ranks for.
     """
     size = reading.setting("sharding.shard_size")
     if size is not None:
         make_hybrid(reading, size)
+    elif reading.entries and "stage" not in reading.entries:
+        at = reading.entries.get("zero_optimization") or next(iter(reading.entries.values()))
+        text = "has no stage, which is 0 (NO_SHARD) to DeepSpeed, and the strategy's default here: write one"
+        reading.notes.append(Note(at.origin, "zero_optimization", Status.TRANSLATED, text))
     whole, micro = (reading.entries.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu"))
     said = "gradient_accumulation_steps" in reading.entries
     if whole is not None and micro is not None and not (said or _is_auto(whole.value) or _is_auto(micro.value)):
