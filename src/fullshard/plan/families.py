@@ -21,9 +21,13 @@ from fullshard.plan.shapes import Block, ModelShape, Norm, ParameterShape, UnitS
 from fullshard.plan.weights import (
     Fields,
     Weights,
+    attention_weights,
     attention_window,
+    decoder_of,
     embedding_weights,
+    expert_weights,
     gated_weights,
+    head_norm_weights,
     head_weights,
     linear_weights,
     norm_weights,
@@ -57,14 +61,10 @@ class _Decoder:
 
 
 def _llama_like(fields: Fields, kind: _Decoder) -> ModelShape:
-    hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
-    kv_heads = fields.number("num_key_value_heads", default=heads)
-    head_dim = fields.number("head_dim", default=hidden // heads)
-    layers, vocab = fields.number("num_hidden_layers"), fields.number("vocab_size")
-    tied = fields.flag("tie_word_embeddings", kind.tied)
+    hidden, (heads, kv_heads, head_dim) = fields.number("hidden_size"), fields.heads()
     bias = fields.flag(kind.bias_flag, False) if kind.bias_flag else False
     units = []
-    for index in range(layers):
+    for index in range(fields.number("num_hidden_layers")):
         prefix = f"model.layers.{index}"
         attention = _attention(f"{prefix}.self_attn", kind, hidden, heads, kv_heads, head_dim, bias=bias)
         feed_forward, block = _feed_forward(fields, kind, f"{prefix}.mlp", index)
@@ -85,10 +85,8 @@ def _llama_like(fields: Fields, kind: _Decoder) -> ModelShape:
             attention_dropout=fields.is_dropped("attention_dropout"),
         )
         units.append(UnitShape(prefix, (*attention, *feed_forward, *norms), layer))
-    head = [] if tied else head_weights("lm_head", hidden, vocab)
-    root = [*embedding_weights("model.embed_tokens", vocab, hidden), *norm_weights("model.norm", hidden), *head]
     capped = kind.caps_scores and fields.values.get("final_logit_softcapping", 30.0) is not None
-    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied, capped_logits=capped)
+    return decoder_of(fields, units, tied=kind.tied, capped_logits=capped)
 
 
 def _attention(
@@ -100,17 +98,11 @@ def _attention(
             *linear_weights(f"{prefix}.o_proj", queries, hidden),
             *linear_weights(f"{prefix}.qkv_proj", hidden, queries + 2 * keys),
         ]
-    projected = bias or kind.qkv_bias
-    weights = [
-        *linear_weights(f"{prefix}.q_proj", hidden, queries, bias=projected),
-        *linear_weights(f"{prefix}.k_proj", hidden, keys, bias=projected),
-        *linear_weights(f"{prefix}.v_proj", hidden, keys, bias=projected),
-        *linear_weights(f"{prefix}.o_proj", queries, hidden, bias=bias),
-    ]
+    weights = attention_weights(prefix, hidden, queries, keys, bias=bias or kind.qkv_bias, output_bias=bias)
     if kind.head_norms:
-        weights += norm_weights(f"{prefix}.q_norm", head_dim) + norm_weights(f"{prefix}.k_norm", head_dim)
+        weights += head_norm_weights(prefix, head_dim, head_dim)
     if kind.whole_head_norms:
-        weights += norm_weights(f"{prefix}.q_norm", queries) + norm_weights(f"{prefix}.k_norm", keys)
+        weights += head_norm_weights(prefix, queries, keys)
     return weights
 
 
@@ -129,10 +121,7 @@ def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tu
         return weights, Block(hidden, 1, 1, 1, width, fused_gate=kind.fused)
     experts = fields.number("num_local_experts", "num_experts")
     width = fields.number("moe_intermediate_size", "intermediate_size")
-    stacked = [
-        ParameterShape(f"{prefix}.experts.gate_up_proj", (experts, 2 * width, hidden)),
-        ParameterShape(f"{prefix}.experts.down_proj", (experts, hidden, width)),
-    ]
+    stacked = expert_weights(prefix, experts, hidden, width)
     # Not `matrix`: PEFT's "all-linear" reaches modules of class Linear, and the router is a bare parameter.
     router = [ParameterShape(f"{prefix}.gate.weight", (experts, hidden))]
     weights = [*stacked, *router] if kind.experts == "qwen3" else [*router, *stacked]

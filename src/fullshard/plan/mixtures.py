@@ -1,4 +1,4 @@
-"""Mixtures of experts that are not Llamas with another feed-forward part: one function per way of building them.
+"""Mixtures of experts that are not Llamas with another feed-forward part: one function per way of building a layer.
 
 Latent attention (DeepSeek-V3, Kimi-K2), shared experts beside the routed (these, GLM-4.5, Llama 4), experts with biases
 (gpt-oss), linear attention in most layers (Qwen3-Next). Parameters are exact. What their layers keep for backward
@@ -8,35 +8,50 @@ depends on how experts are run; where Transformers' own classes have a way of th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 from fullshard.plan.weights import (
     Fields,
     Weights,
+    attention_weights,
     attention_window,
-    embedding_weights,
+    decoder_of,
+    expert_weights,
     gated_weights,
-    head_weights,
+    head_norm_weights,
     linear_weights,
     norm_weights,
 )
 
+Layer = Callable[[Fields, str, int], tuple[Weights, Block]]
+"""Of a file, a layer's name and its number: what it holds besides its two norms, which come last, and what it computes.
+"""
 
-def deepseek(fields: Fields) -> ModelShape:
+
+def _of_layers(layer: Layer) -> Callable[[Fields], ModelShape]:
+    """A decoder of such layers, each with a norm before attention and one before the feed-forward part."""
+
+    def model(fields: Fields) -> ModelShape:
+        units = []
+        for index in range(fields.number("num_hidden_layers")):
+            prefix = f"model.layers.{index}"
+            weights, block = layer(fields, prefix, index)
+            for name in ("input", "post_attention"):
+                weights += norm_weights(f"{prefix}.{name}_layernorm", block.hidden)
+            units.append(UnitShape(prefix, tuple(weights), block))
+        return decoder_of(fields, units)
+
+    return model
+
+
+def _deepseek(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
     """DeepSeek-V3: queries, keys and values pass through narrow latents; the first layers are dense."""
-    heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
-    units = []
-    for index in range(fields.number("num_hidden_layers")):
-        prefix = f"model.layers.{index}"
-        weights = [*_latent_attention(fields, f"{prefix}.self_attn"), *_shared_and_routed(fields, prefix, index)]
-        weights += _two_norms(prefix, hidden)
-        block = dataclasses.replace(
-            _block(fields, index, heads, heads, _query_dim(fields)),
-            value_dim=fields.number("v_head_dim"),
-            latents=fields.number("kv_lora_rank") + (fields.values.get("q_lora_rank") or 0),
-        )
-        units.append(UnitShape(prefix, tuple(weights), block))
-    return _model(fields, units)
+    heads = fields.number("num_attention_heads")
+    weights = _latent_attention(fields, f"{prefix}.self_attn") + _shared_and_routed(fields, prefix, index)
+    latents = fields.number("kv_lora_rank") + (fields.values.get("q_lora_rank") or 0)
+    block = _block(fields, index, heads, heads, _query_dim(fields))
+    return weights, dataclasses.replace(block, value_dim=fields.number("v_head_dim"), latents=latents)
 
 
 def _query_dim(fields: Fields) -> int:
@@ -61,143 +76,114 @@ def _latent_attention(fields: Fields, prefix: str) -> Weights:
     return weights + linear_weights(f"{prefix}.o_proj", heads * values, hidden, bias=bias)
 
 
-def glm(fields: Fields) -> ModelShape:
+def _glm(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
     """GLM-4.5: grouped queries, otherwise as DeepSeek-V3."""
-    heads, kv_heads, head_dim = _heads(fields)
-    hidden, bias = fields.number("hidden_size"), fields.flag("attention_bias", False)
-    is_normed = fields.flag("use_qk_norm", False)
-    units = []
-    for index in range(fields.number("num_hidden_layers")):
-        prefix = f"model.layers.{index}"
-        weights = _projections(f"{prefix}.self_attn", hidden, heads, kv_heads, head_dim, bias=bias)
-        weights += linear_weights(f"{prefix}.self_attn.o_proj", heads * head_dim, hidden)
-        weights += _head_norms(f"{prefix}.self_attn", head_dim) if is_normed else []
-        weights += _shared_and_routed(fields, prefix, index) + _two_norms(prefix, hidden)
-        block = _block(fields, index, heads, kv_heads, head_dim, head_norms=is_normed)
-        units.append(UnitShape(prefix, tuple(weights), block))
-    return _model(fields, units)
+    heads, kv_heads, head_dim = fields.heads()
+    at, hidden = f"{prefix}.self_attn", fields.number("hidden_size")
+    bias, is_normed = fields.flag("attention_bias", False), fields.flag("use_qk_norm", False)
+    weights = attention_weights(at, hidden, heads * head_dim, kv_heads * head_dim, bias=bias, output_bias=False)
+    weights += head_norm_weights(at, head_dim, head_dim) if is_normed else []
+    weights += _shared_and_routed(fields, prefix, index)
+    block = _block(fields, index, heads, kv_heads, head_dim)
+    return weights, dataclasses.replace(block, head_norms=is_normed)
 
 
-def gpt_oss(fields: Fields) -> ModelShape:
+def _gpt_oss(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
     """gpt-oss: experts with biases, a sink per head, a window in every second layer."""
-    heads, kv_heads, head_dim = _heads(fields)
+    heads, kv_heads, head_dim = fields.heads()
     hidden, width = fields.number("hidden_size"), fields.number("intermediate_size")
     experts = fields.number("num_local_experts", "num_experts")
-    units = []
-    for index in range(fields.number("num_hidden_layers")):
-        prefix = f"model.layers.{index}"
-        at, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        bias = fields.flag("attention_bias", True)
-        weights = [
-            ParameterShape(f"{at}.sinks", (heads,)),
-            *_projections(at, hidden, heads, kv_heads, head_dim, bias=bias),
-            *linear_weights(f"{at}.o_proj", heads * head_dim, hidden, bias=bias),
-            ParameterShape(f"{mlp}.router.weight", (experts, hidden)),
-            ParameterShape(f"{mlp}.router.bias", (experts,)),
-            ParameterShape(f"{mlp}.experts.gate_up_proj", (experts, hidden, 2 * width)),
-            ParameterShape(f"{mlp}.experts.gate_up_proj_bias", (experts, 2 * width)),
-            ParameterShape(f"{mlp}.experts.down_proj", (experts, width, hidden)),
-            ParameterShape(f"{mlp}.experts.down_proj_bias", (experts, hidden)),
-            *_two_norms(prefix, hidden),
-        ]
-        block = Block(
-            hidden,
-            heads,
-            kv_heads,
-            head_dim,
-            width,
-            fused_gate=True,
-            experts=experts,
-            experts_per_token=fields.number("num_experts_per_tok", "experts_per_token"),
-            window=attention_window(fields, index, period=2),
-        )
-        units.append(UnitShape(prefix, tuple(weights), block))
-    return _model(fields, units)
+    at, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    bias = fields.flag("attention_bias", True)
+    weights = [
+        ParameterShape(f"{at}.sinks", (heads,)),
+        *attention_weights(at, hidden, heads * head_dim, kv_heads * head_dim, bias=bias),
+        ParameterShape(f"{mlp}.router.weight", (experts, hidden)),
+        ParameterShape(f"{mlp}.router.bias", (experts,)),
+        ParameterShape(f"{mlp}.experts.gate_up_proj", (experts, hidden, 2 * width)),
+        ParameterShape(f"{mlp}.experts.gate_up_proj_bias", (experts, 2 * width)),
+        ParameterShape(f"{mlp}.experts.down_proj", (experts, width, hidden)),
+        ParameterShape(f"{mlp}.experts.down_proj_bias", (experts, hidden)),
+    ]
+    return weights, Block(
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        width,
+        fused_gate=True,
+        experts=experts,
+        experts_per_token=fields.number("num_experts_per_tok", "experts_per_token"),
+        window=attention_window(fields, index, period=2),
+    )
 
 
-def llama4(fields: Fields) -> ModelShape:
+def _llama4(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
     """Llama 4: a shared expert of the same width, dense layers between if the file says so."""
-    heads, kv_heads, head_dim = _heads(fields)
+    heads, kv_heads, head_dim = fields.heads()
     hidden, width = fields.number("hidden_size"), fields.number("intermediate_size")
-    layers, experts = fields.number("num_hidden_layers"), fields.number("num_local_experts")
+    experts = fields.number("num_local_experts")
     step, sparse = fields.number("interleave_moe_layer_step", default=1), fields.items("moe_layers")
-    bias = fields.flag("attention_bias", False)
-    units = []
-    for index in range(layers):
-        prefix = f"model.layers.{index}"
-        at, mlp = f"{prefix}.self_attn", f"{prefix}.feed_forward"
-        weights = _projections(at, hidden, heads, kv_heads, head_dim, bias=bias)
-        weights += linear_weights(f"{at}.o_proj", heads * head_dim, hidden, bias=bias)
-        if index in sparse if fields.is_set("moe_layers") else (index + 1) % step == 0:
-            weights += [
-                ParameterShape(f"{mlp}.experts.gate_up_proj", (experts, hidden, 2 * width)),
-                ParameterShape(f"{mlp}.experts.down_proj", (experts, width, hidden)),
-                *linear_weights(f"{mlp}.router", hidden, experts),
-                *gated_weights(f"{mlp}.shared_expert", hidden, width),
-            ]
-            block = Block(
-                hidden,
-                heads,
-                kv_heads,
-                head_dim,
-                width,
-                fused_gate=True,
-                experts=experts,
-                experts_per_token=fields.number("num_experts_per_tok", default=1),
-                shared_intermediate=width,
-            )
-        else:
-            dense = fields.number("intermediate_size_mlp")
-            weights += gated_weights(mlp, hidden, dense)
-            block = Block(hidden, heads, kv_heads, head_dim, dense)
-        weights += _two_norms(prefix, hidden)
-        units.append(UnitShape(prefix, tuple(weights), block))
-    return _model(fields, units)
+    mlp, bias = f"{prefix}.feed_forward", fields.flag("attention_bias", False)
+    weights = attention_weights(f"{prefix}.self_attn", hidden, heads * head_dim, kv_heads * head_dim, bias=bias)
+    if not (index in sparse if fields.is_set("moe_layers") else (index + 1) % step == 0):
+        dense = fields.number("intermediate_size_mlp")
+        return weights + gated_weights(mlp, hidden, dense), Block(hidden, heads, kv_heads, head_dim, dense)
+    weights += [
+        ParameterShape(f"{mlp}.experts.gate_up_proj", (experts, hidden, 2 * width)),
+        ParameterShape(f"{mlp}.experts.down_proj", (experts, width, hidden)),
+        *linear_weights(f"{mlp}.router", hidden, experts),
+        *gated_weights(f"{mlp}.shared_expert", hidden, width),
+    ]
+    return weights, Block(
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        width,
+        fused_gate=True,
+        experts=experts,
+        experts_per_token=fields.number("num_experts_per_tok", default=1),
+        shared_intermediate=width,
+    )
 
 
-def qwen3_next(fields: Fields) -> ModelShape:
+def _qwen3_next(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
     """Qwen3-Next: three of four layers have a gated delta rule in the place of attention, the fourth a gated one."""
-    heads, kv_heads, head_dim = _heads(fields)
+    heads, kv_heads, head_dim = fields.heads()
     hidden, width = fields.number("hidden_size"), fields.number("moe_intermediate_size")
     experts, shared = fields.number("num_experts"), fields.number("shared_expert_intermediate_size")
-    kinds, bias = fields.items("layer_types"), fields.flag("attention_bias", False)
-    period = fields.number("full_attention_interval", default=4)
-    units = []
-    for index in range(fields.number("num_hidden_layers")):
-        prefix = f"model.layers.{index}"
-        at, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        is_linear = kinds[index] == "linear_attention" if index < len(kinds) else (index + 1) % period != 0
-        if is_linear:
-            weights = _delta_rule(fields, f"{prefix}.linear_attn")
-        else:
-            weights = linear_weights(f"{at}.q_proj", hidden, 2 * heads * head_dim, bias=bias)
-            weights += _projections(at, hidden, heads, kv_heads, head_dim, bias=bias)[2 if bias else 1 :]
-            weights += linear_weights(f"{at}.o_proj", heads * head_dim, hidden, bias=bias) + _head_norms(at, head_dim)
-        weights += [
-            ParameterShape(f"{mlp}.gate.weight", (experts, hidden)),
-            ParameterShape(f"{mlp}.experts.gate_up_proj", (experts, 2 * width, hidden)),
-            ParameterShape(f"{mlp}.experts.down_proj", (experts, hidden, width)),
-            *gated_weights(f"{mlp}.shared_expert", hidden, shared),
-            *linear_weights(f"{mlp}.shared_expert_gate", hidden, 1),
-            *_two_norms(prefix, hidden),
-        ]
-        value_heads, value_dim = fields.number("linear_num_value_heads"), fields.number("linear_value_head_dim")
-        block = Block(
-            hidden,
-            value_heads if is_linear else heads,
-            fields.number("linear_num_key_heads") if is_linear else kv_heads,
-            value_dim if is_linear else head_dim,
-            width,
-            fused_gate=True,
-            norm="rms-float32-weight",
-            head_norms=True,
-            experts=experts,
-            experts_per_token=fields.number("num_experts_per_tok"),
-            shared_intermediate=shared,
-            window=_DELTA_CHUNK if is_linear else 0,
-        )
-        units.append(UnitShape(prefix, tuple(weights), block))
-    return _model(fields, units)
+    kinds, period = fields.items("layer_types"), fields.number("full_attention_interval", default=4)
+    at, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    is_linear = kinds[index] == "linear_attention" if index < len(kinds) else (index + 1) % period != 0
+    if is_linear:
+        weights = _delta_rule(fields, f"{prefix}.linear_attn")
+        heads, kv_heads = fields.number("linear_num_value_heads"), fields.number("linear_num_key_heads")
+        head_dim = fields.number("linear_value_head_dim")
+    else:
+        queries, keys, bias = heads * head_dim, kv_heads * head_dim, fields.flag("attention_bias", False)
+        weights = attention_weights(at, hidden, queries, keys, bias=bias, gated=True)
+        weights += head_norm_weights(at, head_dim, head_dim)
+    weights += [
+        ParameterShape(f"{mlp}.gate.weight", (experts, hidden)),
+        *expert_weights(mlp, experts, hidden, width),
+        *gated_weights(f"{mlp}.shared_expert", hidden, shared),
+        *linear_weights(f"{mlp}.shared_expert_gate", hidden, 1),
+    ]
+    return weights, Block(
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        width,
+        fused_gate=True,
+        norm="rms-float32-weight",
+        head_norms=True,
+        experts=experts,
+        experts_per_token=fields.number("num_experts_per_tok"),
+        shared_intermediate=shared,
+        window=_DELTA_CHUNK if is_linear else 0,
+    )
 
 
 _DELTA_CHUNK = 64
@@ -220,29 +206,7 @@ def _delta_rule(fields: Fields, prefix: str) -> Weights:
     ]
 
 
-# -- what they have in common --------------------------------------------------------------------------------------
-
-
-def _heads(fields: Fields) -> tuple[int, int, int]:
-    heads = fields.number("num_attention_heads")
-    kv_heads = fields.number("num_key_value_heads", default=heads)
-    return heads, kv_heads, fields.number("head_dim", default=fields.number("hidden_size") // heads)
-
-
-def _projections(prefix: str, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool) -> Weights:
-    return [
-        *linear_weights(f"{prefix}.q_proj", hidden, heads * head_dim, bias=bias),
-        *linear_weights(f"{prefix}.k_proj", hidden, kv_heads * head_dim, bias=bias),
-        *linear_weights(f"{prefix}.v_proj", hidden, kv_heads * head_dim, bias=bias),
-    ]
-
-
-def _head_norms(prefix: str, head_dim: int) -> Weights:
-    return norm_weights(f"{prefix}.q_norm", head_dim) + norm_weights(f"{prefix}.k_norm", head_dim)
-
-
-def _two_norms(prefix: str, hidden: int) -> Weights:
-    return [w for n in ("input", "post_attention") for w in norm_weights(f"{prefix}.{n}_layernorm", hidden)]
+# -- what DeepSeek-V3 and GLM-4.5 have in common -------------------------------------------------------------------
 
 
 def _is_dense(fields: Fields, index: int) -> bool:
@@ -256,55 +220,33 @@ def _shared_and_routed(fields: Fields, prefix: str, index: int) -> Weights:
         return gated_weights(mlp, hidden, fields.number("intermediate_size"))
     experts, width = fields.number("n_routed_experts"), fields.number("moe_intermediate_size")
     return [
-        ParameterShape(f"{mlp}.experts.gate_up_proj", (experts, 2 * width, hidden)),
-        ParameterShape(f"{mlp}.experts.down_proj", (experts, hidden, width)),
+        *expert_weights(mlp, experts, hidden, width),
         ParameterShape(f"{mlp}.gate.weight", (experts, hidden)),
         *gated_weights(f"{mlp}.shared_experts", hidden, width * fields.number("n_shared_experts", default=1)),
     ]
 
 
-def _block(
-    fields: Fields,
-    index: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    *,
-    head_norms: bool = False,
-) -> Block:
-    hidden = fields.number("hidden_size")
-    if _is_dense(fields, index):
-        width = fields.number("intermediate_size")
-        return Block(hidden, heads, kv_heads, head_dim, width, head_norms=head_norms)
-    width = fields.number("moe_intermediate_size")
-    return Block(
-        hidden,
-        heads,
-        kv_heads,
-        head_dim,
-        width,
+def _block(fields: Fields, index: int, heads: int, kv_heads: int, head_dim: int) -> Block:
+    is_dense = _is_dense(fields, index)
+    width = fields.number("intermediate_size" if is_dense else "moe_intermediate_size")
+    block = Block(fields.number("hidden_size"), heads, kv_heads, head_dim, width)
+    if is_dense:
+        return block
+    return dataclasses.replace(
+        block,
         fused_gate=True,
-        head_norms=head_norms,
         experts=fields.number("n_routed_experts"),
         experts_per_token=fields.number("num_experts_per_tok"),
         shared_intermediate=width * fields.number("n_shared_experts", default=1),
     )
 
 
-def _model(fields: Fields, units: list[UnitShape]) -> ModelShape:
-    vocab, hidden = fields.number("vocab_size"), fields.number("hidden_size")
-    tied = fields.flag("tie_word_embeddings", False)
-    head = [] if tied else head_weights("lm_head", hidden, vocab)
-    root = [*embedding_weights("model.embed_tokens", vocab, hidden), *norm_weights("model.norm", hidden), *head]
-    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
-
-
 MIXTURES = {
-    "deepseek_v3": deepseek,
-    "glm4_moe": glm,
-    "gpt_oss": gpt_oss,
-    "llama4_text": llama4,
-    "qwen3_next": qwen3_next,
+    "deepseek_v3": _of_layers(_deepseek),
+    "glm4_moe": _of_layers(_glm),
+    "gpt_oss": _of_layers(_gpt_oss),
+    "llama4_text": _of_layers(_llama4),
+    "qwen3_next": _of_layers(_qwen3_next),
 }
 """By `model_type`."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fullshard.core.errors import ConfigError
-from fullshard.plan.shapes import ParameterShape
+from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 
 
 class Fields:
@@ -57,6 +57,12 @@ class Fields:
         if value is not None and not isinstance(value, list | tuple):
             raise ConfigError(f"{self.where}: {name} is {value!r}, expected a list")
         return tuple(value or ())
+
+    def heads(self) -> tuple[int, int, int]:
+        """Heads of queries, those of keys and values, and their width."""
+        heads, hidden = self.number("num_attention_heads"), self.number("hidden_size")
+        kv_heads = self.number("num_key_value_heads", default=heads)
+        return heads, kv_heads, self.number("head_dim", default=hidden // heads)
 
     def is_set(self, name: str) -> bool:
         """Whether the field is there."""
@@ -136,3 +142,59 @@ def gated_weights(prefix: str, hidden: int, width: int, *, bias: bool = False) -
         *linear_weights(f"{prefix}.up_proj", hidden, width, bias=bias),
         *linear_weights(f"{prefix}.down_proj", width, hidden, bias=bias),
     ]
+
+
+def attention_weights(
+    prefix: str,
+    hidden: int,
+    queries: int,
+    keys: int,
+    *,
+    bias: bool = False,
+    output_bias: bool | None = None,
+    gated: bool = False,
+) -> Weights:
+    """Of attention with four projections.
+
+    Args:
+        prefix: the module's name.
+        hidden: the model's width.
+        queries: width of all heads of queries together.
+        keys: that of keys, and of values.
+        bias: of queries, keys and values.
+        output_bias: of what comes after; None: as `bias`.
+        gated: whether a gate is projected beside the queries.
+    """
+    return [
+        *linear_weights(f"{prefix}.q_proj", hidden, 2 * queries if gated else queries, bias=bias),
+        *linear_weights(f"{prefix}.k_proj", hidden, keys, bias=bias),
+        *linear_weights(f"{prefix}.v_proj", hidden, keys, bias=bias),
+        *linear_weights(f"{prefix}.o_proj", queries, hidden, bias=bias if output_bias is None else output_bias),
+    ]
+
+
+def head_norm_weights(prefix: str, queries: int, keys: int) -> Weights:
+    """Of the norms of queries and keys."""
+    return norm_weights(f"{prefix}.q_norm", queries) + norm_weights(f"{prefix}.k_norm", keys)
+
+
+def expert_weights(prefix: str, experts: int, hidden: int, width: int) -> Weights:
+    """Of experts whose weights are stacked."""
+    return [
+        ParameterShape(f"{prefix}.experts.gate_up_proj", (experts, 2 * width, hidden)),
+        ParameterShape(f"{prefix}.experts.down_proj", (experts, hidden, width)),
+    ]
+
+
+def decoder_of(
+    fields: Fields, layers: Iterable[UnitShape], *, tied: bool = False, capped_logits: bool = False
+) -> ModelShape:
+    """A decoder of these layers, as Llama has it around them; `tied`: its head, if the file does not say."""
+    vocab, hidden = fields.number("vocab_size"), fields.number("hidden_size")
+    tied = fields.flag("tie_word_embeddings", tied)
+    root = [
+        *embedding_weights("model.embed_tokens", vocab, hidden),
+        *norm_weights("model.norm", hidden),
+        *([] if tied else head_weights("lm_head", hidden, vocab)),
+    ]
+    return ModelShape("", (*layers, UnitShape("", tuple(root))), vocab, hidden, tied, capped_logits=capped_logits)
