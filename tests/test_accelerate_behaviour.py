@@ -25,9 +25,10 @@ from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api import accelerator as accelerator_module
 from fullshard.api import plugin as plugin_module
 from fullshard.config.accelerate import FLAT
-from fullshard.config.load import load_arguments, load_environment, load_file, load_fsdp_config, load_fsdp_words
+from fullshard.config.load import load_arguments, load_environment, load_file, load_fsdp_config
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
+from fullshard.config.transformers import read_fsdp_words
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.wrap.forwards import is_unit
 
@@ -212,7 +213,7 @@ def test_gradients_are_clipped_by_value() -> None:
 
 
 def words(text: Any) -> Any:
-    return load_fsdp_words(text, Origin.flag("--fsdp"))
+    return read_fsdp_words(text, Origin.flag("--fsdp"))
 
 
 def test_offload_alone() -> None:

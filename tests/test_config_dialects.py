@@ -25,14 +25,13 @@ from fullshard.config.load import (
     load_environment,
     load_file,
     load_fsdp_config,
-    load_fsdp_words,
 )
 from fullshard.config.native import NATIVE
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS
 from fullshard.config.tables import TABLES, fill_tables
-from fullshard.config.transformers import TRANSFORMERS
+from fullshard.config.transformers import TRANSFORMERS, read_fsdp_words
 from fullshard.config.xla import XLA_SETTINGS
 from fullshard.core.errors import ConfigError
 
@@ -439,7 +438,7 @@ def test_a_hint_that_lists_all_keys_is_said_once(tmp_path: Path) -> None:
     ],
 )
 def test_fsdp_words(text: Any, expected: dict[str, Any]) -> None:
-    config = resolve([load_fsdp_words(text, Origin.flag("--fsdp"))]).config
+    config = resolve([read_fsdp_words(text, Origin.flag("--fsdp"))]).config
     assert config.sharding.model_dump(exclude_unset=True) == expected
 
 
@@ -453,14 +452,14 @@ def test_fsdp_words(text: Any, expected: dict[str, Any]) -> None:
 )
 def test_fsdp_words_that_make_no_sense(text: str, message: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        resolve([load_fsdp_words(text, Origin.flag("--fsdp"))])
+        resolve([read_fsdp_words(text, Origin.flag("--fsdp"))])
     assert caught.value.hint is not None
     assert hint in caught.value.hint
 
 
 def test_auto_wrap_leaves_the_way_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "fsdp.json").write_text('{"transformer_layer_cls_to_wrap": ["Block"]}', encoding="utf-8")
-    words = load_fsdp_words("full_shard auto_wrap", Origin.flag("--fsdp"))
+    words = read_fsdp_words("full_shard auto_wrap", Origin.flag("--fsdp"))
     config = resolve([load_fsdp_config(tmp_path / "fsdp.json"), words]).config
     assert config.sharding.wrap_classes == ("Block",)
 
@@ -527,7 +526,7 @@ def test_flags_win_over_variables_over_files(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("sharding:\n  strategy: NO_SHARD\n  forward_prefetch: false\nprecision:\n  mode: fp16\n", "utf-8")
     environment = load_environment({"FSDP_SHARDING_STRATEGY": "2", "ACCELERATE_MIXED_PRECISION": "bf16"})
-    words = load_fsdp_words("full_shard", Origin.flag("--fsdp"))
+    words = read_fsdp_words("full_shard", Origin.flag("--fsdp"))
     resolved = resolve([words, environment, load_file(path)])
     config = resolved.config
     assert (config.sharding.strategy, config.precision.mode) == ("FULL_SHARD", "bf16")

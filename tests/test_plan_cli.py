@@ -465,8 +465,9 @@ def test_bytes_on_each_link() -> None:
     """In one host everything is on its links; over hosts each receives once what it does not hold."""
     shape, _ = load_model("GPT-2")
     near, far = (evaluate(shape, Job.of({}), parse_cluster("8xA100", hosts)) for hosts in (1, 4))
-    assert (near.links.host, near.links.network) == (near.traffic.total_nbytes, 0)
-    buffers = near.traffic.total_nbytes * 8 / 7
+    sent = near.traffic.gather_nbytes + near.traffic.reduce_nbytes
+    assert (near.links.host, near.links.network) == (sent, 0)
+    buffers = sent * 8 / 7
     assert far.links.host == pytest.approx(buffers / 2, rel=1e-6)
     assert far.links.network == pytest.approx(buffers * 3 / 4 / 2, rel=1e-6)
     hybrid = evaluate(shape, Job.of({"strategy": "HYBRID_SHARD", "shard_size": 2}), parse_cluster("8xA100", 4))

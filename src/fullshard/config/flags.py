@@ -25,10 +25,11 @@ from fullshard.config.dialect import (
     refused,
     switch,
 )
-from fullshard.config.load import load_file, load_fsdp_config, load_fsdp_words
+from fullshard.config.load import load_file, load_fsdp_config
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.schema import SETTINGS
-from fullshard.config.settings import closest
+from fullshard.config.settings import closest, plain_message
+from fullshard.config.transformers import read_fsdp_words
 from fullshard.config.xla import XLA_TRAINS, asks_for_xla
 from fullshard.core.errors import ConfigError
 
@@ -51,10 +52,6 @@ def _sharded(value: Any) -> Settings:
     return {}
 
 
-def _start_method(value: Any) -> str:
-    return "every process is started anew, as with spawn"
-
-
 _ONLY_TORCHRUNS = "torchrun has it, not this"
 
 _LAUNCHER_KEYS = (
@@ -75,7 +72,7 @@ _LAUNCHER_KEYS = (
     Key("master_port", Status.TRANSLATED, "launch.main_process_port"),
     Key("rdzv_endpoint", Status.TRANSLATED, "launch.main_process_ip", read=_endpoint),
     Key("local_addr", Status.NO_EFFECT, because="the address that reaches the main process is taken"),
-    Key("start_method", Status.NO_EFFECT, read=_start_method),
+    Key("start_method", Status.NO_EFFECT, because="every process is started anew, as with spawn"),
     Key("shutdown_timeout", Status.NO_EFFECT, because="processes have 3 seconds to end after a signal"),
     *refused("models are divided by sharding alone", "use_megatron_lm"),
     Key("tpu", Status.TRANSLATED, because=XLA_TRAINS, read=asks_for_xla),
@@ -195,7 +192,7 @@ class CommandLine:
         if (further := self.options.get("fsdp_config")) is not None:
             readings.append(_read_fsdp_config(str(further.value), further.origin))
         if (words := self.options.get("fsdp")) is not None:
-            readings.append(load_fsdp_words(words.value, words.origin))
+            readings.append(read_fsdp_words(words.value, words.origin))
         reading = FLAGS.read(self.entries)
         if (file := reading.entries.get("deepspeed_config_file")) is not None:
             readings.append(load_file(str(file.value)))
@@ -228,8 +225,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
         try:
             _take(line, written, rest)
         except ConfigError as error:
-            text, _, _ = str(error).partition("\nhint: ")
-            problems.append(Problem((Origin.flag(written.partition("=")[0]),), text, error.hint))
+            problems.append(Problem((Origin.flag(written.partition("=")[0]),), plain_message(error), error.hint))
     refuse(problems)
     if rest:
         line.target, line.arguments = rest[0], rest[1:]

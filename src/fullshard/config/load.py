@@ -16,7 +16,7 @@ from fullshard.config.native import NATIVE
 from fullshard.config.origin import Entry, Origin, entries_of
 from fullshard.config.settings import closest
 from fullshard.config.switches import faults
-from fullshard.config.transformers import TRANSFORMERS, read_fsdp_words
+from fullshard.config.transformers import TRANSFORMERS
 from fullshard.core.paths import local_path
 
 FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS)
@@ -44,11 +44,6 @@ def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_
     if not str(value).lstrip().startswith("{"):
         return load_file(value)
     return TRANSFORMERS.read(_at(parse_document(str(value), "fsdp_config.json"), Origin.flag(flag)))
-
-
-def load_fsdp_words(text: Any, origin: Origin) -> Reading:
-    """What Transformers' `--fsdp "full_shard auto_wrap offload"` sets."""
-    return read_fsdp_words(text, origin)
 
 
 def load_environment(environ: Mapping[str, str] | None = None) -> Reading:

@@ -18,7 +18,7 @@ from fullshard.config.dialect import Key, Read, Reading, Setting
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import SETTINGS, RunConfig
-from fullshard.config.settings import suggestion
+from fullshard.config.settings import plain_message, suggestion
 from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.core.strategy import parse_strategy
 
@@ -76,7 +76,7 @@ class View(BaseModel):
     def _problem(cls, item: Any) -> str:
         name = ".".join(cls.spelled(str(part)) for part in item["loc"])
         if raised := item.get("ctx", {}).get("error"):  # one of our own, which says what it got
-            text = str(raised).partition("\nhint: ")[0]
+            text = plain_message(raised)
             return f"{name}: {text}" if name else text
         return f"{name}: {item['msg']} (got {item['input']!r})"
 

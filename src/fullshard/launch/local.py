@@ -290,7 +290,7 @@ class Agent(LocalElasticAgent):
     def outcome(self, result: RunResult) -> int:
         """Report a failure, if there is one, and give the exit code of the job."""
         self._keep_tracebacks(result.failures)
-        cause = self._client.root_cause if self._client is not None else None
+        cause = self._cause
         if not result.failures and (cause is None or self._is_left_last):
             if not any(self._preemption.glob("stopping-*")):
                 return 0
@@ -339,8 +339,12 @@ class Agent(LocalElasticAgent):
     @property
     def _is_left_last(self) -> bool:
         """Whether this host ends because it was asked to, and another that may go has gone before it."""
-        cause = self._client.root_cause if self._client is not None else None
-        return bool(self._membership and self._asked and cause and cause.lost)
+        return bool(self._membership and self._asked and self._cause and self._cause.lost)
+
+    @property
+    def _cause(self) -> RootCause | None:
+        """What failed first, on whatever host; None as long as nothing has, and on one host."""
+        return self._client.root_cause if self._client is not None else None
 
     @property
     def _world_size(self) -> int:
@@ -459,7 +463,7 @@ class Agent(LocalElasticAgent):
             if had_listened or late.name not in _MESSAGES:
                 raise SignalException(f"signal {late}", sigval=late)
         self._keep_tracebacks(self._failures)
-        cause = self._client.root_cause if self._client is not None else None
+        cause = self._cause
         if cause is not None and not cause.here:
             _tell(self._told(cause))
         elif self._failures:

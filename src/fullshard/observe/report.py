@@ -109,7 +109,7 @@ def _state_of(run: RunRecord) -> str:
 def _overview(runs: Sequence[RunRecord]) -> str:
     rows: list[tuple[str, Callable[[RunRecord], str]]] = [
         ("model", _model),
-        ("ranks", lambda run: _ranks(run)),
+        ("ranks", _ranks),
         ("steps", lambda run: str(run.steps[-1]["step"]) if run.steps else ""),
         ("loss at the end", _final_loss),
         ("tokens per second, median", lambda run: _median(run, "tokens_per_second", "{:,.0f}")),

@@ -250,20 +250,19 @@ def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
 
 def notes_of(plan: Plan) -> list[str]:
     """What the reader has to know besides the numbers."""
-    notes = []
-    device = plan.cluster.device
+    notes, job, device = [], plan.job, plan.cluster.device
     if not device.is_run:
         notes.append(
             f"this engine has not been run on a {device.name}: nothing of this was compared with a measurement"
         )
-    if plan.job.precision == "bf16" and not device.has_bfloat16:
+    if job.precision == "bf16" and not device.has_bfloat16:
         notes.append(f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)")
-    if said := loss_note(plan.model, plan.job):
+    if said := loss_note(plan.model, job):
         notes.append(said)
-    if plan.job.tp > 1:
+    if job.tp > 1:
         notes.append(_tiles_note(plan))
-    if plan.job.float8:
-        gain, name = plan.cluster.device.float8, plan.cluster.device.name
+    if job.float8:
+        gain, name = device.float8, device.name
         speed = f"float8 products of a {name} are taken as {gain:g} times as fast, casts included"
         notes.append(
             f"{speed if gain > 1 else f'a {name} computes nothing in float8'}; the script calls torchao's "
@@ -271,18 +270,18 @@ def notes_of(plan: Plan) -> list[str]:
         )
     if device.is_cpu and plan.setting.layout.shard_size > 1 and not plan.cluster.shares_memory:
         notes.append("ranks send through Gloo and share no memory, because FULLSHARD_COMM=gloo is set")
-    if plan.job.on_host and plan.cluster.device.is_cpu:
+    if job.on_host and device.is_cpu:
         notes.append("offload saves nothing here: a CPU computes in host memory")
-    if plan.job.reshard_after_forward == "auto":
-        others = plan.units - (2 if plan.job.wrap_embeddings else 1)
+    if job.reshard_after_forward == "auto":
+        others = plan.units - (2 if job.wrap_embeddings else 1)
         notes.append(f"{plan.kept} of {others} units stay unsharded between forward and backward")
-    if plan.job.checkpointing == "selective" and plan.job.compile:
+    if job.checkpointing == "selective" and job.compile:
         notes.append("this engine does not compile what it checkpoints selectively; it is planned for comparison")
-    if plan.job.method == "full" and plan.job.stored_dtype != plan.job.main_dtype:
-        notes.append(f"main weights are {plan.job.main_dtype}; with precision no they stay {plan.job.stored_dtype}")
+    if job.method == "full" and job.stored_dtype != job.main_dtype:
+        notes.append(f"main weights are {job.main_dtype}; with precision no they stay {job.stored_dtype}")
     if not plan.model.blocks:
         notes.append("what the layers compute is unknown, so activations are not in these numbers")
-    if plan.job.method == "qlora" and "CPU" not in plan.cluster.device.name and plan.job.precision == "fp32":
+    if job.method == "qlora" and not device.is_cpu and job.precision == "fp32":
         notes.append("4-bit layers compute in float32 here; bf16 is usual")
     return notes
 
@@ -290,19 +289,21 @@ def notes_of(plan: Plan) -> list[str]:
 def _tiles_note(plan: Plan) -> str:
     """How layers are taken to be cut, and what the other way needs."""
     job = plan.job
-    where = "the script or distributed_config does that (docs/tensor_parallelism.md)"
     if job.sequence_parallel:
-        where = "the script does that (docs/tensor_parallelism.md): no plan of Transformers does"
         return (
             f"layers are cut over {job.tp} ranks as torchtitan cuts Llama's: between their parts a rank has "
-            f"{job.seq_len // job.tp} of {job.seq_len} tokens; {where}"
+            f"{job.seq_len // job.tp} of {job.seq_len} tokens; the script does that (docs/tensor_parallelism.md): "
+            "no plan of Transformers does"
         )
-    note = f"layers are cut over {job.tp} ranks as Transformers cuts Llama's, each with all tokens between their parts"
+    note = (
+        f"layers are cut over {job.tp} ranks as Transformers cuts Llama's, each with all tokens between their parts; "
+        "the script or distributed_config does that (docs/tensor_parallelism.md)"
+    )
     if job.seq_len % job.tp or not plan.model.blocks:
-        return f"{note}; {where}"
+        return note
     split = evaluate(plan.model, Job.of({**job.model_dump(), "sequence_parallel": True}), plan.cluster)
     less = format_nbytes(max(0, plan.memory.needed - split.memory.needed))
-    return f"{note}; {where}. A script that splits them along the sequence needs {less} less (--sequence-parallel)"
+    return f"{note}. A script that splits them along the sequence needs {less} less (--sequence-parallel)"
 
 
 # -- what to change -----------------------------------------------------------------------------------------------

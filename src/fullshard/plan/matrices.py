@@ -56,11 +56,6 @@ class MatrixWork:
         return self.dealing.cost.sent_as
 
     @property
-    def busiest_flops(self) -> int:
-        """FLOP of the busiest rank in a step."""
-        return max(self.dealing.work)
-
-    @property
     def kept_nbytes(self) -> int:
         """Bytes of state of the rank that keeps most for its matrices."""
         return max(self.dealing.kept_numel) * itemsize(self.sent_as)

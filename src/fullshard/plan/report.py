@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.config.schema import RunConfig
 from fullshard.core.sizes import GIB, format_count, format_nbytes
 from fullshard.plan.copies import COST
 from fullshard.plan.evaluate import Change, Plan, notes_of
+from fullshard.plan.job import Job
 from fullshard.plan.memory import CATEGORIES
-
-if TYPE_CHECKING:
-    from fullshard.config.schema import RunConfig
-    from fullshard.plan.job import Job
 
 
 def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
@@ -279,8 +277,6 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
     Raises:
         ConfigError: the plan needs something this engine does not have, such as selective checkpointing with compile.
     """
-    from fullshard.config.schema import RunConfig
-
     device = "cpu" if plan.cluster.device.is_cpu else "auto"
     return RunConfig.of_paths(
         {

@@ -49,11 +49,6 @@ class Traffic:
         """That of `repeats` such steps."""
         return Traffic(*(repeats * getattr(self, field.name) for field in dataclasses.fields(self)))
 
-    @property
-    def total_nbytes(self) -> int:
-        """All that is sent."""
-        return self.gather_nbytes + self.reduce_nbytes + self.replicate_nbytes + self.tiles_nbytes
-
 
 def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
     """Add up the bytes of a predicted or a recorded step."""

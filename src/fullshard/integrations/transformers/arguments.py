@@ -19,9 +19,10 @@ import torch
 from fullshard.api.configure import launched
 from fullshard.api.state import ProcessState
 from fullshard.config.dialect import Reading, refuse
-from fullshard.config.load import load_fsdp_config, load_fsdp_words
+from fullshard.config.load import load_fsdp_config
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
+from fullshard.config.transformers import read_fsdp_words
 from fullshard.core.errors import ConfigError
 from fullshard.core.patience import FIRST_SECONDS
 from fullshard.launch.environment import read_rank_environment
@@ -44,7 +45,7 @@ def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
     if isinstance(fsdp, list | tuple):  # Transformers takes a list of its FSDPOption, too
         fsdp = " ".join(str(getattr(word, "value", word)) for word in fsdp)
     if isinstance(fsdp, str) and fsdp.strip():
-        reading.add(load_fsdp_words(fsdp, Origin.argument("TrainingArguments.fsdp")))
+        reading.add(read_fsdp_words(fsdp, Origin.argument("TrainingArguments.fsdp")))
     if fsdp_config:
         if isinstance(fsdp_config, Mapping):
             fsdp_config = {k: v for k, v in fsdp_config.items() if k not in _PREPARED or v != _PREPARED[k]}
