@@ -22,7 +22,7 @@ from fullshard import (
     shard_model,
     unsharded,
 )
-from fullshard.core.errors import LifecycleError, OptimizerError
+from fullshard.core.errors import CommunicationError, LifecycleError, OptimizerError
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
 
@@ -222,6 +222,35 @@ def check_mixed() -> None:
     assert model.layer.bias.grad is None and model.norm.weight.grad is None and model.norm.bias.grad is not None
 
 
+def check_real_on_rank_0() -> None:
+    """Where rank 0 alone had the model, and the others make it real from the meta device, they find one another's."""
+    rank, _ = rank_and_size()
+
+    def layers() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def sharded() -> Any:
+        with torch.device("cpu" if rank == 0 else "meta"):
+            model = layers()
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    model, reference = sharded(), layers()
+    model.to("cpu") if rank == 0 else model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, reference.state_dict() if rank == 0 else {}, options=options)
+    assert torch.equal(model(INPUTS), reference(INPUTS))
+
+    model = sharded()
+    if rank:
+        for layer in reversed(model):
+            layer.to_empty(device="cpu")
+    with pytest.raises(CommunicationError, match=r"(?s)rank 0 has \[unit '0' was made real after .*rank 1 has \["):
+        model(INPUTS)
+
+
 def check_cast(how: str) -> None:
     """A model that is cast after sharding is one that was cast before, in forward, backward and step."""
     reference = whole()
@@ -272,7 +301,9 @@ def test_to_empty_and_initialise_is_one_process(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [check_nobody_filled, check_refused, check_parts, check_mixed], ids=lambda c: c.__name__
+    "check",
+    [check_nobody_filled, check_refused, check_parts, check_mixed, check_real_on_rank_0],
+    ids=lambda c: c.__name__,
 )
 def test_meta(check: Any) -> None:
     run_ranks(check, 2)

@@ -40,9 +40,11 @@ def convert(units: Sequence[UnitParameters], fn: Function) -> set[Span]:
     Raises:
         LifecycleError: a unit cannot follow; none was changed.
     """
-    results = {unit: _applied(unit, fn) for unit in units}
-    on_meta = [unit for unit in units if results[unit] is _Applied.REAL]
-    to_cast = [unit for unit in units if results[unit] is _Applied.CAST]
+    # In the order in which they were sharded: one that is real on one rank and on the meta device on another then has
+    # the same place in memory that ranks share.
+    results = {unit: _applied(unit, fn) for unit in sorted(units, key=lambda unit: unit.made)}
+    on_meta = [unit for unit in results if results[unit] is _Applied.REAL]
+    to_cast = [unit for unit in results if results[unit] is _Applied.CAST]
     for unit in to_cast:
         _check_cast(unit)  # all of them before any is changed
     for unit in to_cast:

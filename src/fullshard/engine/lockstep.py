@@ -76,6 +76,8 @@ class Lockstep:
         placed = self._mesh.gather.pages.placed
         if placed:  # last: where the models themselves differ, that is to be said
             lines += [f"{placed} buckets in shared memory, those of earlier models included"]
+            real = [unit for unit in units[::-1] if unit.buckets]
+            lines += [f"unit {unit.name!r} was made real after {unit.placed} of them" for unit in real]
         check_agreement(self._mesh, lines, what="the sharded model", hint=_MODEL_HINT)
         self._units, self.has_begun = units, True
         if self._mesh.gather.size > 1:

@@ -7,6 +7,7 @@ business of `engine.unit`.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -68,6 +69,9 @@ class UnitOwner(WaitingModel, Protocol):
         """A unit that was on the meta device has its buckets now."""
 
 
+_made = itertools.count()
+
+
 class UnitParameters:
     """The parameters of one unit, and where they are.
 
@@ -85,10 +89,13 @@ class UnitParameters:
         is_filled: whether it was given values, and not memory only.
         neighbours: who share the parameters between forward and backward, instead of all ranks of the shard axis.
         keeps_memory: resharding does.
+        made: how many units this process had made before.
+        placed: how many buckets of ranks that share memory had their place before its own.
     """
 
     buckets: list[Bucket]
     full_nbytes: int
+    placed: int
 
     def __init__(
         self,
@@ -110,6 +117,7 @@ class UnitParameters:
         self.keeps_memory = False
         self.stand_ins: StandIns | None = None
         self.is_filled = True
+        self.made = next(_made)
         if weights is None and any(slot.parameter.is_meta for slot in plan.slots):
             self.stand_ins = StandIns.of_plan(plan, mesh=mesh, policy=policy, storage=storage)
         else:
@@ -117,6 +125,7 @@ class UnitParameters:
 
     def _allocate(self, values: Values | None) -> None:
         mesh, policy, storage = self.mesh, self.policy, self.storage
+        self.placed = mesh.gather.pages.placed
         self.buckets = [
             _bucket_type(slots)(
                 slots, mesh=mesh, policy=policy, storage=storage, owner=self, number=number, weights=values
