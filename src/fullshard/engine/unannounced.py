@@ -74,7 +74,7 @@ class Unannounced:
             if call.is_active and after >= 0:
                 unit.post_backward(call)
             else:  # freed before, with its last gradient, or with all others at the end
-                call.is_active, call.is_done = False, True
+                call.end()
                 unit.reduce_if_left()
 
     def finish_others(self) -> None:
