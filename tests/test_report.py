@@ -152,6 +152,24 @@ def test_a_file_that_was_cut_off_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"plan\.json: expected an object, got a list"):
         read_runs([run])
     (run / "plan.json").write_text(plan)
+    for name, text, wrong in (
+        ("plan.json", plan.replace('"count": 2', '"count": []'), r"devices.count: input should be a valid integer"),
+        ("plan.json", plan.replace('"phases"', '"parts"'), r"memory.phases: field required"),
+        ("settings.json", '{"--lr": 3}', r"--lr: input should be"),
+        ("environment.json", '{"torch": "2.13.0"}', r"device: field required"),
+        ("trainer_state.json", '{"log_history": [{"step": 1, "loss": "x"}]}', r"log_history.0.loss: input should be"),
+        ("trainer_state.json", '{"log_history": [3]}', r"log_history.0: input should be"),
+    ):
+        path = run / name
+        before = path.read_bytes() if path.exists() else b""
+        path.write_text(text)
+        lines = (run / "metrics.jsonl").read_bytes()
+        if name == "trainer_state.json":
+            (run / "metrics.jsonl").unlink()
+        with pytest.raises(DataError, match=rf"{name}: {wrong}(.|\n)*hint: another program"):
+            read_runs([run])
+        path.write_bytes(before) if before else path.unlink()
+        (run / "metrics.jsonl").write_bytes(lines)
     metrics = (run / "metrics.jsonl").read_text().splitlines()
     for line in (metrics[2][:30], '{"epoch": 1}', "[1]", "\udce9"):
         text = "\n".join([*metrics[:2], line, *metrics[3:]]) + "\n"

@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, PositiveInt, TypeAdapter, ValidationError
+
 from fullshard.core.errors import DataError
 from fullshard.core.journal import read_journal
 from fullshard.core.paths import local_path
@@ -18,6 +20,68 @@ from fullshard.observe.sinks import read_metrics
 
 _TRAINER_STATE = "trainer_state.json"
 _LEFT_OUT = "a kill may have cut it off; move it away, and the report leaves it out"
+
+
+# What the report reads of the files; they may hold more. Others write files of these names, too.
+
+
+class _Bucket(BaseModel):
+    elements: int
+    per_rank: PositiveInt
+    bytes: int
+    dtype: str
+    compute_dtype: str
+    trainable: bool
+
+
+class _Unit(BaseModel):
+    name: str
+    buckets: list[_Bucket]
+
+
+class _Memory(BaseModel):
+    phases: dict[str, dict[str, int]]
+
+
+class _Devices(BaseModel):
+    count: int
+
+
+class _Model(BaseModel):
+    name: str
+    parameters: int
+
+
+class _Plan(BaseModel):
+    verdict: str
+    process: int = 0
+    memory: _Memory
+    devices: _Devices
+    model: _Model
+    units: list[_Unit] = []
+
+
+class _Setting(BaseModel):
+    value: Any
+    origin: str
+
+
+class _Environment(BaseModel):
+    device: str
+    ranks: int
+
+
+class _Logged(BaseModel):
+    """A line of the history of Transformers' Trainer."""
+
+    step: int = 0
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+
+
+class _TrainerState(BaseModel):
+    log_history: list[_Logged] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +149,21 @@ def _read(directory: Path) -> RunRecord:
             "with losses",
             hint="name the --output-dir of a run",
         )
-    settings = _json(directory / "settings.json")
+    settings = _json(directory / "settings.json", dict[str, _Setting])
     return RunRecord(
         name=directory.absolute().name,
         directory=directory,
         steps=steps,
-        plan=_json(directory / "plan.json"),
+        plan=_json(directory / "plan.json", _Plan),
         settings={name: (one["value"], one["origin"]) for name, one in settings.items()},
-        environment=_json(directory / "environment.json"),
+        environment=_json(directory / "environment.json", _Environment),
         events=events,
         checkpoints=[_checkpoint(path) for path in sorted(_checkpoints(directory), key=_number)],
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where there is none."""
+def _json(path: Path, kind: Any) -> dict[str, Any]:
+    """What a file holds, if it is of that kind; nothing where there is none."""
     if not path.is_file():
         return {}
     try:
@@ -108,6 +172,16 @@ def _json(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is not valid JSON: {error}", hint=_LEFT_OUT) from None
     if not isinstance(found, dict):
         raise DataError(f"{path}: expected an object, got a {type(found).__name__}", hint=_LEFT_OUT)
+    try:
+        if found:
+            TypeAdapter(kind).validate_python(found)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"]))
+        raise DataError(
+            f"{path}: {where}: {wrong['msg'][0].lower()}{wrong['msg'][1:]}, got {str(wrong['input'])[:60]}",
+            hint="another program may have written it; move it away, and the report leaves it out",
+        ) from None
     return found
 
 
@@ -117,7 +191,7 @@ def _trainer_state(directory: Path) -> dict[str, Any]:
     cut_off = None
     for path in (directory / _TRAINER_STATE, *in_checkpoints):
         try:
-            if state := _json(path):
+            if state := _json(path, _TrainerState):
                 return state
         except DataError as error:
             cut_off = cut_off or error
