@@ -554,6 +554,7 @@ def test_calibrations_are_read_back(tmp_path: Path) -> None:
     assert find_device(str(path)) == device
     assert parse_cluster(f"2x{path}").device == device
     values: dict[str, Any] = json.loads(path.read_text())
-    path.write_text(json.dumps({**values, "link": -1}))
-    with pytest.raises(ConfigError, match="link must be positive"):
-        find_device(str(path))
+    for name, wrong in (("link", -1), ("flops", float("nan")), ("memory_bandwidth", float("inf")), ("rack", -1)):
+        path.write_text(json.dumps({**values, name: wrong}))
+        with pytest.raises(ConfigError, match=f"{name} must be positive"):
+            find_device(str(path))

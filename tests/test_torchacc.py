@@ -234,6 +234,8 @@ def test_files_and_dicts(tmp_path: Path) -> None:
     assert Config.of(fields).dist.fsdp.size == 2
     assert Config.of(None) == Config()
     assert Config.of(config) is config
+    with pytest.raises(ConfigError, match=r"gc_cls: expected a set of class names, got \[\['Block'\]\]"):
+        Config.of({"memory": {"gc_cls": [["Block"]]}})
     with pytest.raises(ConfigError, match=r"config is a builtins\.int"):
         Config.of(3)  # type: ignore[arg-type]
 

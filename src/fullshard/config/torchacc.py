@@ -399,7 +399,7 @@ def _plain(value: Any, *, into: Any, name: str) -> Any:
     if isinstance(value, tuple) and all(isinstance(item, Entry) for item in value):
         return {item.key: item.value for item in value}
     if isinstance(value, list | tuple) and (isinstance(into, set) or name == "gc_cls"):
-        return set(value)
+        return set(value) if all(isinstance(item, str) for item in value) else value
     return value
 
 
@@ -453,11 +453,7 @@ def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
             f"and the world size is {world_size}"
         )
         problems.append(Problem((replicas.origin, shard.origin), message, "leave dp.size out: it follows"))
-    elif order is not None and 1 < shard.value < world_size and _is_inside(order.value, "dp", "fsdp"):
+    elif order is not None and 1 < shard.value < world_size and order.value.index("dp") > order.value.index("fsdp"):
         message = f"dist.topology = {shown(order.value)} puts replicas next to each other; shard groups are neighbours"
         problems.append(Problem((order.origin,), message, "put 'dp' before 'fsdp'"))
     refuse(problems)
-
-
-def _is_inside(order: list[str], inner: str, outer: str) -> bool:
-    return order.index(inner) > order.index(outer)

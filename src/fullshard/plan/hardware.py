@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -356,13 +357,14 @@ def read_calibration(path: Path) -> Device:
         device = Device(**values)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: no calibration: {error}", hint="make one with fullshard plan --calibrate") from None
-    wrong = [
-        name
-        for name in ("memory", "flops", "flops_fp32", "memory_bandwidth", "link", "network", "per_host", "efficiency")
-        if not isinstance(getattr(device, name), int | float) or getattr(device, name) <= 0
-    ]
+    needed = ("memory", "flops", "flops_fp32", "memory_bandwidth", "link", "network", "per_host", "efficiency")
     optional = ("fresh_bandwidth", "replicate_link", "op_seconds", "function_seconds", "unit_seconds", "rack")
-    wrong += [name for name in optional if not isinstance(getattr(device, name), int | float)]
+    wrong = [name for name in needed if not _is_finite(getattr(device, name)) or getattr(device, name) <= 0]
+    wrong += [name for name in optional if not _is_finite(getattr(device, name)) or getattr(device, name) < 0]
     if wrong:
         raise ConfigError(f"{path}: {', '.join(wrong)} must be positive", hint="calibrate again")
     return device
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
