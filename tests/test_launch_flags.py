@@ -225,6 +225,7 @@ def test_streams_are_checked() -> None:
     [
         ([], "no script was named"),
         (["trian.py"], "the script trian.py does not exist\nhint: . has train.py"),
+        (["."], ". is a folder without a __main__.py\nhint: name the script in it"),
         (["--nproc_per_node", "all", "train.py"], "--nproc_per_node: expected a number, auto, gpu or cpu"),
         (["--num_processes", "2", "--nproc_per_node", "4", "train.py"], "keep one of the two"),
         (["--standalone", "--nnodes", "2", "train.py"], "--nnodes"),

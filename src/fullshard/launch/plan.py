@@ -264,3 +264,5 @@ def script_exists(line: CommandLine) -> None:
         close = sorted(file.name for file in Path(path.parent).glob("*.py"))[:8] if path.parent.is_dir() else []
         hint = f"{path.parent} has {', '.join(close)}" if close else "check the path; `-m` runs a module"
         raise ConfigError(f"the script {line.target} does not exist", hint=hint)
+    if line.kind == "script" and path.is_dir() and not (path / "__main__.py").is_file():
+        raise ConfigError(f"{line.target} is a folder without a __main__.py", hint="name the script in it")
