@@ -462,9 +462,8 @@ class RunConfig(Settings):
             ("precision.reduce_as", "what is rounded depends on who sends it"),
             ("sharding.compile", "compiled kernels choose their own order"),
         ):
-            name = path.split(".")[1]
-            if self.value(path) != GROUPS[path.split(".")[0]].model_fields[name].default:
-                raise self._not_deterministic(f"{name} = {self.value(path)}: {reason}", path)
+            if (value := self.value(path)) != SETTINGS[path].default:
+                raise self._not_deterministic(f"{path.split('.')[1]} = {value}: {reason}", path)
         if self.sharding.resolved_strategy().keeps_gradients:
             raise self._not_deterministic(
                 f"{self.sharding.strategy} adds up a rank's slices before it sends them", "sharding.strategy"

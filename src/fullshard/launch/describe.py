@@ -7,6 +7,7 @@ import shlex
 from fullshard.config.dialect import shown
 from fullshard.config.flags import CommandLine
 from fullshard.config.schema import SETTINGS
+from fullshard.launch.network import DEFAULT_PORT
 from fullshard.launch.plan import LaunchPlan
 
 _PER_HOST = ("machine_rank", "node_rank", "dry_run")
@@ -36,7 +37,7 @@ def describe(line: CommandLine, plan: LaunchPlan) -> str:
 def _meeting(plan: LaunchPlan) -> str:
     launch = plan.launch
     order = "by machine rank" if launch.machine_rank is not None else "in the order in which they arrive"
-    return f" ({order}; all meet at {launch.main_process_ip} port {launch.main_process_port or 29500})"
+    return f" ({order}; all meet at {launch.main_process_ip} port {launch.main_process_port or DEFAULT_PORT})"
 
 
 def _settings(plan: LaunchPlan) -> list[str]:

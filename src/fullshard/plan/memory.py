@@ -114,7 +114,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """The fullest moment of all."""
-        return max(sum(nbytes.values()) for nbytes in self.phases.values())
+        return max(map(self.peak_of, self.phases))
 
     @property
     def needed(self) -> int:
@@ -136,7 +136,7 @@ class Memory:
     @property
     def peak_phase(self) -> str:
         """The phase it is in."""
-        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+        return max(self.phases, key=self.peak_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,10 +109,10 @@ def _legend_below(axes: Any, other: Any = None) -> None:
     axes.legend(handles, labels, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
 
 
-def _shown(timeline: Sequence[Any]) -> list[int]:
+def _shown(timeline: Sequence[Moment]) -> list[int]:
     """The moments that are drawn: all, or the fullest of each stretch."""
     stretch = -(-len(timeline) // _MOST_STEPS)
-    totals = [sum(moment.nbytes.values()) for moment in timeline]
+    totals = [moment.total for moment in timeline]
     return [
         max(range(first, min(first + stretch, len(timeline))), key=totals.__getitem__)
         for first in range(0, len(timeline), stretch)

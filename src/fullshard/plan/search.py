@@ -120,10 +120,8 @@ def _fastest_first(plan: Plan) -> tuple[float, int]:
 
 
 def _with_what_costs_nothing(job: Job, cluster: Cluster, fixed: frozenset[str]) -> Job:
-    better: dict[str, Any] = {}
-    if job.optimizer == "adamw" and not cluster.device.is_cpu:
-        better["optimizer"] = "adamw-fused"
-    return job.model_copy(update={name: value for name, value in better.items() if name not in fixed})
+    may_fuse = job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu
+    return job.model_copy(update={"optimizer": "adamw-fused"}) if may_fuse else job
 
 
 def _rounded(job: Job, fixed: frozenset[str]) -> Job:

@@ -46,7 +46,7 @@ from fullshard.plan.attention import BACKWARD, is_computed_whole, part_of_peak
 from fullshard.plan.attention import forward_flops as attention_flops
 from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.job import Job
-from fullshard.plan.layout import ModelLayout, UnitLayout
+from fullshard.plan.layout import UnitLayout
 from fullshard.plan.losses import moved_nbytes, new_nbytes, recomputed_flops
 from fullshard.plan.matrices import MatrixWork
 from fullshard.plan.memory import PlanSetting, of_parameters
@@ -415,7 +415,7 @@ class _Clock:
                 nbytes = 0 if self.setting.route.shares_memory else sent
                 copied = sum(b.compute_shard_nbytes for b in unit.buckets if b.is_gathered_from_host)
                 there = self._copy("to device", copied)
-                self.gathered[unit.name] = max(self._collective(self.setting.layout, nbytes, after=there), there)
+                self.gathered[unit.name] = max(self._collective(nbytes, after=there), there)
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
             case EventKind.FORWARD_END:
@@ -449,8 +449,8 @@ class _Clock:
                     self._wait(done if before != unit.name else self.now)
                 shard_size = self.setting.layout.shard_size
                 sent = reduce_message_nbytes(event, unit, shard_size) * shard_size
-                done = self._collective(self.setting.layout, event.nbytes if self.setting.route.shares_memory else sent)
-                done = max(done, self._all_reduce(self.setting.layout, event.nbytes))
+                done = self._collective(event.nbytes if self.setting.route.shares_memory else sent)
+                done = max(done, self._all_reduce(event.nbytes))
                 self.reduced.append((unit.name, done))
             case EventKind.TO_HOST if event.what == "gradient":
                 self._copy("to host", event.nbytes)
@@ -507,12 +507,13 @@ class _Clock:
         self.communication += nbytes / PCIE
         return self.copied[way]
 
-    def _collective(self, layout: ModelLayout, nbytes: int, *, after: float = 0.0) -> float:
+    def _collective(self, nbytes: int, *, after: float = 0.0) -> float:
         """When an all-gather or reduce-scatter of `nbytes`, issued now and begun after `after`, is done."""
-        return self._send(nbytes, layout.shard_size, stride=self.setting.job.tp, times=1, after=after)
+        return self._send(nbytes, self.setting.layout.shard_size, stride=self.setting.job.tp, times=1, after=after)
 
-    def _all_reduce(self, layout: ModelLayout, nbytes: int) -> float:
+    def _all_reduce(self, nbytes: int) -> float:
         """The same for this rank's interval along the replicate axis."""
+        layout = self.setting.layout
         stride = self.setting.job.tp * layout.shard_size
         return self._send(nbytes // layout.shard_size, layout.replicate_size, stride=stride, times=2)
 
