@@ -39,7 +39,7 @@ class _Unit(BaseModel):
     buckets: list[_Bucket]
 
 
-class _Memory(BaseModel):
+class _Phases(BaseModel):
     phases: dict[str, dict[str, int]]
 
 
@@ -52,10 +52,10 @@ class _Model(BaseModel):
     parameters: int
 
 
-class _Plan(BaseModel):
+class _PlanFile(BaseModel):
     verdict: str
     process: int = 0
-    memory: _Memory
+    memory: _Phases
     devices: _Devices
     model: _Model
     units: list[_Unit] = []
@@ -154,7 +154,7 @@ def _read(directory: Path) -> RunRecord:
         name=directory.absolute().name,
         directory=directory,
         steps=steps,
-        plan=_json(directory / "plan.json", _Plan),
+        plan=_json(directory / "plan.json", _PlanFile),
         settings={name: (one["value"], one["origin"]) for name, one in settings.items()},
         environment=_json(directory / "environment.json", _Environment),
         events=events,
