@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import GROUPS, RunConfig
 
 ACCELERATE = """\
 distributed_type: FSDP
@@ -99,7 +99,7 @@ def test_check(tmp_path: Path, accelerate_file: Path) -> None:
 def test_explain_says_every_value_and_where_it_comes_from(tmp_path: Path, accelerate_file: Path) -> None:
     lines = run(tmp_path, "explain", accelerate_file.name).stdout.splitlines()
     by_path = {line.split()[0]: line.split() for line in lines}
-    for group in SECTIONS:
+    for group in GROUPS:
         for name in type(getattr(RunConfig(), group)).model_fields:
             assert f"{group}.{name}" in by_path
     assert " ".join(by_path["precision.mode"]) == "precision.mode bf16 accelerate.yaml:2:1 (mixed_precision) default no"

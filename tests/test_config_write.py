@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from fullshard.config.load import load_file
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import (
-    SECTIONS,
+    GROUPS,
     CheckpointConfig,
     LaunchConfig,
     PrecisionConfig,
@@ -149,7 +149,7 @@ PROPERTY = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_t
 def test_the_strategies_reach_every_setting() -> None:
     """A setting that is added to the schema must be added above."""
     source = Path(__file__).read_text()
-    for group in SECTIONS:
+    for group in GROUPS:
         model: Any = RunConfig.model_fields[group].annotation
         for name in model.model_fields:
             assert f"    {name}=" in source or f"({model.__name__}, {name}=" in source, name
@@ -181,7 +181,7 @@ def test_every_difference_in_accelerates_form_is_remarked(config: RunConfig) -> 
     text, remarks = write_accelerate(config)
     remarked = {remark.path for remark in remarks}
     back = read(text).config
-    for group in SECTIONS:
+    for group in GROUPS:
         for name in type(getattr(config, group)).model_fields:
             path = f"{group}.{name}"
             before, after = getattr(getattr(config, group), name), getattr(getattr(back, group), name)
@@ -252,7 +252,7 @@ def test_every_setting_is_explained_in_the_file() -> None:
     """Uncommenting every default changes nothing."""
     text = write_native(RunConfig())
     lines = text.splitlines()
-    for group in SECTIONS:
+    for group in GROUPS:
         model: Any = RunConfig.model_fields[group].annotation
         for name, field in model.model_fields.items():
             at = next(i for i, line in enumerate(lines) if line.startswith(f"  # {name}: "))

@@ -16,7 +16,7 @@ from fullshard.cli.launch import help_text
 from fullshard.config.dialect import Status
 from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, parse
 from fullshard.config.resolve import Resolved, resolve
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import GROUPS, RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.launch.plan import make_plan
 from fullshard.launch.streams import StreamPlan
@@ -128,7 +128,7 @@ def test_flags_without_effect_say_why(flag: str) -> None:
 
 def test_every_setting_has_a_flag_and_every_flag_is_found() -> None:
     targets = {key.target for key in FLAGS.keys}
-    for group in SECTIONS:
+    for group in GROUPS:
         model: Any = RunConfig.model_fields[group].annotation
         assert {f"{group}.{name}" for name in model.model_fields} <= targets
     names = [key.name for key in FLAGS.keys] + [option.name for option in OPTIONS]

@@ -24,7 +24,7 @@ import typer.main
 
 from fullshard.cli.main import COMMANDS
 from fullshard.config.flags import FLAGS, OPTIONS
-from fullshard.config.schema import SECTIONS, RunConfig
+from fullshard.config.schema import GROUPS, RunConfig
 from fullshard.core.requirements import OLDEST_TORCH, is_too_old
 from fullshard.recipes.arguments import TrainArguments
 from tests.sources import nodes
@@ -141,7 +141,7 @@ def _flags_of(command: str) -> set[str]:
         names = {option.name for option in OPTIONS} | {option.short for option in OPTIONS if option.short}
         for key in FLAGS.keys:
             names |= {key.name, *key.spellings} if hasattr(key, "spellings") else {key.name}
-        for group in SECTIONS:
+        for group in GROUPS:
             names |= set(RunConfig.model_fields[group].annotation.model_fields)  # type: ignore[union-attr]
         return {name.replace("_", "-") for name in names} | {"h", "m", "standalone"}
     if command == "sft":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from fullshard.config.schema import SECTIONS
+from fullshard.config.schema import GROUPS
 from fullshard.core.errors import ConfigError
 
 _LAUNCH = {
@@ -100,7 +100,7 @@ def _split_file(path: Path, directory: Path, launch_words: list[str]) -> list[st
     from fullshard.recipes.sft_arguments import read_file
 
     values = read_file(path)
-    shared = {name: values.pop(name) for name in list(values) if name in SECTIONS}
+    shared = {name: values.pop(name) for name in list(values) if name in GROUPS}
     yaml = YAML(typ="safe")
     if shared:
         if any(word.startswith(("--config_file", "--config-file")) for word in launch_words):

@@ -548,9 +548,6 @@ SETTINGS: dict[str, FieldInfo] = {
 }
 """Every setting in the order of the schema, by its path, `group.name`."""
 
-SECTIONS = tuple(GROUPS)
-"""The names of the groups."""
-
 
 def settings_of(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Of values by path, those of one group by name."""

@@ -289,7 +289,6 @@ class _Ledger:
     launched: list[_Gradient] = field(default_factory=list)
     backward_of: str | None = None
     collecting: set[str] = field(default_factory=set)
-    held: set[int] = field(default_factory=set)
     leaving: int = 0
     leaving_page: int = 0
     has_main_gradient: bool = False
@@ -303,13 +302,10 @@ class _Ledger:
         self.rest = self.nbytes
         self.units = {unit.name: unit for unit in self.setting.layout.units}
         self.root = self.setting.layout.root
-        known: dict[object, LayerActivations] = {}
-        self.layers: dict[str, LayerActivations] = {}
-        for unit in self.setting.layout.units:
-            if unit.block is not None:
-                if unit.block not in known:
-                    known[unit.block] = layer_activations(unit.block, self.setting.job, on_cpu=self.setting.on_cpu)
-                self.layers[unit.name] = known[unit.block]
+        blocks = {unit.name: unit.block for unit in self.setting.layout.units if unit.block is not None}
+        job, on_cpu = self.setting.job, self.setting.on_cpu
+        each = {block: layer_activations(block, job, on_cpu=on_cpu) for block in set(blocks.values())}
+        self.layers = {name: each[block] for name, block in blocks.items()}
         self.logits = logits_nbytes(self.setting.model, self.setting.job)
 
     units: dict[str, UnitLayout] = field(init=False)
