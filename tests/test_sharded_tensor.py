@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import pickle
 import re
 import warnings
@@ -147,6 +148,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "new": lambda p: [p.new_zeros(2, 2), p.new_ones(p.shape), p.new_full((3,), 1.5)],
     "vector": lambda p: nn.utils.parameters_to_vector([p, p]),
     "clone, detach": lambda p: p.clone().detach(),
+    "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "redistribute": lambda p: p.redistribute(placements=[Shard(1)]) if isinstance(p, DTensor) else p,
     "foreach": lambda p: torch._foreach_mul([p, p + 1], 2.0),
@@ -193,6 +195,7 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {
     "an element": lambda p: p[2, 1, 3].fill_(5),
     "through a view": lambda p: p.view(-1).mul_(3),
     "through .data": lambda p: p.data.add_(1),
+    "through a copy": lambda p: copy.copy(p).add_(1),
     "copy_": lambda p: p.copy_(p * 2),
     "copy_ of another layout": lambda p: p.copy_(whole_of(p, 0.5)),
     "masked_fill_": lambda p: p.masked_fill_(p > 0.5, 0.0),
@@ -583,6 +586,24 @@ def check_own_lines() -> None:
 
 def test_own_lines_are_right() -> None:
     run_ranks(check_own_lines, 2)
+
+
+def check_moved_state() -> None:
+    """State is where somebody has put it between steps: in copies with memory of their own."""
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    optimizers = torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        assert_trains_alike(model, plain, run_squared, steps=2, optimizers=optimizers)
+        for state in optimizers[0].state.values():
+            for key, value in state.items():
+                if isinstance(value, ShardedTensor):
+                    state[key] = moved = copy.copy(value)
+                    moved._local_tensor = value.to_local().clone()
+                    value.fill_(math.nan)
+
+
+def test_state_may_be_moved() -> None:
+    run_ranks(check_moved_state, 2)
 
 
 def check_averages() -> None:

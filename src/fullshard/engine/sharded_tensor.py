@@ -127,11 +127,18 @@ class ShardedTensor(DTensor):
             f"interval=[{self.interval.start}, {self.interval.stop}), dtype={self.dtype}, local={self.local})"
         )
 
+    def __copy__(self) -> ShardedTensor:
+        """The same memory, in a tensor of its own that may be given other memory."""
+        return self._like(self.local.detach())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        copied = ShardedTensor(self.local.detach().clone(), self.span, requires_grad=self.requires_grad)
-        copied._is_param = isinstance(self, torch.nn.Parameter)
-        memo[id(self)] = copied
+        memo[id(self)] = copied = self._like(self.local.detach().clone())
         return copied
+
+    def _like(self, local: torch.Tensor) -> ShardedTensor:
+        like = ShardedTensor(local, self.span, requires_grad=self.requires_grad)
+        like._is_param = isinstance(self, torch.nn.Parameter)
+        return like
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise LifecycleError(
