@@ -29,7 +29,7 @@ NEEDS_WHOLE_TENSORS = frozenset(
     {"Adafactor", "Adalomo", "CAME", "LBFGS"}
     | {"LAMB", "Lamb", "FusedLAMB", "LAMB8bit", "LAMB32bit"}
     | {"LARS", "Lars", "LARS8bit", "LARS32bit", "PytorchLARS"}
-    | {"Muon", "Shampoo", "DistributedShampoo", "SOAP", "SparseAdam"}
+    | {"Muon", "NorMuon", "Dion", "Dion2", "Shampoo", "DistributedShampoo", "SOAP", "SparseAdam"}
 )
 """Optimizers whose update of an element depends on the rest of its tensor; wrong on slices."""
 
