@@ -505,6 +505,54 @@ def test_adapters_are_loaded_into_sharded_ones(tmp_path: Path) -> None:
     assert run_ranks(load_with_peft, 2, str(tmp_path / "a")) == [True, True]
 
 
+def other_adapters(method: str, seed: int) -> Any:
+    """A model with adapters of another method of PEFT's than LoRA."""
+    import peft
+
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    match method:
+        case "vera":  # its layers share two buffers
+            config: Any = peft.VeraConfig(r=4, target_modules=["q_proj"], **options)
+        case "prompt":  # what is stored is computed
+            config = peft.PromptTuningConfig(num_virtual_tokens=3, **options)
+        case "adalora":  # parts of what is there are stored
+            config = peft.AdaLoraConfig(init_r=4, total_step=10, target_modules=["q_proj"], **options)
+    model: Any = peft.get_peft_model(build(), config)
+    if method == "adalora":
+        names = [name for name, _ in model.base_model.model.named_parameters() if name.endswith("lora_E.default")]
+        model.peft_config["default"].rank_pattern = {name: [True, False, True, True] for name in names}
+    return model
+
+
+def _sharded_layers(model: Any) -> Any:
+    return shard_model(model, unit_modules=[each for each in model.modules() if type(each).__name__.endswith("Layer")])
+
+
+def stored_and_loaded(directory: str, method: str) -> Any:
+    model = _sharded_layers(other_adapters(method, 1))
+    save_adapters(f"{directory}/sharded", model)
+    if method == "adalora":  # PEFT makes the modules smaller to load it
+        return None
+    other = _sharded_layers(other_adapters(method, 2))
+    load_adapters(f"{directory}/sharded", other)
+    return [
+        {name: value for name, value in full_state_dict(each).items() if "vera" in name or "prompt" in name}
+        for each in (model, other)
+    ]
+
+
+@pytest.mark.parametrize("method", ["vera", "prompt", "adalora"])
+def test_adapters_of_other_methods_are_stored_as_peft_does(tmp_path: Path, method: str) -> None:
+    stored = run_ranks(stored_and_loaded, 2, str(tmp_path), method)[0]
+    other_adapters(method, 1).save_pretrained(tmp_path / "plain")
+    names = ("adapter_model.safetensors", "adapter_config.json")
+    assert all((tmp_path / "sharded" / n).read_bytes() == (tmp_path / "plain" / n).read_bytes() for n in names)
+    if stored is not None:
+        saved, loaded = stored
+        assert saved and all(torch.equal(value, loaded[name]) for name, value in saved.items())
+
+
 def adapted_parameters() -> float:
     """The largest difference from one process, of the adapters' gradients and of the weights after a step."""
     from peft import LoraConfig, get_peft_model

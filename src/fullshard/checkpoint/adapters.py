@@ -6,8 +6,9 @@ only what it wants is gathered, one parameter at a time.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import nn
 
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.tensors import local_parameters, local_tensors, rest
+from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
 from fullshard.core.errors import CheckpointError
+from fullshard.engine import unsharded
 from fullshard.engine.module import clean_name
 
 
@@ -51,7 +53,7 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
     rest(model)
     ranks = Ranks.of(model)
     state: dict[str, torch.Tensor] = {}
-    by_name = {name: source for source in local_tensors(model, rank=ranks.rank) for name in source.names}
+    by_name = _by_name(model, ranks.rank)
     for name in dict.fromkeys(name for stored in _wanted(model, ranks).values() for name in stored):
         whole = full_tensor(by_name[name])
         if ranks.rank == 0:
@@ -60,7 +62,8 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
     def write() -> None:
         model.save_pretrained(str(path), state_dict=state)  # type: ignore[operator]
 
-    ranks.on_rank_0(f"writing adapters to {path}", write)
+    with _prompts_whole(model):
+        ranks.on_rank_0(f"writing adapters to {path}", write)
 
 
 def load_adapters(path: str | Path, model: nn.Module) -> None:
@@ -72,13 +75,14 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
     wanted = _wanted(model, Ranks.of(model))
     peft: Any = importlib.import_module("peft")
     rest(model)
-    for adapter in model.peft_config:  # type: ignore[union-attr]
+    for adapter, config in model.peft_config.items():  # type: ignore[union-attr,operator]
         directory = Path(path) if adapter == "default" else Path(path) / str(adapter)
         if not (directory / "adapter_config.json").is_file():
             raise CheckpointError(f"{directory} holds no adapter", hint=f"expected the adapter {adapter!r} there")
         weights = peft.load_peft_weights(str(directory), device="cpu")
-        result = peft.set_peft_model_state_dict(model, weights, adapter_name=str(adapter))
-        if result.unexpected_keys:
+        with _prompts_whole(model, writeback=True):
+            result = peft.set_peft_model_state_dict(model, weights, adapter_name=str(adapter))
+        if result.unexpected_keys and not config.is_prompt_learning:  # PEFT has put it into the encoder
             raise CheckpointError(f"{directory}: no place for {', '.join(result.unexpected_keys)}")
         own = {name for name in wanted[str(adapter)] if str(adapter) in name.split(".")}  # the rest is the base's
         if missing := sorted(own.intersection(map(clean_name, result.missing_keys))):
@@ -94,17 +98,54 @@ def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 
     Rank 0 asks: PEFT may look at the hub to see whether the embeddings were resized.
     """
+    stand_ins = {name: torch.empty(0, device="meta") for name in _by_name(model, 0)}
 
     def ask() -> dict[str, list[str]]:
         peft: Any = importlib.import_module("peft")
-        names = [name for source in local_tensors(model, rank=0) for name in source.names]
-        stand_ins = {name: torch.empty(0, device="meta") for name in names}
         found = {}
         for adapter in model.peft_config:  # type: ignore[union-attr]
-            chosen = peft.get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter)
+            with _unpruned(model.peft_config[adapter]):  # type: ignore[index]
+                chosen = peft.get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter)
             kept = {id(value) for value in chosen.values()}
             found[str(adapter)] = [name for name, value in stand_ins.items() if id(value) in kept]
         return found
 
-    wanted: dict[str, list[str]] = ranks.broadcast(ranks.on_rank_0("asking PEFT what belongs to the adapters", ask))
+    with _prompts_whole(model):
+        asked = ranks.on_rank_0("asking PEFT what belongs to the adapters", ask)
+    wanted: dict[str, list[str]] = ranks.broadcast(asked)
     return wanted
+
+
+def _by_name(model: nn.Module, rank: int) -> dict[str, LocalTensor]:
+    """All parameters and buffers, under every name that a state dict has for them: layers share VeRA's buffers."""
+    buffers = local_buffers(model, rank=rank)
+    found = {name: local for local in (*local_parameters(model, rank=rank), *buffers) for name in local.names}
+    held = {id(local.tensor): local for local in buffers}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if id(buffer) in held:
+                found.setdefault(clean_name(f"{path}.{name}" if path else name), held[id(buffer)])
+    return found
+
+
+@contextlib.contextmanager
+def _unpruned(config: Any) -> Iterator[None]:
+    """Without the ranks that AdaLoRA has given up, which PEFT cuts out of what it stores."""
+    ranks = getattr(config, "rank_pattern", None)
+    if ranks:
+        config.rank_pattern = None
+    try:
+        yield
+    finally:
+        if ranks:
+            config.rank_pattern = ranks
+
+
+@contextlib.contextmanager
+def _prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """For PEFT's prompt learning, which computes what it stores, on rank 0 alone. A collective."""
+    encoders = getattr(model, "prompt_encoder", None)
+    with contextlib.ExitStack() as whole:
+        for module in () if encoders is None else encoders.modules():
+            whole.enter_context(unsharded(module, writeback=writeback, recurse=False))
+        yield
