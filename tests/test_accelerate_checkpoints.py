@@ -12,13 +12,13 @@ from typing import Any
 import accelerate.utils
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 
 from fullshard import checkpoint
 from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.engine import unsharded
 from tests.distributed import run_ranks
 
@@ -123,3 +123,42 @@ def test_a_type_of_state_dict_is_torchs_and_its_name() -> None:
     assert plugin.state_dict_type == "FULL_STATE_DICT" and plugin.state_dict_type != StateDictType.LOCAL_STATE_DICT
     plugin.set_state_dict_type(StateDictType.SHARDED_STATE_DICT)
     assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT and f"{plugin.state_dict_type}"[:7] == "SHARDED"
+
+
+class Diffusing(nn.Module):
+    """Saves itself as diffusers' models do: what it is given besides is of no account, and every process writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 7)
+
+    def save_pretrained(self, directory: str, is_main_process: bool = True, **_unused: object) -> None:
+        if is_main_process:
+            Path(directory).mkdir(parents=True)
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, f"{directory}/weights")
+
+
+def _saved_by_itself(directory: str, strategy: str) -> Any:
+    accelerator = Accelerator(cpu=True, fsdp_plugin={"strategy": strategy})
+    torch.manual_seed(1)
+    model = accelerator.prepare(Diffusing())
+    is_main = accelerator.is_main_process
+    model.save_pretrained(f"{directory}/gathered", is_main_process=is_main)
+    state = accelerator.get_state_dict(model)
+    model.save_pretrained(f"{directory}/given", is_main_process=is_main, state_dict=state)
+    if is_main and (strategy == "NO_SHARD" or accelerator.num_processes == 1):
+        model.save_pretrained(f"{directory}/alone")
+    elif is_main:
+        with pytest.raises(LifecycleError, match="would write this rank's slices"):
+            model.save_pretrained(f"{directory}/alone")
+    return checkpoint.full_state_dict(model)
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "FULL_SHARD"), (2, "NO_SHARD"), (1, "FULL_SHARD")])
+def test_a_model_that_takes_no_state_dict_saves_whole_weights(tmp_path: Path, world_size: int, strategy: str) -> None:
+    weights = run_ranks(_saved_by_itself, world_size, str(tmp_path), strategy)[0]
+    saved = {path.parent.name: load_file(path) for path in tmp_path.glob("*/weights")}
+    has_all = strategy == "NO_SHARD" or world_size == 1
+    assert saved.keys() == {"gathered", "given"} | ({"alone"} if has_all else set())
+    for each in saved.values():
+        assert all(torch.equal(each[name], weights[name]) for name in weights)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,17 +37,38 @@ def gather_when_all_save(model: nn.Module) -> None:
     """Let `model.save_pretrained(..., is_main_process=...)` save the whole weights, as Accelerate's idiom has it.
 
     Who says whether this is the main process calls it on every rank, so it may gather. Without it one rank may be
-    alone, and slices are an error as before.
+    alone, and slices are an error as before, unless this rank has every element. What does not take a state dict
+    (diffusers' models do not) finds the whole weights in `model.state_dict()`, on the main process alone.
     """
     save: Any = model.save_pretrained
 
     @functools.wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        if "is_main_process" in kwargs and kwargs.get("state_dict") is None:
-            kwargs["state_dict"] = full_state_dict(model, rank0_only=not kwargs["is_main_process"])
-        return save(*args, **kwargs)
+        is_main = kwargs.get("is_main_process", True)
+        if kwargs.get("state_dict") is None and ("is_main_process" in kwargs or _is_whole_here(model)):
+            kwargs["state_dict"] = full_state_dict(model, rank0_only=not is_main)
+        if kwargs.get("state_dict") is None or _takes_state_dict(model):
+            return save(*args, **kwargs)
+        whole = kwargs.pop("state_dict")
+        if not is_main or not whole:
+            return None
+        with whole_in_state_dicts(model, whole):
+            return save(*args, **kwargs)
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
+
+
+def _is_whole_here(model: nn.Module) -> bool:
+    """Whether this rank has every element of every parameter: it is alone, or parameters are replicated."""
+    spans = [parameter.span for parameter in model.parameters() if isinstance(parameter, ShardedTensor)]
+    return all(span.mesh.shard_size == 1 and not span.is_tiled for span in spans)
+
+
+def _takes_state_dict(model: nn.Module) -> bool:
+    """Whether the `save_pretrained` of the user's class writes the state dict that it is given. PEFT's does not say."""
+    cls: Any = user_class(model)
+    save = cls.save_pretrained
+    return "state_dict" in inspect.signature(save).parameters or save.__module__.startswith("peft.")
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
