@@ -677,7 +677,8 @@ def _mixed(
         f"`{func.overloadpacket.__name__}` of {tensor.name} {tuple(tensor.shape)}, whose elements are spread over the "
         f"ranks, and of a plain tensor {tuple(other.shape)}, of which nobody knows whether every rank has the same",
         hint="use what .full_tensor() gives on every rank, or distribute_tensor(other, p.device_mesh, [Replicate()]); "
-        "or compute in forward or inside `with fullshard.unsharded(model)`",
+        "or compute in forward or inside `with fullshard.unsharded(model)`; copies of parameters (an average of the "
+        "weights) are to be made after sharding",
     )
 
 
