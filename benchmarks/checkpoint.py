@@ -267,18 +267,18 @@ def _measure_async(engine: _Fullshard, path: Path, into: Measured) -> None:
 
 def _compare_checksums(engine: _Engine, path: Path, into: Measured, repeats: int) -> None:
     """The same save with and without its checksums, in turn."""
-    from fullshard.checkpoint import storage
+    from fullshard.checkpoint import tensor_file
 
     class Absent:
         extend = staticmethod(lambda crc, data: crc)
 
-    real: Any = storage.google_crc32c
+    real: Any = tensor_file.google_crc32c
     for turn in range(2 * repeats):
         is_with = turn % 2 == 0
-        storage.google_crc32c = real if is_with else Absent
+        tensor_file.google_crc32c = real if is_with else Absent
         into.note("with checksums" if is_with else "without checksums", _timed(lambda: engine.save(path)))
         _remove(path)
-    storage.google_crc32c = real
+    tensor_file.google_crc32c = real
 
 
 def _remove(path: Path) -> None:

@@ -25,7 +25,7 @@ from benchmarks.catalog import Row
 from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
 from fullshard.engine import shard_model
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import units_of
 from fullshard.engine.schedule import schedule_of
 
 RESULT = RESULTS / "checkup.json"

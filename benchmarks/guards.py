@@ -30,7 +30,7 @@ from fullshard.core.place import PLACE
 from fullshard.engine import shard_model, waiting
 from fullshard.engine.end_of_backward import DIGEST_NBYTES
 from fullshard.engine.lockstep import Lockstep
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import units_of
 from fullshard.engine.schedule import schedule_of
 
 RESULT = RESULTS / "guards.json"

@@ -32,7 +32,7 @@ from benchmarks.catalog import SHAPES, Row
 from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
 from fullshard.engine import MixedPrecisionPolicy, clip_grad_norm_, describe, shard_model
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import units_of
 
 RESULT = RESULTS / "virtual-ranks.json"
 VIRTUAL_RANKS, WARMUP = 8, 2

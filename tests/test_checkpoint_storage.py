@@ -17,15 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, FileRecord
-from fullshard.checkpoint.storage import (
-    TensorEntry,
-    TensorFileReader,
-    TensorFileWriter,
-    commit_directory,
-    committed_directory,
-    make_temp_directory,
-    write_file,
-)
+from fullshard.checkpoint.storage import commit_directory, committed_directory, make_temp_directory, write_file
+from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter
 from fullshard.checkpoint.tensors import tensor_bytes, write_tensors
 from fullshard.core.errors import CheckpointError
 
@@ -263,7 +256,7 @@ def test_an_empty_tensor_overlaps_nothing(tmp_path: Path) -> None:
 
 def test_a_header_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = _write(tmp_path / "f", {"a": torch.arange(4.0)})
-    monkeypatch.setattr("fullshard.checkpoint.storage.MAX_HEADER_NBYTES", 16)
+    monkeypatch.setattr("fullshard.checkpoint.tensor_file.MAX_HEADER_NBYTES", 16)
     with pytest.raises(CheckpointError, match=r"f claims a header of \d+ bytes in a file of"):
         _reader(tmp_path / "f", record)
 

@@ -194,7 +194,7 @@ def test_settings_reach_the_model_or_are_refused() -> None:
         sharding=ShardingConfig(strategy="NO_SHARD"), training=TrainingConfig(replica_check="heal", compare_every=7)
     )
     model = fullshard.Accelerator(fsdp_plugin=config).prepare(nn.Linear(4, 4))
-    from fullshard.engine.module import units_of
+    from fullshard.engine.lookup import units_of
     from fullshard.engine.schedule import schedule_of
 
     checkup = schedule_of(units_of(model)[-1]).checkup

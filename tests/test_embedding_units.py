@@ -19,7 +19,7 @@ from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import MixedPrecisionPolicy, keep_unsharded, shard_model
 from fullshard.engine.auto_reshard import keep_head
-from fullshard.engine.module import unit_of
+from fullshard.engine.lookup import unit_of
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job

@@ -30,7 +30,7 @@ from fullshard.api.simulation import simulate, transformers_model
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.engine import MixedPrecisionPolicy
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import units_of
 from fullshard.engine.schedule import schedule_of
 from fullshard.plan.activations import layer_activations
 from fullshard.plan.evaluate import Plan, evaluate, notes_of

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import no_sync, unsharded
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import units_of
 from tests.differential import products_are_exact
 from tests.distributed import run_ranks
 from tests.traps import (

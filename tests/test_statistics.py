@@ -20,7 +20,7 @@ from fullshard.api.planning import model_shape
 from fullshard.core.dtypes import Dtypes
 from fullshard.core.strategy import parse_strategy
 from fullshard.engine import MixedPrecisionPolicy, shard_model
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import units_of
 from fullshard.plan.layout import lay_out
 from fullshard.wrap.policies import checkpoint_modules, unit_modules
 from tests.distributed import run_ranks

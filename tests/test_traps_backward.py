@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.fully_shard import shard_model, unsharded
-from fullshard.engine.module import units_of
+from fullshard.engine.contexts import unsharded
+from fullshard.engine.fully_shard import shard_model
+from fullshard.engine.lookup import units_of
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import schedule_of
 from tests.distributed import run_ranks

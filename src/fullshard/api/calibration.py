@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import cuda
+from fullshard.comm.device import synchronize
 from fullshard.comm.mesh import Mesh, default_device, init_mesh
 from fullshard.core.errors import CommunicationError
 from fullshard.core.paths import local_path
@@ -59,17 +60,12 @@ def _rate(work: Callable[[], object], amount: float, device: torch.device) -> fl
     times: list[float] = []
     end = time.monotonic() + SECONDS
     while time.monotonic() < end or len(times) < 3:
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         work()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return amount / sorted(times)[len(times) // 2]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
@@ -140,10 +136,10 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     for _ in range(8):
         if dist.is_initialized():
             dist.barrier()
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         work()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return sorted(times[1:])[len(times) // 2]
 

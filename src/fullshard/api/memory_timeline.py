@@ -19,10 +19,10 @@ from torch import nn
 from fullshard.api.plan_check import AT_STEP, storage_nbytes
 from fullshard.comm.cpu.heap import allocated_nbytes
 from fullshard.comm.device import counts_memory
-from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import require_units
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.step.state_dict import as_local
 from fullshard.plan.memory import Moment
@@ -40,7 +40,6 @@ class MemoryTimeline:
         model: sharded.
         optimizer: of its parameters.
         device: of this rank.
-        at_step: which optimizer step to look at, from 1.
         when_done: called with the moments within that step's `optimizer.step()`, before the update.
 
     Raises:
@@ -54,14 +53,11 @@ class MemoryTimeline:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         *,
-        at_step: int = AT_STEP,
         when_done: Callable[[list[Moment]], None],
     ) -> None:
-        self._units = units_of(model)
-        if not self._units:
-            raise LifecycleError(f"{type(model).__name__} is not sharded", hint="shard it before looking at its memory")
+        self._units = require_units(model)
         check_is_counted(device)
-        self._optimizer, self._device, self._at_step, self._when_done = optimizer, device, at_step, when_done
+        self._optimizer, self._device, self._when_done = optimizer, device, when_done
         self._schedule = schedule_of(self._units[-1])
         self._before = self._schedule.event_sink
         self._schedule.event_sink = self._receive
@@ -72,11 +68,11 @@ class MemoryTimeline:
     def _receive(self, event: Event) -> None:
         if self._before is not None:
             self._before(event)
-        if self.steps == self._at_step - 1:
+        if self.steps == AT_STEP - 1:
             self._moments.append(self._look(event))
         if event.kind is EventKind.OPTIMIZER_STEP:
             self.steps += 1
-            if self.steps == self._at_step:
+            if self.steps == AT_STEP:
                 if self._schedule.event_sink == self._receive:
                     self._schedule.event_sink = self._before
                 self._when_done(self._moments)

@@ -26,7 +26,7 @@ from fullshard.core.events import Event, EventKind
 from fullshard.core.matrices import deal, matrices_in
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.bucket import Bucket, bucket_of
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import require_units, units_of
 from fullshard.engine.parameter import ShardedParameter, local_gradients
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.schedule import schedule_of
@@ -97,9 +97,7 @@ class PlanCheck:
         is_state_planned: bool = True,
         when_done: Callable[[list[Deviation]], None] | None = None,
     ) -> None:
-        units = units_of(model)
-        if not units:
-            raise LifecycleError(f"{type(model).__name__} is not sharded", hint="shard it before checking its plan")
+        units = require_units(model)
         self.model, self._units, self._optimizer, self._job = model, units, optimizer, job
         self._at_step, self._is_state_planned, self._when_done = at_step, is_state_planned, when_done
         self._schedule = schedule_of(units[-1])

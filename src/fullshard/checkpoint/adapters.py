@@ -20,7 +20,7 @@ from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import unsharded
-from fullshard.engine.module import clean_name
+from fullshard.engine.lookup import clean_name
 
 
 def is_adapted(model: nn.Module) -> bool:

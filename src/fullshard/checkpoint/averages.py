@@ -8,7 +8,7 @@ import torch
 
 from fullshard.checkpoint.format import Manifest, StateTensorRecord
 from fullshard.checkpoint.optimizer_state import StateEntry
-from fullshard.checkpoint.tensors import LocalTensor, dtype_name
+from fullshard.checkpoint.tensors import LocalTensor, stored_dtype
 from fullshard.core.errors import CheckpointError
 from fullshard.optim import EMA
 
@@ -76,7 +76,7 @@ def average_records(
         record = saved.get(name, {}).get(average.key)
         if not isinstance(record, StateTensorRecord):
             problems.append(f"no {average.key!r} of {name!r} was saved")
-        elif record.dtype != dtype_name(held, where=name):
+        elif record.dtype != stored_dtype(held, where=name):
             problems.append(f"{average.key!r} of {name!r} is {held.dtype}, saved as torch.{record.dtype}")
         else:
             yield f"{name}/{average.key}", local, record, held

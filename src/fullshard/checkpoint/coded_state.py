@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.format import CodeRecord
-from fullshard.checkpoint.tensors import dtype_name
+from fullshard.checkpoint.tensors import stored_dtype
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedParameter
 from fullshard.engine.step.local_parameters import local_parameter
@@ -131,7 +131,7 @@ def _of_bitsandbytes(key: str, codes: torch.Tensor, scales: Any, book: Any) -> C
 def _of_torchao(value: Any, bits: int) -> CodedTensor:
     book = getattr(value, "qmap", None)
     record = CodeRecord(
-        dtype=dtype_name(value.codes, where="optimizer state"),
+        dtype=stored_dtype(value.codes, where="optimizer state"),
         bits=bits,
         block=value.block_size,
         book=0 if book is None else book.numel(),

@@ -36,11 +36,11 @@ from fullshard.checkpoint.tensors import (
     LocalTensor,
     check_is_plain,
     device_of,
-    dtype_name,
     local_buffers,
     local_parameters,
     modules_with_extra_state,
     rest,
+    stored_dtype,
     tensor_bytes,
     write_tensors,
 )
@@ -48,6 +48,7 @@ from fullshard.checkpoint.values import encode_plain, encode_value
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedParameter
+from fullshard.engine.precision import dtype_name
 from fullshard.optim import EMA
 
 
@@ -124,7 +125,7 @@ class RankWriter:
         ]
         self._tensors = {
             local.name: PieceReport(
-                dtype=dtype_name(local.tensor, where=local.name),
+                dtype=stored_dtype(local.tensor, where=local.name),
                 start=local.interval.start,
                 stop=local.interval.stop,
             )
@@ -289,7 +290,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
         held = entry.value
         coded = StateTensorRecord(
             shape=entry.parameter.shape,
-            dtype=str(held.dtype).removeprefix("torch."),
+            dtype=dtype_name(held.dtype),
             pieces=(CodedPieceRecord(rank=rank, start=interval.start, stop=interval.stop, coding=held.record),),
             layout="interval",
             tiles=tiling_record(entry.parameter.tiling),
@@ -302,7 +303,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
     return StateReport.model_construct(
         record=StateTensorRecord.model_construct(
             shape=entry.parameter.shape if entry.layout == "interval" else tuple(tensor.shape),
-            dtype=dtype_name(tensor, where=entry.name),
+            dtype=stored_dtype(tensor, where=entry.name),
             pieces=(piece,) if entry.is_stored_here and stop > start else (),
             layout=entry.layout,
             tiles=tiling_record(entry.parameter.tiling) if entry.layout == "interval" else None,
@@ -319,7 +320,7 @@ def _merge_tensors(
     records = {}
     for local in known:
         pieces = []
-        dtype = dtype_name(local.tensor, where=local.name)
+        dtype = stored_dtype(local.tensor, where=local.name)
         for rank, report in enumerate(reports):
             if (piece := report.tensors.get(local.name)) is None:
                 continue

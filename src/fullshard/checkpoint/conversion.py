@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.engine.module import clean_name
+from fullshard.engine.lookup import clean_name
 
 _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Names in old checkpoints, and what they are called today; later versions of Transformers have a rule for them."""

@@ -35,7 +35,8 @@ from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.partners import HostGrid, transfers
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination, Pending
-from fullshard.checkpoint.storage import Bytes, write_file
+from fullshard.checkpoint.storage import write_file
+from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.checkpoint.verify import problems_of_file
 from fullshard.config.switches import MAX_LOST_STEPS
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError

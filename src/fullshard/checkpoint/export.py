@@ -20,18 +20,20 @@ from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
-from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, temp_directory
+from fullshard.checkpoint.storage import temp_directory
+from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter
 from fullshard.checkpoint.tensors import (
     LocalTensor,
-    dtype_name,
     local_tensors,
     rest,
     stand_in,
+    stored_dtype,
     tensor_bytes,
 )
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
 from fullshard.core.user_class import user_class
+from fullshard.engine.precision import dtype_name
 
 
 def export_hf(
@@ -214,7 +216,7 @@ def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) 
     """Which tensor goes into which file, the same on every rank."""
     convert = StoredForm.of(model, rank=rank, cast=cast)
     pairs = [
-        (batch, TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)))
+        (batch, TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)))
         for batch in convert.batches
         for name, tensor in convert(batch, [stand_in(source) for source in batch.sources]).items()
     ]
@@ -270,7 +272,7 @@ def _write_configuration(
     if merged is not None and getattr(config, "tie_word_embeddings", False):
         config.tie_word_embeddings = merged.ties_embeddings
     if dtype is not None:
-        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     config.save_pretrained(directory)
     generation = getattr(model, "generation_config", None)
     if generation is not None and hasattr(model, "generate"):

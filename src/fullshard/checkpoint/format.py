@@ -47,25 +47,28 @@ _FOR_OTHERS = re.compile(r"model|(pytorch_model_fsdp|optimizer)_[0-9]+")
 CHUNK_NBYTES = 4 * 2**20
 """Bytes under one checksum: the least a rank reads to prove one element, and few enough checksums for a terabyte."""
 
-DTYPES: dict[str, tuple[str, int]] = {
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "complex64": ("C64", 8),
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint64": ("U64", 8),
-    "uint32": ("U32", 4),
-    "uint16": ("U16", 2),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
+DTYPES: dict[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
-"""torch's dtype name -> (name in safetensors, bytes per element)."""
+"""torch's dtype name -> its name in safetensors."""
+
+NAMES = {code: name for name, code in DTYPES.items()}
+"""The way back."""
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"crc32c":"', b'","manifest":', b"}\n"
 Kind = Literal["model", "optimizer"]

@@ -19,7 +19,7 @@ from fullshard.checkpoint.tensors import LocalTensor, local_tensors, modules_wit
 from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.core.user_class import user_class
 from fullshard.engine import ShardedTensor
-from fullshard.engine.module import clean_name, unit_of
+from fullshard.engine.lookup import clean_name, unit_of
 
 
 def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:

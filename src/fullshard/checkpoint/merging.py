@@ -20,7 +20,7 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.user_class import user_class
-from fullshard.engine.module import clean_name
+from fullshard.engine.lookup import clean_name
 from fullshard.wrap.quantized import is_exact
 
 Whole = Callable[[torch.Tensor], torch.Tensor]

@@ -14,8 +14,8 @@ from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.core.user_class import user_class
-from fullshard.engine.fully_shard import meta_parameters
-from fullshard.engine.module import clean_name, join
+from fullshard.engine.contexts import meta_parameters
+from fullshard.engine.lookup import clean_name, join
 
 
 @dataclass(frozen=True, slots=True)

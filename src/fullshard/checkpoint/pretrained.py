@@ -35,7 +35,7 @@ from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.core.tiling import UNTILED
-from fullshard.engine.fully_shard import meta_parameters
+from fullshard.engine.contexts import meta_parameters
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.engine.tile import tile_of
 from fullshard.wrap.partition import Slot

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.storage import Bytes
+from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.comm import torch_private
 from fullshard.comm.torch_dist import all_gather_single
 from fullshard.core.errors import CheckpointError, FullshardError, StoreError

@@ -35,7 +35,7 @@ from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.store import Store, store_of
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import units_of
 from fullshard.engine.schedule import schedule_of
 
 logger = logging.getLogger(__name__)

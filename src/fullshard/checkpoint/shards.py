@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint.format import DTYPES
-from fullshard.checkpoint.storage import TensorEntry, write_file
+from fullshard.checkpoint.storage import write_file
+from fullshard.checkpoint.tensor_file import TensorEntry
 from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME
 from fullshard.core.errors import ConfigError
+from fullshard.engine.precision import dtype_name
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -59,7 +61,7 @@ def parse_size(size: int | str) -> int:
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A floating-point dtype from its name. Raises `ConfigError` for anything else."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    is_usable = isinstance(found, torch.dtype) and found.is_floating_point and str(found)[len("torch.") :] in DTYPES
+    is_usable = isinstance(found, torch.dtype) and found.is_floating_point and dtype_name(found) in DTYPES
     if dtype is not None and not is_usable:
         raise ConfigError(f"cannot export as {dtype!r}", hint="use float32, bfloat16 or float16")
     return found

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.format import DTYPES, FileRecord, TensorRecord
+from fullshard.checkpoint.format import DTYPES, NAMES, FileRecord, TensorRecord
 from fullshard.checkpoint.objects import Location
-from fullshard.checkpoint.storage import Bytes, TensorEntry, TensorFileWriter, storage_order
+from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, TensorFileWriter, storage_order
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine import ShardedParameter, ShardedTensor
-from fullshard.engine.module import clean_name, units_of
+from fullshard.engine.lookup import clean_name, units_of
+from fullshard.engine.precision import dtype_name
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.tile import Tile
 
@@ -177,27 +178,24 @@ def device_of(model: nn.Module) -> torch.device:
     return parameter.mesh.device if isinstance(parameter, ShardedParameter) else parameter.device
 
 
-def dtype_name(tensor: torch.Tensor, *, where: str) -> str:
+def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
     """The name of the dtype without `torch.`. Raises `CheckpointError` if safetensors has none for it."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = dtype_name(tensor.dtype)
     if name not in DTYPES or tensor.layout is not torch.strided:
         raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot hold")
     return name
 
 
-def torch_dtype(code: str) -> torch.dtype:
+def dtype_called(code: str) -> torch.dtype:
     """The dtype that safetensors calls `code`. Raises `CheckpointError` for one it does not know."""
-    for name, (known, _) in DTYPES.items():
-        if known == code:
-            dtype = getattr(torch, name)
-            assert isinstance(dtype, torch.dtype)  # noqa: S101 -- DTYPES holds names of dtypes
-            return dtype
-    raise CheckpointError(f"unknown dtype {code!r} in a data file")
+    if code not in NAMES:
+        raise CheckpointError(f"unknown dtype {code!r} in a data file")
+    return getattr(torch, NAMES[code])  # type: ignore[no-any-return]
 
 
 def dtype_of(record: TensorRecord) -> torch.dtype:
     """Torch's dtype of a record."""
-    return torch_dtype(DTYPES[record.dtype][0])
+    return dtype_called(DTYPES[record.dtype])
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
@@ -223,7 +221,7 @@ def write_tensors(path: Location, tensors: Mapping[str, torch.Tensor], metadata:
         OSError: the file cannot be created or written.
     """
     entries = [
-        TensorEntry(name, dtype_name(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
+        TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
     ]
     with TensorFileWriter(path, entries, metadata) as writer:
         for entry in storage_order(entries):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from fullshard.checkpoint.tensors import dtype_name
+from fullshard.checkpoint.tensors import stored_dtype
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedTensor
 
@@ -80,7 +80,7 @@ def _plain(tensor: torch.Tensor, where: str) -> torch.Tensor:
             f"{where} is a sharded tensor, of which this rank has a part",
             hint="pass its full_tensor(), or its model and optimizer (one per checkpoint) as such",
         )
-    dtype_name(tensor, where=where)
+    stored_dtype(tensor, where=where)
     return tensor.detach().resolve_conj().resolve_neg()
 
 

@@ -19,7 +19,8 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.objects import Location, ObjectPath, entries_of, location, sizes_in
 from fullshard.checkpoint.resharding import Piece, coverage_problems
-from fullshard.checkpoint.storage import TensorFileReader, size_problem
+from fullshard.checkpoint.tensor_file import TensorFileReader, size_problem
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.sizes import format_nbytes
 
@@ -134,7 +135,7 @@ def structure_problems(manifest: Manifest) -> list[str]:
         for piece in record.pieces:
             name = manifest.file_name(file, piece.rank)
             parts = stored_as(tensor, record.dtype, piece).values()
-            held[name] = held.get(name, 0) + sum(numel * DTYPES[dtype][1] for dtype, numel in parts)
+            held[name] = held.get(name, 0) + sum(numel * itemsize(dtype) for dtype, numel in parts)
         files = dict.fromkeys(manifest.file_name(file, piece.rank) for piece in record.pieces)
         problems += [f"{tensor!r}: its file {f} is not in the manifest" for f in files if f not in manifest.files]
         problems += [f"{tensor!r}: {problem}" for problem in coverage_problems(pieces_of(record), record.numel)]

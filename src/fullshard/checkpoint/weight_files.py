@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullshard.checkpoint.storage import MAX_HEADER_NBYTES, Bytes, file_beside
-from fullshard.checkpoint.tensors import torch_dtype
+from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, Bytes, file_beside
+from fullshard.checkpoint.tensors import dtype_called
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
@@ -263,7 +263,7 @@ def _file_tensors(path: Path) -> Iterator[tuple[str, StoredWeights]]:
         if name == "__metadata__":
             continue
         try:
-            dtype, shape = torch_dtype(record["dtype"]), tuple(int(n) for n in record["shape"])
+            dtype, shape = dtype_called(record["dtype"]), tuple(int(n) for n in record["shape"])
             start, stop = (8 + nbytes + int(offset) for offset in record["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{path}: the header's record of {name!r} is malformed") from None

@@ -149,6 +149,12 @@ def counts_memory(kind: str) -> bool:
     return True
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was issued there; a CPU has done it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def name_of(device: torch.device) -> str:
     """What its maker calls it; its kind if it does not tell."""
     if device.type == "cuda":

@@ -121,9 +121,9 @@ def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | 
     return seconds
 
 
-def elastic_ranks(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+def elastic_ranks() -> tuple[int, int] | None:
     """Fewest and most ranks that the job may have; None if their number is fixed."""
-    least, _, most = ELASTIC.read(environ).partition(":")
+    least, _, most = ELASTIC.read().partition(":")
     return (int(least), int(most)) if most else None
 
 

@@ -7,22 +7,20 @@ from fullshard.comm.older_torch import DataParallelMeshDims
 # isort: on
 
 from fullshard.core.schedule import BackwardPrefetch
+from fullshard.engine import kernels  # noqa: F401 -- what torch computes with a ShardedTensor
 from fullshard.engine.auto_reshard import keep_head, keep_unsharded
+from fullshard.engine.contexts import meta_parameters, no_sync, unsharded, with_sync
 from fullshard.engine.fully_shard import (
-    CPUOffloadPolicy,
-    OffloadPolicy,
     describe,
     fully_shard,
-    meta_parameters,
-    no_sync,
     register_fsdp_forward_method,
     shard_model,
     share_comm_ctx,
-    unsharded,
-    with_sync,
 )
 from fullshard.engine.interop import clip_grad_norm_, clip_grad_value_
-from fullshard.engine.module import FSDPModule, UnshardHandle, units_of
+from fullshard.engine.lookup import units_of
+from fullshard.engine.module import FSDPModule, UnshardHandle
+from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor

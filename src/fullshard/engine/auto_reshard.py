@@ -23,7 +23,7 @@ from fullshard.comm.device import counts_memory
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import format_nbytes
-from fullshard.engine.module import unit_of, units_of
+from fullshard.engine.lookup import require_units, unit_of
 from fullshard.engine.schedule import Schedule, schedule_of
 
 STEPS_BEFORE_MEASURING = 2
@@ -73,9 +73,7 @@ def keep_unsharded(
         LifecycleError: the model is not sharded.
         ConfigError: memory cannot be measured here.
     """
-    units = units_of(model)
-    if not units:
-        raise LifecycleError(f"{type(model).__name__} is not sharded", hint="shard it first")
+    units = require_units(model)
     schedule = schedule_of(units[-1])
     if budget_nbytes is not None or not any(unit.freed_nbytes for unit in units[:-1]):
         say(str(_keep(schedule, budget_nbytes, "the budget that was given")))

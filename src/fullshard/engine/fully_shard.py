@@ -6,11 +6,10 @@ one call, from a strategy and a list of modules.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,28 +18,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, data_parallel, init_mesh, world_size
 from fullshard.config.switches import check_switches
-from fullshard.core.errors import ConfigError, LifecycleError, PlacementError, RepeatedError, WrapError
+from fullshard.core.errors import ConfigError, PlacementError, RepeatedError, WrapError
 from fullshard.core.events import EventSink
 from fullshard.core.offload import Offload
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.core.user_class import user_class
 from fullshard.engine.activations import check_pages
-from fullshard.engine.bucket import bucket_of
 from fullshard.engine.interop import install
+from fullshard.engine.lookup import require_units, unit_of
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
-from fullshard.engine.module import FSDPModule, assemble, make_fsdp_module, reducing, unit_of, units_of
-from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy, Storage, offload_of
+from fullshard.engine.module import assemble, make_fsdp_module
+from fullshard.engine.offload import Storage, offload_of
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.engine.schedule import Schedule, schedule_of
+from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.tile import check_tiles
-from fullshard.engine.unit import Unit, owner_of
-from fullshard.engine.unit_parameters import UnitState
+from fullshard.engine.unit import Unit
 from fullshard.wrap.partition import UnitPlan, check_types, partition
 from fullshard.wrap.quantized import expose_scales, outline
 
@@ -406,134 +403,10 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
             raise WrapError(f"share_comm_ctx: {type(module).__name__} is no unit", hint="call fully_shard on it first")
 
 
-# -- contexts and queries ---------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep gradients unsharded and unreduced inside; the first backward after it reduces their sum.
-
-    Saves communication during accumulation and costs a whole model's gradients of memory per rank. Without it every
-    micro-batch is reduced into the sharded gradient, which is usually what is wanted.
-    """
-    with reducing(model, reduces=False):
-        yield
-
-
-@contextlib.contextmanager
-def with_sync(model: nn.Module) -> Iterator[None]:
-    """Reduce gradients inside, although a `no_sync` is around it: what was kept unreduced goes along."""
-    with reducing(model, reduces=True):
-        yield
-
-
-@contextlib.contextmanager
-def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True) -> Iterator[None]:
-    """All parameters of `model` whole inside, kept so through forwards: for `generate()` or inspection.
-
-    Entering is a collective. Inside, ranks need not run the same number of forwards. Costs the whole model's
-    unsharded bytes on every rank.
-
-    Args:
-        model: a sharded model or a part of one.
-        writeback: keep changes made to the parameters in place, which every rank must make alike; otherwise they are
-            dropped.
-        recurse: False: only the units that hold the module's own parameters, for code that computes with a head's
-            weight by itself. All others are gathered as they are used.
-
-    Raises:
-        LifecycleError: inside a forward or backward pass; or parameters were changed without `writeback` where a rank
-            owns them whole (one rank, or NO_SHARD), so that the change cannot be dropped.
-    """
-    units = units_of(model) if recurse else _owners(model)
-    if torch_private.backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
-        raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
-    for schedule in dict.fromkeys(map(schedule_of, units)):
-        schedule.recover()
-    for unit in units:
-        if any(bucket.gather_packing is not None for bucket in unit.buckets):
-            unit.reshard()  # what was kept is not exact
-    before = {unit: (unit.is_pinned, unit.state) for unit in units}
-    for unit in units:
-        unit.unshard(exactly=True)
-        unit.is_pinned = True
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    versions = [bucket.originals.versions() for bucket in buckets]
-    try:
-        yield
-        for bucket, version in zip(buckets, versions, strict=True):
-            if writeback:
-                bucket.write_back()
-            elif bucket.shares_main and bucket.originals.versions() != version:
-                raise LifecycleError(
-                    f"unit {bucket.owner.name!r}: parameters were changed under unsharded() without writeback, on a "
-                    "rank that owns them whole: the change has taken effect",
-                    hint="use unsharded(model, writeback=True)",
-                )
-    finally:
-        for bucket in buckets:
-            bucket.originals.know_changes()
-        for unit, (was_pinned, state) in before.items():
-            unit.take_requires_grad()
-            unit.is_pinned = was_pinned
-            if state is UnitState.GATHERED:
-                unit.rest()
-            elif state is not UnitState.UNSHARDED:
-                unit.reshard()
-        for schedule in dict.fromkeys(map(schedule_of, units)):
-            schedule.settle()
-
-
-def _owners(module: nn.Module) -> list[Unit]:
-    """The units that hold the module's own parameters."""
-    held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
-    return list(dict.fromkeys(owner_of(bucket_of(sharded)) for sharded in held if sharded is not None))
-
-
 def describe(model: nn.Module) -> Sharding:
     """How `model` is sharded. Print it at start-up: it is the proof.
 
     Raises:
         LifecycleError: the model is not sharded.
     """
-    units = units_of(model)
-    if not units:
-        raise LifecycleError(f"{type(model).__name__} is not sharded", hint="call fully_shard or shard_model first")
-    return Sharding.of(units)
-
-
-@contextlib.contextmanager
-def meta_parameters() -> Iterator[None]:
-    """Build a model inside with its parameters on the meta device and its buffers real.
-
-    Nothing is allocated for the parameters until the model is sharded, unit by unit, and non-persistent buffers are
-    what the constructors make of them, not uninitialised memory.
-    """
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        original(module, name, param)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-__all__ = [
-    "CPUOffloadPolicy",
-    "FSDPModule",
-    "OffloadPolicy",
-    "describe",
-    "fully_shard",
-    "meta_parameters",
-    "no_sync",
-    "register_fsdp_forward_method",
-    "shard_model",
-    "share_comm_ctx",
-    "unsharded",
-    "with_sync",
-]
+    return Sharding.of(require_units(model))

@@ -1,12 +1,12 @@
-"""What the user's module gains by being a unit: `FSDPModule`'s methods, and state dicts that understand slices."""
+"""What the user's module gains by being a unit: `FSDPModule`'s methods."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NoReturn, Self, cast
 
@@ -14,20 +14,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, CopyError, LifecycleError
 from fullshard.core.pace import RankPace
 from fullshard.core.user_class import USER_CLASS, user_class
+from fullshard.engine.contexts import no_sync
 from fullshard.engine.conversion import convert
+from fullshard.engine.lookup import UNIT, clean_name, join, require_unit, unit_of, units_of
 from fullshard.engine.methods import replace_methods
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.span import Span
+from fullshard.engine.state_dict import after_state_dict, before_load_state_dict
 from fullshard.engine.unit import Unit
 
-_UNIT = "_fullshard_unit"
 _MADE_FROM = "_fullshard_methods"
 _DDP = "torch.nn.parallel.distributed"
 _was_sharded = [False]
@@ -92,7 +93,7 @@ class FSDPModule(TorchFSDPModule):
         Args:
             async_op: only begin, and return a handle to wait with.
         """
-        unit = _unit(self)
+        unit = require_unit(self)
         if not async_op:
             unit.unshard()
             return None
@@ -101,7 +102,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters."""
-        _unit(self).reshard()
+        require_unit(self).reshard()
 
     def reset_iter_state(self) -> None:
         """Bring the model back to rest after a forward or backward that has raised; unreduced gradients are lost.
@@ -111,10 +112,10 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: not called on the outermost unit.
         """
-        schedule = schedule_of(_unit(self))
-        if _unit(self) is not schedule.units[-1]:
+        schedule = schedule_of(require_unit(self))
+        if require_unit(self) is not schedule.units[-1]:
             raise LifecycleError(
-                f"reset_iter_state() of unit {_unit(self).name!r}, which is not the outermost one",
+                f"reset_iter_state() of unit {require_unit(self).name!r}, which is not the outermost one",
                 hint="call it on the module that fully_shard was called on last",
             )
         schedule.reset()
@@ -124,14 +125,12 @@ class FSDPModule(TorchFSDPModule):
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__") == _DDP and not _is_ignored_by(self, caller):  # type: ignore[arg-type]
             raise _replicated(self, "DistributedDataParallel")
-        schedule_of(_unit(self)).recover()
+        schedule_of(require_unit(self)).recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside reduces no gradients; the first one after it reduces their sum. FSDP1 and DDP have it."""
-        with reducing(cast("nn.Module", self), reduces=False):
-            yield
+        return no_sync(cast("nn.Module", self))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; False keeps them unsharded, to be reduced by a later backward."""
@@ -158,7 +157,7 @@ class FSDPModule(TorchFSDPModule):
 
         For the whole model. No effect without an optimizer that steps in backward.
         """
-        schedule_of(_unit(self)).is_last_backward = is_last_backward
+        schedule_of(require_unit(self)).is_last_backward = is_last_backward
 
     def set_nonfinite_gradients(self, policy: str, *, limit: int = 10) -> None:
         """What becomes of an optimizer's step whose gradients hold NaN or infinity, on any rank. For the whole model.
@@ -168,7 +167,7 @@ class FSDPModule(TorchFSDPModule):
                 step out, dropping the optimizer's gradients. `off`: nobody looks.
             limit: how many steps in a row may be left out; one more is the error.
         """
-        schedule_of(_unit(self)).guard.choose(policy, limit)
+        schedule_of(require_unit(self)).guard.choose(policy, limit)
 
     def set_replica_check(self, policy: str, *, every: int | None = None) -> None:
         """What becomes of replicas (NO_SHARD, HYBRID_SHARD) whose weights differ. For the whole model.
@@ -185,7 +184,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigError: no such policy, nothing to heal from, or a negative number.
         """
-        checkup = schedule_of(_unit(self)).checkup
+        checkup = schedule_of(require_unit(self)).checkup
         checkup.replicas.choose(policy)
         if every is not None:
             checkup.set_every(every)
@@ -198,15 +197,15 @@ class FSDPModule(TorchFSDPModule):
         Returns:
             The names of the parameters that were not the same.
         """
-        return schedule_of(_unit(self)).checkup.replicas.heal_from(from_rank)
+        return schedule_of(require_unit(self)).checkup.replicas.heal_from(from_rank)
 
     def rank_paces(self) -> list[RankPace]:
         """Seconds that each rank computes and waits in a step, as last compared; empty before that. No collective."""
-        return list(schedule_of(_unit(self)).checkup.paces)
+        return list(schedule_of(require_unit(self)).checkup.paces)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""
-        _unit(self).reducing.divisor = factor
+        require_unit(self).reducing.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -217,7 +216,7 @@ class FSDPModule(TorchFSDPModule):
 
         Those of an embedding, for example. Where backward reads them after all, autograd says that they have changed.
         """
-        _unit(self).unshard_in_backward = unshard_in_backward
+        require_unit(self).unshard_in_backward = unshard_in_backward
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
         """Call `hook` with each reduced gradient of this unit, shape (S,), before it is added to `.grad`.
@@ -233,7 +232,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigError: a stream and a replicate axis.
         """
-        unit = _unit(self)
+        unit = require_unit(self)
         if stream is not None and unit.mesh.replicate_size > 1:
             # torch's words and no other: what code written for it compares. What belongs to them is beside them.
             error = ConfigError("stream cannot be set when using native HSDP")
@@ -246,7 +245,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_post_optim_event(self, event: Any) -> None:
         """Wait for `event` before the next forward gathers; once. Only that: the model's own steps are known."""
-        schedule_of(_unit(self)).post_optim_event = event
+        schedule_of(require_unit(self)).post_optim_event = event
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Changes nothing: all reductions are sums, and what they are divided by is applied by itself."""
@@ -271,7 +270,7 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        schedule_of(_unit(self)).reducer.order.in_flight = max_input_buffers
+        schedule_of(require_unit(self)).reducer.order.in_flight = max_input_buffers
 
     def set_custom_all_gather(self, comm: object) -> NoReturn:
         """Refused."""
@@ -314,14 +313,14 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
         """Units to unshard while this one runs forward, instead of the next in recorded order."""
-        _unit(self).forward_prefetch = [_unit(module) for module in modules]
+        require_unit(self).forward_prefetch = [require_unit(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
         """Units to unshard while this one runs backward, instead of the one before it in forward order."""
-        _unit(self).backward_prefetch = [_unit(module) for module in modules]
+        require_unit(self).backward_prefetch = [require_unit(module) for module in modules]
 
     def _units(self, recurse: bool) -> list[Unit]:
-        return units_of(self) if recurse else [_unit(self)]  # type: ignore[arg-type]
+        return units_of(self) if recurse else [require_unit(self)]  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         converted = convert(units_of(self), fn)  # type: ignore[arg-type]
@@ -346,18 +345,6 @@ class FSDPModule(TorchFSDPModule):
             hint="deepcopy before sharding; save with fullshard.checkpoint; or build a second model and load the "
             "state; for an average of the weights (AveragedModel, ModelEma) write fullshard.EMA(model, decay=...)",
         )
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` is, if it is one."""
-    return module.__dict__.get(_UNIT)
-
-
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    if unit is None:
-        raise LifecycleError(f"{type(module).__name__} is not a unit", hint="call fully_shard on it first")
-    return unit
 
 
 def _not_here(what: str, why: str) -> LifecycleError:
@@ -391,36 +378,12 @@ def anything_was_sharded() -> bool:
     return _was_sharded[0]
 
 
-@contextlib.contextmanager
-def reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
-    """Inside, backward reduces gradients, or keeps them unsharded until it does."""
-    units = units_of(model)
-    before = [unit.reduce_gradients for unit in units]
-    for unit in units:
-        unit.reduce_gradients = reduces
-    try:
-        yield
-    finally:
-        for unit, value in zip(units, before, strict=True):
-            unit.reduce_gradients = value
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """All units in `model`, inner units before the units around them."""
-    found: dict[Unit, None] = {}
-    for module in reversed(list(model.modules())):
-        unit = unit_of(module)
-        if unit is not None:
-            found[unit] = None
-    return list(found)
-
-
 def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     """Attach the unit, and swap in a class that has `FSDPModule`'s methods, its name behind `prefix`."""
     cls = type(module)
     _was_sharded[0] = True
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
-    module.__dict__[_UNIT] = unit
+    module.__dict__[UNIT] = unit
     torch_private.mark_fully_sharded(module)
     torch_private.reduce_for_schedules(module, lambda: schedule_of(unit).reduce_kept())
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
@@ -428,8 +391,8 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
         inner.__dict__[torch_private.MANAGED] = True
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
         replace_methods(inner, unit)
-    module.register_state_dict_post_hook(_after_state_dict)
-    module.register_load_state_dict_pre_hook(_before_load_state_dict)
+    module.register_state_dict_post_hook(after_state_dict)
+    module.register_load_state_dict_pre_hook(before_load_state_dict)
 
 
 def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
@@ -512,103 +475,6 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
             parameter.span.name.names = tuple(dict.fromkeys(names))
 
 
-def clean_name(path: str) -> str:
-    """A module path without the parts that torch's wrappers add."""
-    return ".".join(part for part in path.split(".") if part not in torch_private.WRAPPERS)
-
-
-def join(path: str, attribute: str) -> str:
-    """`path.attribute`, or the attribute alone at the root."""
-    return f"{path}.{attribute}" if path else attribute
-
-
-# -- state dicts ------------------------------------------------------------------------------------------------
-
-
 def _except(spans: set[Span], fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     """`fn` for all tensors but those with one of these spans."""
     return (lambda tensor: tensor if getattr(tensor, "span", None) in spans else fn(tensor)) if spans else fn
-
-
-def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedTensor]]:
-    """(state dict key, sharded parameter) of every place of the unit's own parameters below `module`."""
-    unit = _unit(module)
-    places: dict[int, list[str]] = {}
-    for path, inner in module.named_modules(remove_duplicate=False):
-        places.setdefault(id(inner), []).append(path)
-    entries = []
-    for slot, parameter in unit.entries:
-        for owner, attribute in slot.owners:
-            paths = [prefix + join(_state_dict_path(path), attribute) for path in places.get(id(owner), ())]
-            entries += [(path, parameter) for path in paths]
-    return entries
-
-
-def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """At rest the values are DTensors, and so they are where modules hold the original parameters."""
-    if _unit(module).is_pinned or _unit(module).stand_ins is not None:
-        return
-    for key, parameter in _entries(module, prefix):
-        if key in state_dict:
-            state_dict[key] = parameter.data
-
-
-def _state_dict_path(path: str) -> str:
-    """A module path as state dicts have it: of torch's wrappers, the one for checkpointing hides itself there."""
-    return ".".join(part for part in path.split(".") if part != torch_private.HIDDEN_WRAPPER)
-
-
-def _before_load_state_dict(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_messages: list[str],
-) -> None:
-    """Cut whole tensors down to this rank's slice."""
-    unit = _unit(module)
-    schedule = schedule_of(unit)
-    schedule.lockstep.loads += 1
-    given = {
-        key: value for key, _ in _entries(module, prefix) if isinstance(value := state_dict.get(key), torch.Tensor)
-    }
-    if unit.stand_ins is not None and any(not value.is_meta for value in given.values()):
-        unit.make_real(is_filled=False)
-    if unit.stand_ins is None:
-        unit.reshard()
-        schedule.settle()
-    replaces = bool(local_metadata.get("assign_to_params_buffers"))
-    if unit.is_pinned and replaces:
-        raise LifecycleError(
-            f"unit {unit.name!r}: load_state_dict(assign=True) would replace parameters that are kept unsharded",
-            hint="leave assign out, or load outside of `with unsharded(model)`",
-        )
-    if unit.is_pinned:
-        return
-    for key, parameter in _entries(module, prefix):
-        value = given.get(key)
-        if value is None or value.is_meta or value.shape != parameter.shape:
-            continue  # torch has something to say about it
-        if isinstance(value, DTensor) and value.placements == parameter.placements:
-            # PEFT takes sharded parameters for tensor parallelism's, and puts whole tensors where their slices go.
-            local = value.to_local()
-            value = local if local.shape == value.shape else value
-        if not isinstance(value, DTensor):
-            value = state_dict[key] = ShardedTensor(parameter.span.cut(value.detach()), parameter.span)
-        if replaces:
-            _take(parameter, value)
-            state_dict[key] = parameter
-
-
-def _take(parameter: ShardedTensor, value: torch.Tensor) -> None:
-    """What `load_state_dict(assign=True)` does to a sharded parameter, which stays a view of its bucket."""
-    if value.dtype != parameter.dtype:
-        raise LifecycleError(
-            f"load_state_dict(assign=True) of {parameter.name}: got {value.dtype}, sharded as {parameter.dtype}",
-            hint="leave assign out to cast, or cast the model before sharding it",
-        )
-    with torch.no_grad():
-        parameter.copy_(value)

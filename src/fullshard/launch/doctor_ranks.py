@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.comm.base import Collectives
+from fullshard.comm.device import synchronize
 from fullshard.comm.select import Candidate, choices_for
 from fullshard.core.sizes import KIB, MIB
 from fullshard.engine import ShardedParameter, fully_shard
@@ -192,17 +193,12 @@ def _times(call: Callable[[], Any], device: torch.device) -> list[float]:
     times = []
     for _ in range(_REPEATS + 2):
         dist.barrier()
-        _synchronize(device)
+        synchronize(device)
         begin = time.perf_counter()
         call()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - begin)
     return times[2:]  # the first ones set up connections and memory
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 if __name__ == "__main__":

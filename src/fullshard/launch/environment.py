@@ -71,10 +71,9 @@ def is_started_again(environ: Mapping[str, str] | None = None) -> bool:
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def may_be_started_again(environ: Mapping[str, str] | None = None) -> bool:
+def may_be_started_again() -> bool:
     """Whether the launcher starts the processes of this job anew if one fails, or a host comes or goes."""
-    environ = os.environ if environ is None else environ
-    return environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or bool(ELASTIC.read(environ))
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or bool(ELASTIC.read())
 
 
 def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 from fullshard.core.errors import DataError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import units_of
 from fullshard.engine.schedule import schedule_of
 from fullshard.observe.files import write_text
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
-from fullshard.engine.module import clean_name, units_of
+from fullshard.engine.lookup import clean_name, units_of
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameter_of
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.checkpoint.format import DTYPES, StateValueRecord, TensorRecord
+from fullshard.checkpoint.format import StateValueRecord, TensorRecord
 from fullshard.checkpoint.offline.progress import Progress, silent
 from fullshard.checkpoint.offline.source import Kind, Source, chunks
 from fullshard.checkpoint.tensors import tensor_bytes
+from fullshard.core.dtypes import itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def _values(
     largest, count = 0.0, 0
     for part in chunks(record):
         x, y = a.read(kind, own, part), b.read(kind, other, part)
-        progress(part.numel * DTYPES[record.dtype][1])
+        progress(part.numel * itemsize(record.dtype))
         if x.dtype == y.dtype and (tensor_bytes(x) == tensor_bytes(y)).all():
             continue
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.format import DTYPES
-from fullshard.checkpoint.storage import file_beside
+from fullshard.checkpoint.tensor_file import file_beside
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.sizes import MIB
 
@@ -221,7 +222,7 @@ def _problems(directory: Path, stored: StoredObject) -> list[str]:
             return [str(error)]
         if box.start < 0 or box.nbytes < 0 or box.start + box.nbytes > size:
             problems.append(f"{name}: bytes {box.start} to {box.start + box.nbytes} of {box.file}, which has {size}")
-        elif stored.dtype and box.numel * DTYPES[stored.dtype][1] > box.nbytes:
+        elif stored.dtype and box.numel * itemsize(stored.dtype) > box.nbytes:
             problems.append(f"{name}: {box.sizes} elements of {stored.dtype} in {box.nbytes} bytes of {box.file}")
     if stored.dtype is None:
         return problems if len(stored.boxes) == 1 else [f"{name} is stored {len(stored.boxes)} times"]

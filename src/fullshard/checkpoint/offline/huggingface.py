@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
 from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, stored_tensors
 from fullshard.core.layout import Interval
-from fullshard.engine.fully_shard import meta_parameters
+from fullshard.engine.contexts import meta_parameters
 
 CONFIG_NAME = "config.json"
 _COPIED = (

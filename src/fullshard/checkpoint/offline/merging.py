@@ -30,8 +30,8 @@ from fullshard.checkpoint.tensors import dtype_of
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
-from fullshard.engine.fully_shard import meta_parameters
-from fullshard.engine.module import clean_name
+from fullshard.engine.contexts import meta_parameters
+from fullshard.engine.lookup import clean_name
 
 ADAPTER_CONFIG = "adapter_config.json"
 _COMPUTED_WITH = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from fullshard.checkpoint.storage import Bytes
+from fullshard.checkpoint.tensor_file import Bytes
 
 Progress = Callable[[int], None]
 """Called with the bytes that were just written."""

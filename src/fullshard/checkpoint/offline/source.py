@@ -20,9 +20,10 @@ from pydantic import JsonValue
 
 from fullshard.checkpoint.format import DTYPES, Kind, Manifest, OptimizerRecord, TensorRecord, stored_tensors
 from fullshard.checkpoint.objects import Location
-from fullshard.checkpoint.storage import Bytes
+from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.checkpoint.tensors import tensor_bytes
 from fullshard.comm import torch_private
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.sizes import MIB
@@ -111,13 +112,13 @@ def require_values(source: Source, hint: str | None = None) -> dict[str, TensorR
 
 def nbytes_of(record: TensorRecord) -> int:
     """Bytes of all elements."""
-    return record.numel * DTYPES[record.dtype][1]
+    return record.numel * itemsize(record.dtype)
 
 
 def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[Interval]:
     """The interval (default: the whole tensor) in parts of at most `CHUNK_NBYTES`."""
     whole = Interval(0, record.numel) if interval is None else interval
-    step = max(1, CHUNK_NBYTES // DTYPES[record.dtype][1])
+    step = max(1, CHUNK_NBYTES // itemsize(record.dtype))
     for start in range(whole.start, whole.stop, step):
         yield Interval(start, min(start + step, whole.stop))
 

@@ -20,7 +20,7 @@ from fullshard.checkpoint.offline.source import (
     tensor_record,
 )
 from fullshard.checkpoint.offline.torch_files import check_tensor, load_torch_file
-from fullshard.checkpoint.storage import file_beside
+from fullshard.checkpoint.tensor_file import file_beside
 from fullshard.checkpoint.weight_files import PICKLED_INDEX_NAME, PICKLED_NAME
 from fullshard.core.errors import CheckpointError
 

@@ -15,7 +15,6 @@ import torch
 
 import fullshard
 from fullshard.checkpoint.format import (
-    DTYPES,
     FORMAT_VERSION,
     FileRecord,
     Manifest,
@@ -32,12 +31,14 @@ from fullshard.checkpoint.objects import Location, location
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, chunks, require_values, stream
 from fullshard.checkpoint.rng import RNG_PREFIX
-from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.store import NewCheckpoint, new_checkpoint
+from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.tensors import dtype_of, tensor_bytes, write_tensors
 from fullshard.checkpoint.verify import structure_problems
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
+from fullshard.engine.precision import dtype_name
 
 _PROBE_NUMEL = 4096
 
@@ -157,7 +158,7 @@ def _without(optimizer: OptimizerRecord, names: set[str]) -> OptimizerRecord:
 def _cast(records: Mapping[str, TensorRecord], dtype: torch.dtype | None) -> dict[str, TensorRecord]:
     if dtype is None:
         return dict(records)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return {
         key: record.model_copy(update={"dtype": name}) if dtype_of(record).is_floating_point else record
         for key, record in records.items()
@@ -226,7 +227,7 @@ def _cut(contents: Contents, size: int) -> _Cut:
             specs.setdefault((kind, record.dtype), []).append(ParameterSpec(name, record.shape))
             cut[kind, name] = record, []
     for (kind, dtype), members in specs.items():
-        layout = BucketLayout.build(members, itemsize=DTYPES[dtype][1], world_size=size)
+        layout = BucketLayout.build(members, itemsize=itemsize(dtype), world_size=size)
         for index, spec in enumerate(members):
             cut[kind, spec.name][1].extend(layout.interval(index, rank) for rank in range(size))
     return cut

@@ -20,10 +20,12 @@ from fullshard.checkpoint.offline.progress import Progress, reported, silent
 from fullshard.checkpoint.offline.source import Source, require_values, stream
 from fullshard.checkpoint.offline.stored_form import in_stored_form
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
-from fullshard.checkpoint.storage import TensorEntry, TensorFileWriter, committed_directory, storage_order
+from fullshard.checkpoint.storage import committed_directory
+from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.tensors import dtype_of
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_path
+from fullshard.engine.precision import dtype_name
 
 _MAX_CONFIG_NBYTES = 2**26
 
@@ -95,7 +97,8 @@ def _cast(record: TensorRecord, cast: torch.dtype | None) -> torch.dtype | None:
 
 
 def _stored_dtype(record: TensorRecord, cast: torch.dtype | None) -> str:
-    return record.dtype if _cast(record, cast) is None else str(cast).removeprefix("torch.")
+    used = _cast(record, cast)
+    return record.dtype if used is None else dtype_name(used)
 
 
 def _refuse_what_is_no_model(source: Source, *, needs_config: bool) -> None:
@@ -134,7 +137,7 @@ def _set_dtype(path: Path, cast: torch.dtype) -> None:
     try:
         config = json.loads(path.read_bytes())
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        config[key] = str(cast).removeprefix("torch.")
+        config[key] = dtype_name(cast)
     except (ValueError, TypeError, RecursionError):
         raise CheckpointError(f"{path.name} is not the JSON it should be") from None
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

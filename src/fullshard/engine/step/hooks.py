@@ -15,7 +15,7 @@ from fullshard.core.errors import LifecycleError, NonFiniteError, OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.bucket import Bucket, bucket_of
-from fullshard.engine.module import units_of
+from fullshard.engine.lookup import units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.local_parameters import lend, take_back, takes_local

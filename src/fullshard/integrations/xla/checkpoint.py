@@ -14,9 +14,11 @@ from torch import nn
 
 import fullshard
 from fullshard.checkpoint import format as records
-from fullshard.checkpoint.storage import TensorFileReader, committed_directory, write_file
+from fullshard.checkpoint.storage import committed_directory, write_file
+from fullshard.checkpoint.tensor_file import TensorFileReader
 from fullshard.checkpoint.tensors import write_tensors
 from fullshard.checkpoint.values import decode_value, encode_plain
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
 from fullshard.integrations.xla.model import full_state_dict, load_full_state_dict, sharded_state
@@ -127,7 +129,7 @@ class _Reader:
             )
         whole = torch.empty(record.numel, dtype=getattr(torch, record.dtype))
         elements = whole.view(torch.uint8).numpy() if record.numel else whole.numpy()
-        size = records.DTYPES[record.dtype][1]
+        size = itemsize(record.dtype)
         for piece in record.pieces:
             file = self._file(self._manifest.file_name(kind, piece.rank))
             stored = file.find(name, record.dtype, piece.interval.numel)

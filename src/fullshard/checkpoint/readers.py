@@ -1,0 +1,153 @@
+"""Elements of tensors out of the files of a checkpoint, wherever their pieces lie."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from fullshard.checkpoint.coded_state import CodedTensor, decode
+from fullshard.checkpoint.format import DTYPES, CodedPieceRecord, Manifest, TensorRecord, stored_as
+from fullshard.checkpoint.objects import Location
+from fullshard.checkpoint.resharding import plan_reads
+from fullshard.checkpoint.tensor_file import Bytes, TensorFileReader
+from fullshard.checkpoint.tensors import dtype_called, dtype_of, tensor_bytes
+from fullshard.checkpoint.tiles import read_across
+from fullshard.checkpoint.verify import pieces_of
+from fullshard.core.dtypes import itemsize
+from fullshard.core.layout import Interval
+from fullshard.core.tiling import UNTILED, Tiling
+
+_MAX_OPEN_FILES = 16
+
+
+class Readers:
+    """Readers of the data files, a few open at a time."""
+
+    def __init__(self, directory: Location, manifest: Manifest) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._open: OrderedDict[str, TensorFileReader] = OrderedDict()
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for reader in self._open.values():
+            reader.close()
+
+    def __getitem__(self, name: str) -> TensorFileReader:
+        reader = self._open.pop(name, None)
+        if reader is None:
+            reader = TensorFileReader(
+                self._directory / name,
+                self._manifest.files[name],
+                chunk_nbytes=self._manifest.chunk_nbytes,
+                save_id=self._manifest.save_id,
+            )
+        self._open[name] = reader
+        if len(self._open) > _MAX_OPEN_FILES:
+            _, oldest = self._open.popitem(last=False)
+            with oldest:
+                oldest.settle()
+        return reader
+
+    def settle(self) -> None:
+        """Prove what was read with `streams`."""
+        for reader in self._open.values():
+            reader.settle()
+
+    def fill(
+        self,
+        data: Bytes,
+        kind: str,
+        name: str,
+        record: TensorRecord,
+        interval: Interval,
+        *,
+        tiling: Tiling = UNTILED,
+        streams: bool = False,
+    ) -> None:
+        """Read elements `interval` of a tensor that lies in pieces in files of one kind.
+
+        Args:
+            data: filled with them.
+            kind: of the files.
+            name: of the tensor in them.
+            record: where its pieces are.
+            interval: elements of the flattened whole, counted as `tiling` says.
+            tiling: not cut, or as tensor parallelism has cut it.
+            streams: calls follow the order of the files, and `settle` the last of them; only then all is proved.
+        """
+        if record.tiling != tiling and not (tiling.is_row_by_row and record.tiling.is_row_by_row):
+
+            def read_tiles(part: Interval, into: torch.Tensor) -> None:
+                self.fill(tensor_bytes(into), kind, name, record, part, tiling=record.tiling)
+
+            out = torch.from_numpy(data).view(dtype_of(record)) if len(data) else torch.empty(0)
+            read_across(read_tiles, out, shape=record.shape, source=record.tiling, target=tiling, wanted=interval)
+            return
+        width = itemsize(record.dtype)
+        pieces = {piece.rank: piece for piece in record.pieces}
+        for read in plan_reads(pieces_of(record), interval):
+            reader, piece = self[self._manifest.file_name(kind, read.rank)], pieces[read.rank]
+            part = data[read.target.start * width : read.target.stop * width]
+            if isinstance(piece, CodedPieceRecord):
+                values = self._decoded(kind, name, record.dtype, piece, read.source)
+                part[:] = tensor_bytes(values.to(dtype_of(record)))
+                continue
+            stored = reader.find(name, record.dtype, piece.interval.numel)
+            (reader.stream_into if streams else reader.read_into)(stored.start + read.source.start * width, part)
+
+    def fill_coded(self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval, tiling: Tiling) -> None:
+        """Read optimizer state that is held as codes: as it was saved if it is the same piece, else coded anew."""
+        pieces = record.pieces if record.tiling == tiling else ()
+        same = [p for p in pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
+        if same and isinstance(same[0], CodedPieceRecord):
+            parts = self._coded_parts("optimizer", name, record.dtype, same[0], Interval(0, interval.numel))
+            mine = out.parts()
+            if "book" not in mine or torch.equal(parts["book"], mine["book"].cpu()):
+                for part in ("codes", "scales"):
+                    mine[part].copy_(parts[part])
+                return
+        values = torch.empty(interval.numel, dtype=dtype_of(record))
+        self.fill(tensor_bytes(values), "optimizer", name, record, interval, tiling=tiling)
+        out.write(values)
+
+    def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:
+        """Elements `wanted` of a piece (counted from its start) as values."""
+        block = piece.coding.block
+        start = wanted.start // block * block
+        whole = Interval(start, min(-(-wanted.stop // block) * block, piece.interval.numel))
+        parts = self._coded_parts(kind, name, dtype, piece, whole)
+        values = decode(parts["codes"], parts["scales"], parts.get("book"), piece.coding)
+        return values[wanted.start - start : wanted.stop - start]
+
+    def _coded_parts(
+        self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, blocks: Interval
+    ) -> dict[str, torch.Tensor]:
+        """Codes and scales of whole blocks of a piece, and the book."""
+        reader, coding, result = self[self._manifest.file_name(kind, piece.rank)], piece.coding, {}
+        share = {"codes": (coding.bits, 8), "scales": (1, coding.block)}  # elements per value, as a fraction
+        for part, (stored_dtype, numel) in stored_as(name, dtype, piece).items():
+            ending = part.rpartition(".")[2]
+            many, one = share.get(ending, (0, 1))
+            start, stop = (blocks.start * many // one, -(-blocks.stop * many // one)) if many else (0, numel)
+            result[ending] = torch.empty(stop - start, dtype=dtype_called(DTYPES[stored_dtype]))
+            stored = reader.find(part, stored_dtype, numel)
+            reader.read_into(stored.start + start * itemsize(stored_dtype), tensor_bytes(result[ending]))
+        return result
+
+    def all_tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Every tensor of a file, in host memory; none if there is no such file."""
+        if name not in self._manifest.files:
+            return {}
+        result = {}
+        for key, stored in self[name].tensors.items():
+            tensor = torch.empty(stored.shape, dtype=dtype_called(stored.dtype))
+            self[name].read_into(stored.start, tensor_bytes(tensor))
+            result[key] = tensor
+        return result

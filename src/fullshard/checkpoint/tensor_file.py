@@ -1,0 +1,415 @@
+"""Files of tensors, and reads that prove what they read. No torch here.
+
+They follow the safetensors layout (8 bytes of header length, a JSON header, the tensors), so every tool that reads
+safetensors reads them. They are written and read here byte by byte because two things are needed that the safetensors
+package does not offer: one tensor in memory at a time while writing, and a checksum of each chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, NAMES, FileRecord
+from fullshard.checkpoint.objects import Location
+from fullshard.checkpoint.streams import open_to_read, open_to_write
+from fullshard.core.dtypes import itemsize
+from fullshard.core.errors import CheckpointError
+
+Bytes = NDArray[np.uint8]
+"""A 1-D array of bytes; what tensors are turned into before they reach this module."""
+
+_HEADER_ALIGNMENT = 8
+MAX_HEADER_NBYTES = 100 * 2**20
+"""Of a data file: a header is some hundred bytes per tensor; more than this is not one."""
+_BLOCK_NBYTES = 256 * 2**10
+"""Bytes written or read at a time: small enough to stay in a core's cache until they are summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in a file: its name, torch's dtype name and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def order_key(self) -> tuple[int, bool]:
+        """What tensors are ordered by in a file."""
+        return order_key(self.dtype, math.prod(self.shape))
+
+
+def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """`entries` in the order they are stored.
+
+    Widest elements first, which keeps every tensor aligned to its dtype. Of those, single ones first: every rank wants
+    them (the step counts), and together they are a chunk to read, apart one each.
+    """
+    return sorted(entries, key=lambda entry: entry.order_key)
+
+
+def order_key(dtype: str, numel: int) -> tuple[int, bool]:
+    """The same of a tensor of `numel` elements."""
+    return -itemsize(dtype), numel > 1
+
+
+class TensorFileWriter:
+    """Writes one data file, tensor by tensor, and returns its record when it is safely on disk.
+
+    Args:
+        path: file to create; it must not exist.
+        entries: every tensor of the file. They are to be written in the order of `storage_order(entries)`.
+        metadata: text that goes into the header.
+
+    Raises:
+        OSError: the file cannot be created or written.
+    """
+
+    def __init__(self, path: Location, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
+        self._pending = storage_order(entries)
+        self._crc32c: list[int] = []
+        self._chunk_crc32c = self._chunk_filled = self._nbytes = 0
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        offset = 0
+        for entry in self._pending:
+            header[entry.name] = {
+                "dtype": DTYPES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [offset, offset + entry.nbytes],
+            }
+            offset += entry.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+        self._file = open_to_write(path, 8 + len(text) + offset)
+        try:
+            self._append(np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, name: str, data: Bytes) -> None:
+        """Append the next tensor, which must be `name` with exactly its bytes."""
+        self.write_parts(name, (data,))
+
+    def write_parts(self, name: str, parts: Iterable[Bytes]) -> None:
+        """The same for a tensor that comes in parts, of which only one is held at a time."""
+        entry = self._pending.pop(0)
+        before = self._nbytes
+        for part in parts if entry.name == name else ():
+            self._append(part)
+        if entry.name != name or self._nbytes - before != entry.nbytes:
+            nbytes = self._nbytes - before
+            raise CheckpointError(f"got {name!r} of {nbytes} bytes, expected {entry.name!r} of {entry.nbytes}")
+
+    def finish(self) -> FileRecord:
+        """Flush the file to the disk, close it, and say what is in it."""
+        if self._pending:
+            raise CheckpointError(f"{len(self._pending)} tensors were not written, first {self._pending[0].name!r}")
+        if self._chunk_filled:
+            self._crc32c.append(self._chunk_crc32c)
+        self._file.finish()
+        return FileRecord(nbytes=self._nbytes, crc32c=tuple(self._crc32c))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _append(self, data: Bytes) -> None:
+        """Write `data` and carry the checksums on; chunks are counted from the start of the file."""
+        at = 0
+        while at < data.nbytes:
+            part = data[at : at + min(_BLOCK_NBYTES, CHUNK_NBYTES - self._chunk_filled)]
+            written = 0
+            while written < part.nbytes:  # an unbuffered write may stop early, for example when the disk is full
+                written += self._file.write(part[written:].data)
+            # After the write, which has brought the block into the cache: that halves the cost of the checksum.
+            self._chunk_crc32c = google_crc32c.extend(self._chunk_crc32c, part)
+            self._chunk_filled += part.nbytes
+            at += part.nbytes
+            if self._chunk_filled == CHUNK_NBYTES:
+                self._file.start_writeback(len(self._crc32c) * CHUNK_NBYTES, CHUNK_NBYTES)
+                self._crc32c.append(self._chunk_crc32c)
+                self._chunk_crc32c = self._chunk_filled = 0
+        self._nbytes += data.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in a file: name in safetensors, shape, and byte range counted from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class TensorFileReader:
+    """Reads parts of one data file; every byte handed out has passed its checksum.
+
+    Args:
+        path: the file.
+        record: what the manifest says about it.
+        chunk_nbytes: bytes per checksum.
+        save_id: the id the file must carry.
+
+    Raises:
+        CheckpointError: missing, of the wrong size, damaged, or from another save.
+    """
+
+    def __init__(self, path: Location, record: FileRecord, *, chunk_nbytes: int, save_id: str) -> None:
+        self.path = path
+        self._record, self._chunk_nbytes, self._save_id = record, chunk_nbytes, save_id
+        self._cached = -1
+        self._kept: Bytes = np.empty(0, dtype=np.uint8)
+        self._at = self._crc32c = 0  # where the last read ended, and the sum of its chunk up to there
+        if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
+            raise CheckpointError(problem)
+        self._file = open_to_read(path, record.nbytes)
+        try:
+            self.tensors = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def find(self, name: str, dtype: str, numel: int) -> StoredTensor:
+        """The tensor `name`. Raises `CheckpointError` unless it is there with that dtype (torch's name) and size."""
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.path} does not hold {name!r}, which the manifest promises")
+        code, nbytes = DTYPES[dtype], numel * itemsize(dtype)
+        if stored.dtype != code or stored.stop - stored.start != nbytes:
+            raise CheckpointError(
+                f"{self.path} holds {name!r} as {stored.dtype} in {stored.stop - stored.start} bytes, expected {code} "
+                f"in {nbytes}"
+            )
+        return stored
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Fill `out` with the bytes of the file from `start` on; if they are damaged, it holds nothing of use."""
+        filled = 0
+        while filled < out.nbytes:
+            index, offset = divmod(start + filled, self._chunk_nbytes)
+            rest = out[filled:]
+            if offset == 0 and index != self._cached and 0 < self._size(index) <= rest.nbytes:
+                part = rest[: self._size(index)]
+                self._read_chunk(index, part)
+            else:
+                chunk = self._chunk(index)[offset : offset + rest.nbytes]
+                part = rest[: chunk.nbytes]
+                part[:] = chunk
+            filled += part.nbytes
+
+    def stream_into(self, start: int, out: Bytes) -> None:
+        """Like `read_into`, for reads that go forward through the file: nothing is read twice or copied.
+
+        A chunk is proved when a read reaches its end; `settle` must follow the last one.
+        """
+        if not self._at <= start < self._end():
+            self.settle()
+            self._begin(start // self._chunk_nbytes)
+        self._pass_over(start - self._at)
+        self._read_on(out)
+
+    def settle(self) -> None:
+        """Prove the chunk that was read in part, by reading the rest."""
+        if self._at % self._chunk_nbytes:
+            self._pass_over(self._end() - self._at)
+
+    def damaged_chunks(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges of all chunks that fail their checksum."""
+        for index in range(len(self._record.crc32c)):
+            start = index * self._chunk_nbytes
+            data = self._pread(start, min(self._chunk_nbytes, self._record.nbytes - start))
+            if google_crc32c.extend(0, np.frombuffer(data, dtype=np.uint8)) != self._record.crc32c[index]:
+                yield start, start + len(data)
+
+    def _size(self, index: int) -> int:
+        """Bytes of chunk `index`; none or less if the file ends before it."""
+        return min(self._chunk_nbytes, self._record.nbytes - index * self._chunk_nbytes)
+
+    def _chunk(self, index: int) -> Bytes:
+        """Chunk `index`, checked. The last one is kept, because small neighbours share a chunk."""
+        if self._cached != index:
+            if self._size(index) <= 0:
+                start = index * self._chunk_nbytes
+                raise CheckpointError(f"{self.path} ends at byte {self._record.nbytes}, byte {start} was asked for")
+            if self._kept.nbytes == 0:
+                self._kept = np.empty(min(self._chunk_nbytes, self._record.nbytes), dtype=np.uint8)
+            self._cached = -1
+            self._read_chunk(index, self._kept[: self._size(index)])
+            self._cached = index
+        return self._kept[: self._size(index)]
+
+    def _read_chunk(self, index: int, out: Bytes) -> None:
+        """Fill `out` with all of chunk `index`, and check it."""
+        self.settle()
+        self._begin(index)
+        self._read_on(out)
+
+    def _begin(self, index: int) -> None:
+        self._at, self._crc32c = index * self._chunk_nbytes, 0
+
+    def _end(self) -> int:
+        """Where the chunk ends that is being read."""
+        index = self._at // self._chunk_nbytes
+        return index * self._chunk_nbytes + self._size(index)
+
+    def _pass_over(self, nbytes: int) -> None:
+        """Read so many bytes only for their sum."""
+        scratch = np.empty(min(nbytes, _BLOCK_NBYTES), dtype=np.uint8)
+        while nbytes:
+            block = scratch[: min(nbytes, scratch.nbytes)]
+            self._read_on(block)
+            nbytes -= block.nbytes
+
+    def _read_on(self, out: Bytes) -> None:
+        """Fill `out` with what comes next, block by block, and check every chunk that ends on the way."""
+        filled = 0
+        while filled < out.nbytes:
+            end = self._end()
+            block = out[filled : filled + max(0, min(_BLOCK_NBYTES, end - self._at))]
+            nbytes = self._read_some(block.data, self._at)
+            self._crc32c = google_crc32c.extend(self._crc32c, block[:nbytes])
+            self._at += nbytes
+            filled += nbytes
+            if self._at == end:
+                self._check_chunk((end - 1) // self._chunk_nbytes)
+
+    def _check_chunk(self, index: int) -> None:
+        """Compare the sum of chunk `index`, which was read to its end."""
+        start, got, expected = index * self._chunk_nbytes, self._crc32c, self._record.crc32c[index]
+        self._crc32c = 0
+        if got != expected:
+            raise CheckpointError(
+                f"{self.path} is damaged between bytes {start} and {start + self._size(index)}: crc32c is {got:08x}, "
+                f"expected {expected:08x}{self._foreign_save()}",
+                hint="use an older checkpoint; latest_checkpoint(parent, thorough=True) finds the newest intact one",
+            )
+
+    def _pread(self, start: int, nbytes: int) -> bytearray:
+        """`nbytes` bytes from `start` on, whatever they are."""
+        data = bytearray(nbytes)
+        filled = 0
+        while filled < nbytes:
+            filled += self._read_some(memoryview(data)[filled:], start + filled)
+        return data
+
+    def _read_some(self, out: memoryview, at: int) -> int:
+        """Fill the beginning of `out`; how much of it. Raises `CheckpointError` if the disk gives nothing."""
+        try:
+            nbytes = self._file.read_into(out, at) if len(out) else 0
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read at byte {at}: {error.strerror}") from error
+        if not nbytes:
+            raise CheckpointError(f"{self.path} ended at byte {at} while it was read")
+        return nbytes
+
+    def _read_header(self) -> dict[str, StoredTensor]:
+        """Tensors of the file by name."""
+        prefix = np.empty(8, dtype=np.uint8)
+        self.read_into(0, prefix)
+        nbytes = int.from_bytes(prefix.tobytes(), "little")
+        if nbytes > min(self._record.nbytes - 8, MAX_HEADER_NBYTES):
+            raise CheckpointError(f"{self.path} claims a header of {nbytes} bytes in a file of {self._record.nbytes}")
+        text = np.empty(nbytes, dtype=np.uint8)
+        self.read_into(8, text)
+        try:
+            header = json.loads(text.tobytes())
+            save_id = header.pop("__metadata__", {}).get("save_id")
+            tensors = {name: self._stored(record, 8 + nbytes) for name, record in header.items()}
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError):
+            raise CheckpointError(f"{self.path}: its header is not that of a safetensors file") from None
+        if save_id != self._save_id:
+            raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
+        filled = [item for item in tensors.items() if item[1].start < item[1].stop]
+        in_order = sorted(filled, key=lambda item: item[1].start)
+        for (first, one), (second, other) in itertools.pairwise(in_order):
+            if other.start < one.stop:
+                raise CheckpointError(f"{self.path}: {first!r} and {second!r} overlap at byte {other.start}")
+        return tensors
+
+    def _stored(self, record: Any, data: int) -> StoredTensor:
+        """A tensor as the header describes it; raises `ValueError` if its bytes are not its own."""
+        start, stop = record["data_offsets"]
+        nbytes = math.prod(int(n) for n in record["shape"]) * itemsize(NAMES[record["dtype"]])
+        if not 0 <= start <= stop <= self._record.nbytes - data or stop - start != nbytes:
+            raise ValueError(record)
+        return StoredTensor(record["dtype"], tuple(record["shape"]), data + start, data + stop)
+
+    def _foreign_save(self) -> str:
+        """An explanation for a failed checksum: the file is whole, but of another save or another rank."""
+        try:
+            length = int.from_bytes(self._pread(0, 8), "little")
+            metadata = json.loads(self._pread(8, min(length, self._record.nbytes)))["__metadata__"]
+            if metadata["save_id"] != self._save_id:
+                return f" (the file belongs to save {metadata['save_id']}, the manifest to {self._save_id})"
+            if f"-rank{int(metadata['rank']):05d}." not in self.path.name:
+                return f" (the file was written by rank {metadata['rank']}: were files swapped?)"
+        except (CheckpointError, ValueError, KeyError, TypeError):
+            pass  # the header itself is damaged, which the message says already
+        return ""
+
+
+def file_beside(directory: Path, name: str, *, where: str) -> Path:
+    """The path of a file that something in `directory` names.
+
+    Args:
+        directory: the only place where it may be.
+        name: as it was found.
+        where: what names it, for messages.
+
+    Raises:
+        CheckpointError: anything but a plain name.
+    """
+    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
+        raise CheckpointError(f"{where} points to {name!r}, outside its directory")
+    return directory / name
+
+
+def size_problem(path: Location, record: FileRecord, *, chunk_nbytes: int) -> str | None:
+    """What is wrong with a data file before any of it is read; None if nothing."""
+    if len(record.crc32c) != -(-record.nbytes // chunk_nbytes):
+        return f"the manifest holds {len(record.crc32c)} checksums for the {record.nbytes} bytes of {path.name}"
+    try:
+        status = path.stat()
+        if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+            return f"{path} is a link that leads out of the checkpoint, to {path.resolve()}"
+    except OSError as error:
+        return f"{path} is missing ({error.strerror})"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path} is no file"
+    nbytes = status.st_size
+    return None if nbytes == record.nbytes else f"{path} has {nbytes} bytes, expected {record.nbytes}"

@@ -1,0 +1,133 @@
+"""What holds inside a `with`: gradients are not reduced, parameters are whole, or made on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.bucket import bucket_of
+from fullshard.engine.lookup import units_of
+from fullshard.engine.parameter import sharded_parameter_of
+from fullshard.engine.schedule import schedule_of
+from fullshard.engine.unit import Unit, owner_of
+from fullshard.engine.unit_parameters import UnitState
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Keep gradients unsharded and unreduced inside; the first backward after it reduces their sum.
+
+    Saves communication during accumulation and costs a whole model's gradients of memory per rank. Without it every
+    micro-batch is reduced into the sharded gradient, which is usually what is wanted.
+    """
+    with _reducing(model, reduces=False):
+        yield
+
+
+@contextlib.contextmanager
+def with_sync(model: nn.Module) -> Iterator[None]:
+    """Reduce gradients inside, although a `no_sync` is around it: what was kept unreduced goes along."""
+    with _reducing(model, reduces=True):
+        yield
+
+
+@contextlib.contextmanager
+def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
+    """Inside, backward reduces gradients, or keeps them unsharded until it does."""
+    units = units_of(model)
+    before = [unit.reduce_gradients for unit in units]
+    for unit in units:
+        unit.reduce_gradients = reduces
+    try:
+        yield
+    finally:
+        for unit, value in zip(units, before, strict=True):
+            unit.reduce_gradients = value
+
+
+@contextlib.contextmanager
+def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True) -> Iterator[None]:
+    """All parameters of `model` whole inside, kept so through forwards: for `generate()` or inspection.
+
+    Entering is a collective. Inside, ranks need not run the same number of forwards. Costs the whole model's
+    unsharded bytes on every rank.
+
+    Args:
+        model: a sharded model or a part of one.
+        writeback: keep changes made to the parameters in place, which every rank must make alike; otherwise they are
+            dropped.
+        recurse: False: only the units that hold the module's own parameters, for code that computes with a head's
+            weight by itself. All others are gathered as they are used.
+
+    Raises:
+        LifecycleError: inside a forward or backward pass; or parameters were changed without `writeback` where a rank
+            owns them whole (one rank, or NO_SHARD), so that the change cannot be dropped.
+    """
+    units = units_of(model) if recurse else _owners(model)
+    if torch_private.backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
+        raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
+    for schedule in dict.fromkeys(map(schedule_of, units)):
+        schedule.recover()
+    for unit in units:
+        if any(bucket.gather_packing is not None for bucket in unit.buckets):
+            unit.reshard()  # what was kept is not exact
+    before = {unit: (unit.is_pinned, unit.state) for unit in units}
+    for unit in units:
+        unit.unshard(exactly=True)
+        unit.is_pinned = True
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    versions = [bucket.originals.versions() for bucket in buckets]
+    try:
+        yield
+        for bucket, version in zip(buckets, versions, strict=True):
+            if writeback:
+                bucket.write_back()
+            elif bucket.shares_main and bucket.originals.versions() != version:
+                raise LifecycleError(
+                    f"unit {bucket.owner.name!r}: parameters were changed under unsharded() without writeback, on a "
+                    "rank that owns them whole: the change has taken effect",
+                    hint="use unsharded(model, writeback=True)",
+                )
+    finally:
+        for bucket in buckets:
+            bucket.originals.know_changes()
+        for unit, (was_pinned, state) in before.items():
+            unit.take_requires_grad()
+            unit.is_pinned = was_pinned
+            if state is UnitState.GATHERED:
+                unit.rest()
+            elif state is not UnitState.UNSHARDED:
+                unit.reshard()
+        for schedule in dict.fromkeys(map(schedule_of, units)):
+            schedule.settle()
+
+
+def _owners(module: nn.Module) -> list[Unit]:
+    """The units that hold the module's own parameters."""
+    held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
+    return list(dict.fromkeys(owner_of(bucket_of(sharded)) for sharded in held if sharded is not None))
+
+
+@contextlib.contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Build a model inside with its parameters on the meta device and its buffers real.
+
+    Nothing is allocated for the parameters until the model is sharded, unit by unit, and non-persistent buffers are
+    what the constructors make of them, not uninitialised memory.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]

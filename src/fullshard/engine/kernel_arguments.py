@@ -1,0 +1,77 @@
+"""What a kernel of torch is given: the tensors in it, those that it writes, and which it must not be given together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.sharded_tensor import ShardedTensor
+
+
+def map_arguments(value: Any, kind: type[torch.Tensor], function: Callable[[Any], Any]) -> Any:
+    """`value`, a kernel's arguments or result, with `function` applied to each tensor of that kind."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_arguments(item, kind, function) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([map_arguments(item, kind, function) for item in value])
+    return value
+
+
+def call_with(
+    func: torch_private.Kernel,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    kind: type[torch.Tensor],
+    function: Callable[[Any], Any],
+) -> Any:
+    """What a kernel makes of its arguments with `function` applied to each tensor of that kind."""
+    return func(*map_arguments(args, kind, function), **map_arguments(kwargs, kind, function))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Those in a kernel's arguments or result."""
+    found: list[torch.Tensor] = []
+    map_arguments(value, torch.Tensor, found.append)
+    return found
+
+
+def first_sharded(value: Any) -> ShardedTensor | None:
+    """The first sharded one there."""
+    return next((tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedTensor)), None)
+
+
+def target_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a kernel that writes writes to; `engine.kernels` has seen to it that it is nothing else."""
+    return kwargs.get("out", args[0])
+
+
+def written(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """All tensors that a kernel writes to."""
+    places = torch_private.written(func)
+    return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+
+
+def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise for a plain tensor of several elements beside one that is spread over ranks, or was computed of such."""
+    tensors = tensors_in((args, kwargs))
+    plain = next((t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1), None)
+    if plain is not None:
+        raise mixed(func, next(t for t in tensors if hasattr(t, "span")), plain)
+
+
+def mixed(func: torch_private.Kernel, spread: Any, plain: torch.Tensor) -> LifecycleError:
+    """The error for that."""
+    return LifecycleError(
+        f"`{func.overloadpacket.__name__}` of {spread.name} {tuple(spread.shape)}, whose elements are spread over the "
+        f"ranks, and of a plain tensor {tuple(plain.shape)}, of which nobody knows whether every rank has the same",
+        hint="use what .full_tensor() gives on every rank, or distribute_tensor(other, p.device_mesh, [Replicate()]); "
+        "or compute in forward or inside `with fullshard.unsharded(model)`; copies of parameters (an average of the "
+        "weights) are to be made after sharding",
+    )

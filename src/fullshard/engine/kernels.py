@@ -1,0 +1,353 @@
+"""What torch's kernels make of sharded tensors: what they would make of the whole ones.
+
+    element by element, a copy, a cast          interval by interval; the result is a `ShardedTensor` again
+    rows, reshaped, split along the first dim   views: a `ShardedTensor` of a part of the same memory
+    a sum, a mean, a norm                       each rank's part, put together at once: a collective; a `WholeTensor`,
+                                                which becomes plain with plain numbers: a penalty and a loss
+    random numbers                              those that one process draws: every rank draws all and keeps its own
+    anything else                               of the whole, gathered for it: a collective, as torch's DTensor does
+
+What a kernel changes in place it changes everywhere, or it is an error. Nothing is computed of one rank's elements
+as if they were all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.kernel_arguments import (
+    call_with,
+    first_sharded,
+    map_arguments,
+    mixed,
+    refuse_plain,
+    target_of,
+    tensors_in,
+    written,
+)
+from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
+from fullshard.engine.span import Span
+from fullshard.engine.whole_tensor import WholeCopy, WholeTensor
+
+_ALIKE = frozenset(
+    torch_private.COPY_KERNELS
+    | {"alias", "clone", "copy_", "detach", "empty_like", "fill_", "full_like", "ones_like", "zero_", "zeros_like"}
+    | {"is_pinned", "lift_fresh", "pin_memory"}
+)
+"""Kernels that treat elements alike, besides those that torch marks so."""
+
+
+def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = func.overloadpacket.__name__
+    _check_changes(func, name, args, kwargs)
+    special = _SPECIAL.get(name)
+    if special is not None:
+        result = special(func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if name.startswith(torch_private.MANY_KERNELS):
+        return _many(func, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _random(func, args, kwargs)
+    if torch.Tag.pointwise in func.tags or name in _ALIKE:
+        return _alike(func, args, kwargs)
+    if torch_private.is_view(func):
+        return _view(func, args, kwargs)
+    return _gathered(func, args, kwargs)
+
+
+def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise for a kernel that writes to what is neither its first argument nor `out`, or changes a shape."""
+    if not torch_private.writes(func) or name.startswith(torch_private.MANY_KERNELS):
+        return
+    is_known = all(index == 0 or argument == "out" for index, argument in torch_private.written(func))
+    if is_known and (torch.Tag.inplace_view not in func.tags or name == "detach_"):
+        return
+    held = first_sharded((args, kwargs))
+    raise LifecycleError(
+        f"`{name}` of {'a tensor' if held is None else held.name} would change more than the values of one tensor",
+        hint="compute with .full_tensor() of it, or with a function that returns a new tensor",
+    )
+
+
+def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Interval by interval."""
+    target = target_of(args, kwargs) if torch_private.writes(func) else first_sharded((args, kwargs))
+    if not isinstance(target, ShardedTensor) or not all(_fits(t, target.span) for t in tensors_in((args, kwargs))):
+        return _gathered(func, args, kwargs)
+    made = _Locals(target, func)
+    result = call_with(func, args, kwargs, torch.Tensor, made.of)
+    _count_changes(func, args, kwargs)
+    return map_arguments(result, torch.Tensor, made.wrap)
+
+
+def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Torch counts changes of tensors before it comes here: of the wrappers, but not of what they wrap."""
+    locals_ = [tensor.local for tensor in written(func, args, kwargs) if isinstance(tensor, ShardedTensor)]
+    if locals_:
+        torch.autograd.graph.increment_version(locals_)
+
+
+def _fits(tensor: torch.Tensor, span: Span) -> bool:
+    """Whether broadcasting makes it a tensor of the span's shape."""
+    sizes = zip(reversed(tensor.shape), reversed(span.shape), strict=False)
+    return tensor.dim() <= len(span.shape) and all(size in (1, wanted) for size, wanted in sizes)
+
+
+class _Locals:
+    """This rank's intervals of a kernel's arguments, and the way back from its results."""
+
+    def __init__(self, target: ShardedTensor, func: torch_private.Kernel) -> None:
+        self._target, self._span, self._func = target, target.span, func
+        self._wrapped: dict[int, ShardedTensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the kernel is to be given in place of an argument."""
+        if isinstance(tensor, ShardedTensor) and self._span.is_like(tensor.span):
+            self._wrapped[id(tensor.local)] = tensor
+            return tensor.local
+        if isinstance(tensor, DTensor):
+            tensor = _plain_whole(tensor)
+        elif tensor.numel() != 1:
+            raise mixed(self._func, self._target, tensor)
+        if tensor.dim() == 0:
+            return tensor
+        if tensor.numel() == 1:
+            return tensor.reshape([1] * len(self._span.local_shape))
+        return self._span.cut(tensor)
+
+    def wrap(self, result: torch.Tensor) -> torch.Tensor:
+        """What the caller is given in place of a result."""
+        known = self._wrapped.get(id(result))
+        return ShardedTensor(result, self._span) if known is None else known
+
+
+def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Kernels that take lists of tensors, position by position: optimizers', mostly."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
+    first = next(value for value in lists if first_sharded(value) is not None)
+    made = [_Locals(tensor, func) if isinstance(tensor, ShardedTensor) else None for tensor in first]
+
+    def local(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return _plain_whole(value) if isinstance(value, DTensor) else value
+        if len(value) != len(first):
+            return value
+        return [
+            one.of(tensor) if one is not None and isinstance(tensor, torch.Tensor) else tensor
+            for one, tensor in zip(made, value, strict=True)
+        ]
+
+    result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
+    _count_changes(func, args, kwargs)
+    if result is None:
+        return None
+    return [tensor if one is None else one.wrap(tensor) for one, tensor in zip(made, result, strict=True)]
+
+
+def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Views that are intervals of the flattened whole share memory; of others there is a guarded copy."""
+    tensor = args[0]
+    if isinstance(tensor, ShardedTensor) and first_sharded((args[1:], kwargs)) is None:
+        views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
+        parts = views if isinstance(views, (list, tuple)) else [views]
+        is_whole = all(part.shape == tensor.shape for part in parts)
+        is_row_by_row = is_whole or not (tensor.span.is_tiled or tensor.span.is_by_rows)
+        if is_row_by_row and all(part.is_contiguous() and part.dtype == tensor.dtype for part in parts):
+            made = [_part_of(tensor, part) for part in parts]
+            return made if isinstance(views, (list, tuple)) else made[0]
+    held = first_sharded((args, kwargs))
+    assert held is not None  # noqa: S101 -- else this would not have been asked
+    return map_arguments(_gathered(func, args, kwargs), DTensor, lambda copy: WholeCopy.of(copy, held))
+
+
+def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
+    if tensor.span.is_by_rows:
+        return ShardedTensor(tensor.local, tensor.span)
+    start, span = int(view.storage_offset()), tensor.span
+    part = span.part(view.shape, start)
+    own = part.interval.shift(start - span.interval.start)
+    return ShardedTensor(tensor.local[own.start : own.stop] if own.numel else tensor.local[:0], part)
+
+
+def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Random numbers as one process draws them: every rank draws all, from a generator in the same state."""
+    tensor = args[0]
+    is_fresh = torch_private.writes(func) or func.overloadpacket.__name__.endswith("_like")
+    if not isinstance(tensor, ShardedTensor):
+        return _gathered(func, args, kwargs)
+    span, local = tensor.span, tensor.local
+    whole = torch.empty(span.shape, dtype=local.dtype, device=local.device) if is_fresh else tensor.full_tensor()
+    result = call_with(func, (whole, *args[1:]), kwargs, DTensor, _plain_whole)
+    if torch_private.writes(func):
+        local.copy_(span.cut(whole))
+        _count_changes(func, args, kwargs)
+        return tensor
+    return map_arguments(
+        result,
+        torch.Tensor,
+        lambda made: (
+            ShardedTensor(span.cut(made).clone(), span) if made.shape == span.shape else WholeTensor.of(made, span)
+        ),
+    )
+
+
+def _plain_whole(tensor: DTensor) -> torch.Tensor:
+    if isinstance(tensor, ShardedTensor):
+        return tensor.span.gather(tensor.local)
+    detached: Any = tensor.detach()  # else torch does it in place, which it could not before 2.12
+    whole: torch.Tensor = detached.full_tensor()
+    return whole
+
+
+def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of whole tensors, which every rank has then; what a kernel writes is cut to this rank's interval again."""
+    refuse_plain(func, args, kwargs)
+    wholes: dict[int, torch.Tensor] = {}
+
+    def whole(tensor: DTensor) -> torch.Tensor:
+        if id(tensor) not in wholes:
+            wholes[id(tensor)] = _plain_whole(tensor)
+        return wholes[id(tensor)]
+
+    held = first_sharded((args, kwargs))
+    assert held is not None  # noqa: S101 -- else this would not have been asked
+    result = call_with(func, args, kwargs, DTensor, whole)
+    if not torch_private.writes(func):
+        return map_arguments(result, torch.Tensor, lambda made: WholeTensor.of(made, held.span))
+    target = target_of(args, kwargs)
+    if not isinstance(target, DTensor) or whole(target).shape != target.shape:
+        raise LifecycleError(
+            f"`{func.overloadpacket.__name__}` of {held.name} would write what is no tensor of its shape",
+            hint="compute with .full_tensor() of it",
+        )
+    if isinstance(target, ShardedTensor):
+        target.local.copy_(target.span.cut(whole(target)))
+        _count_changes(func, args, kwargs)
+    else:
+        target.copy_(dtensor_of(whole(target), held.span))
+    return target
+
+
+# -- reductions and other kernels with a rule of their own ------------------------------------------------------
+
+
+def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
+    dims = [dim] if isinstance(dim, int) else dim
+    return not keepdim and (not dims or len(dims) == tensor.dim())
+
+
+def _reduced(local: torch.Tensor, span: Span, placement: Placement) -> torch.Tensor:
+    """What the ranks' parts come to. At once: `item()` of what torch has left partial is one rank's part of it."""
+    parts = dtensor_of(local, span, placement)
+    if span.is_tiled:  # torch warns of both axes in one go
+        parts = parts.redistribute(placements=span.placements(None, placement))
+    whole: torch.Tensor = parts.full_tensor()
+    return whole
+
+
+def _sum(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+    if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
+        return NotImplemented
+    return WholeTensor.of(_reduced(tensor.local.sum(**options), tensor.span, Partial()), tensor.span)
+
+
+def _mean(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+    total = _sum(func, tensor, dim, keepdim, **options)
+    return total if total is NotImplemented else total / tensor.numel()
+
+
+def _norm(
+    func: torch_private.Kernel, tensor: Any, order: float = 2, dim: Any = None, keepdim: bool = False, **options: Any
+) -> Any:
+    if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
+        return NotImplemented
+    span = tensor.span
+    return WholeTensor.of(_reduced(_local_norm(tensor, order, **options), span, _placement_of_norm(order)), span)
+
+
+def _local_norm(tensor: ShardedTensor, order: float, **options: Any) -> torch.Tensor:
+    # Not every norm of nothing is 0; one of negative order is as small as the smallest element makes it.
+    nothing = float("inf") if order < 0 else 0.0
+    local = tensor.local if tensor.local.numel() else tensor.local.new_full((1,), nothing)
+    norm: torch.Tensor = torch.linalg.vector_norm(local, order, **options)
+    return norm
+
+
+def _placement_of_norm(order: float) -> Placement:
+    """A maximum, a minimum and a count need no root."""
+    plain = {float("inf"): Partial("max"), float("-inf"): Partial("min"), 0.0: Partial()}
+    return plain.get(float(order)) or torch_private.norm_partial(order)
+
+
+def _norms(func: torch_private.Kernel, tensors: Sequence[torch.Tensor], order: float = 2, dtype: Any = None) -> Any:
+    spans = [tensor.span for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    if (
+        len(spans) < len(tensors)
+        or len({(span.groups, tensor.dtype) for span, tensor in zip(spans, tensors, strict=True)}) > 1
+    ):
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    locals_ = [_local_norm(tensor, order, dtype=dtype) for tensor in tensors]  # type: ignore[arg-type]
+    norms = _reduced(torch.stack(locals_), spans[0], _placement_of_norm(order))
+    return [WholeTensor.of(norm, span) for norm, span in zip(norms.unbind(), spans, strict=True)]
+
+
+def _maxima(_func: torch_private.Kernel, tensors: Sequence[torch.Tensor]) -> Any:
+    return [tensor.max() for tensor in tensors]
+
+
+def _equal(_func: torch_private.Kernel, left: Any, right: Any) -> Any:
+    are_both = isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor)
+    if left.shape != right.shape or not are_both or not left.span.is_like(right.span):
+        return NotImplemented if left.shape == right.shape else False
+    return _everywhere(torch.equal(left.local, right.local), left.span)
+
+
+def _all_close(_func: torch_private.Kernel, left: Any, right: Any, *args: Any, **options: Any) -> bool:
+    close = torch.isclose(left, right, *args, **options)
+    if not isinstance(close, ShardedTensor):
+        return bool(close.full_tensor().all() if isinstance(close, DTensor) else close.all())
+    return _everywhere(bool(close.local.all()), close.span)
+
+
+def _everywhere(holds: bool, span: Span) -> bool:
+    """Whether something holds for the intervals of all ranks."""
+    return not _reduced(torch.tensor(int(not holds), device=span.mesh.device), span, Partial()).item()
+
+
+def _item(_func: torch_private.Kernel, tensor: ShardedTensor) -> Any:
+    return tensor.span.gather(tensor.local).item()
+
+
+def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int], *args: Any, **options: Any) -> Any:
+    """Of its shape it is laid out as the tensor, of any other every rank has it whole."""
+    if tuple(size) == tuple(tensor.shape) and not func.overloadpacket.__name__.endswith("strided"):
+        return ShardedTensor(func(tensor.local, tensor.local.shape, *args, **options), tensor.span)
+    return dtensor_of(func(tensor.local, size, *args, **options), tensor.span)
+
+
+def _is_same_size(_func: torch_private.Kernel, left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "linalg_vector_norm": _norm,
+    torch_private.MAX_OF_MANY: _maxima,
+    torch_private.NORM_OF_MANY: _norms,
+    "allclose": _all_close,
+    "equal": _equal,
+    torch_private.ITEM: _item,
+    "is_same_size": _is_same_size,
+    **dict.fromkeys(("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), _new),
+}
+
+torch_private.keep_compiler_out(_compute)  # it would trace half of a rule, and reduce twice
+ShardedTensor._compute = staticmethod(_compute)

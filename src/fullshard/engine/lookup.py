@@ -1,0 +1,54 @@
+"""Which unit a module is, which units are in a model, and what modules are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.unit import Unit
+
+UNIT = "_fullshard_unit"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` is, if it is one."""
+    return module.__dict__.get(UNIT)
+
+
+def require_unit(module: Any) -> Unit:
+    """The same; `LifecycleError` if it is none."""
+    unit = unit_of(module)
+    if unit is None:
+        raise LifecycleError(f"{type(module).__name__} is not a unit", hint="call fully_shard on it first")
+    return unit
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """All units in `model`, inner units before the units around them."""
+    found: dict[Unit, None] = {}
+    for module in reversed(list(model.modules())):
+        unit = unit_of(module)
+        if unit is not None:
+            found[unit] = None
+    return list(found)
+
+
+def require_units(model: nn.Module) -> list[Unit]:
+    """The same; `LifecycleError` if there are none."""
+    units = units_of(model)
+    if not units:
+        raise LifecycleError(f"{type(model).__name__} is not sharded", hint="call fully_shard or shard_model first")
+    return units
+
+
+def clean_name(path: str) -> str:
+    """A module path without the parts that torch's wrappers add."""
+    return ".".join(part for part in path.split(".") if part not in torch_private.WRAPPERS)
+
+
+def join(path: str, attribute: str) -> str:
+    """`path.attribute`, or the attribute alone at the root."""
+    return f"{path}.{attribute}" if path else attribute

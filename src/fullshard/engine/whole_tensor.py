@@ -1,0 +1,205 @@
+"""What every rank has whole of sharded tensors: what was computed of them, and copies in place of views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Placement
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.kernel_arguments import call_with, map_arguments, refuse_plain, target_of, tensors_in, written
+from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
+from fullshard.engine.span import Span
+
+
+class WholeTensor(DTensor):
+    """What was computed of sharded tensors and every rank has whole: a norm, a penalty, a product of matrices.
+
+    With plain numbers it becomes a plain tensor, so that a penalty can be added to a loss, each rank to its own.
+    """
+
+    span: Span
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, span: Span) -> WholeTensor:
+        """`whole`, that was computed of what has that span."""
+        layout = torch_private.layout_as(torch_private.layout_from(dtensor_of(whole, span)), whole)
+        self: WholeTensor = torch_private.wrap(cls, whole, layout)
+        self.span = span
+        return self
+
+    def __init__(self, *_args: object, **_options: object) -> None: ...
+
+    @property
+    def name(self) -> str:
+        """Of the parameter that it was computed of."""
+        return str(self.span.name)
+
+    @property
+    def __tensor_flatten__(self) -> NoReturn:
+        raise AttributeError("a compiler would put torch's own class together again")
+
+    def tolist(self) -> Any:
+        """Its elements, on every rank."""
+        return torch_private.local_of(self).tolist()
+
+    def like(self, whole: torch.Tensor) -> WholeTensor:
+        """`whole`, that was computed of this."""
+        layout = torch_private.layout_as(torch_private.layout_from(self), whole)
+        made: WholeTensor = torch_private.wrap(WholeTensor, whole, layout)
+        made.span = self.span
+        return made
+
+    def plain(self) -> DTensor:
+        """The same as torch's own class."""
+        dtensor: DTensor = torch_private.wrap(DTensor, torch_private.local_of(self), torch_private.layout_from(self))
+        return dtensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every function of torch that is given one comes through here, above autograd."""
+        kwargs = kwargs or {}
+        plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, DTensor)]
+        with torch_private.without_functions():
+            if plain and isinstance(args[0], WholeTensor) and _is_in_place(func):
+                if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in plain):
+                    raise LifecycleError(
+                        f"`{func.__name__}` of what is computed of {args[0].name} and a plain tensor with a gradient",
+                        hint="write total = total + loss, which makes a plain tensor",
+                    )
+            elif plain:
+                args, kwargs = map_arguments((list(args), kwargs), WholeTensor, _MakePlain.apply)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = tensors_in((args, kwargs))
+        kinds = {type(t) for t in tensors if isinstance(t, DTensor)}
+        if any(issubclass(kind, ShardedTensor) for kind in kinds):
+            return ShardedTensor.__torch_dispatch__(func, _types, args, kwargs)
+        if kinds != {WholeTensor}:
+            return call_with(func, args, kwargs, WholeTensor, WholeTensor.plain)
+        refuse_plain(func, args, kwargs)
+        result = call_with(func, args, kwargs, WholeTensor, torch_private.local_of)
+        if torch_private.writes(func):
+            return target_of(args, kwargs)
+        held = next(t for t in tensors if isinstance(t, WholeTensor))
+        return map_arguments(result, torch.Tensor, held.like)
+
+
+_OPERATORS_IN_PLACE = {"__setitem__"} | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = func.__name__
+    return name in _OPERATORS_IN_PLACE or name.strip("_") + "_" == name
+
+
+class _MakePlain(torch.autograd.Function):
+    """To a plain tensor, each rank's own from here on. Gradients that come back are, too: what counts is their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: WholeTensor) -> torch.Tensor:
+        ctx.span = whole.span
+        return torch_private.local_of(whole).clone()  # which may be changed
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> WholeTensor:
+        mesh, mean = ctx.span.mesh, grad.clone()
+        if mesh.world_group is not None:
+            dist.all_reduce(mean, group=mesh.world_group)
+            mean /= mesh.world_size
+        return WholeTensor.of(mean, ctx.span)
+
+
+class WholeCopy(DTensor):
+    """What a view becomes that is no interval, a transposed matrix for example: a copy, which must not be changed.
+
+    Nor be read when what it was copied from has changed, as a view would have changed with it. So are views of it.
+    """
+
+    span: Span
+    _source: torch.Tensor
+    _source_version: int
+
+    @classmethod
+    def of(cls, dtensor: DTensor, held: ShardedTensor | WholeCopy) -> WholeCopy:
+        """A copy for a view of `held`."""
+        self: WholeCopy = torch_private.wrap(cls, torch_private.local_of(dtensor), torch_private.layout_from(dtensor))
+        self.span = held.span
+        if isinstance(held, WholeCopy):
+            self._source, self._source_version = held._source, held._source_version
+        else:
+            self._source, self._source_version = held.local, _version(held.local)
+        return self
+
+    def __init__(self, *_args: object, **_options: object) -> None: ...
+
+    @property
+    def name(self) -> str:
+        """Of the parameter that it is a view of."""
+        return str(self.span.name)
+
+    def plain(self) -> WholeTensor:
+        """The same without the guard."""
+        return WholeTensor.of(torch_private.local_of(self), self.span)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        changed = next((t for t in written(func, args, kwargs) if isinstance(t, WholeCopy)), None)
+        if changed is not None:
+            raise LifecycleError(
+                f"`{func.overloadpacket.__name__}` would change a copy of {changed.name}, not its values: the "
+                "copy was gathered for a view that no rank has as an interval",
+                hint="change rows, or whole tensors, or work inside `with fullshard.unsharded(model, writeback=True)`",
+            )
+        copies = [t for t in tensors_in((args, kwargs)) if isinstance(t, WholeCopy)]
+        for copy in copies:
+            copy.check_is_current()
+        refuse_plain(func, args, kwargs)
+        result = call_with(func, args, kwargs, WholeCopy, WholeCopy.plain)
+        if not torch_private.is_view(func):
+            return result
+        return map_arguments(result, DTensor, lambda view: WholeCopy.of(view, copies[0]))
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As torch's, which is no kernel."""
+        self.check_is_current()
+        return super().to_local(grad_placements=grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As torch's, which is no kernel."""
+        self.check_is_current()
+        return super().full_tensor(grad_placements=grad_placements)
+
+    def check_is_current(self) -> None:
+        """Raise if what it was copied from has changed since."""
+        if _version(self._source) != self._source_version:
+            raise LifecycleError(
+                f"a view of {self.name} that no rank has as an interval is out of date: what it was gathered from has "
+                "changed since",
+                hint="take the view again after a change",
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; of what was made in inference mode torch does not know."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+for _dispatched in (WholeTensor.__torch_function__, WholeTensor.__torch_dispatch__, WholeCopy.__torch_dispatch__):
+    torch_private.keep_compiler_out(_dispatched.__func__)  # type: ignore[attr-defined]  # see engine.kernels
