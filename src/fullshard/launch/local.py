@@ -48,7 +48,13 @@ from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
 from fullshard.launch.preemption import AGAIN_SECONDS, PREEMPTED, listening_in
 from fullshard.launch.processes import adopt_orphans, below, descendants, end_descendants, reap_orphans, threads_of_each
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
-from fullshard.launch.rendezvous_server import LAST_CALL_SECONDS, RendezvousClient, RendezvousServer, RootCause
+from fullshard.launch.rendezvous_server import (
+    JOIN_SECONDS,
+    LAST_CALL_SECONDS,
+    RendezvousClient,
+    RendezvousServer,
+    RootCause,
+)
 from fullshard.launch.scene import Scene, is_of_a_hang, is_of_a_loss
 from fullshard.launch.scratch import scratch_directory
 from fullshard.launch.spares import Spares
@@ -84,7 +90,7 @@ class Hosts:
     rank: int | None = None
     address: str = LOOPBACK
     port: int = 0
-    join_timeout: float = 600.0
+    join_timeout: float = JOIN_SECONDS
     same: Mapping[str, str] = field(default_factory=dict)
     least: int | None = None
     last_call: float = LAST_CALL_SECONDS

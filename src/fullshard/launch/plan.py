@@ -19,12 +19,13 @@ from fullshard.config.switches import TIMEOUT
 from fullshard.core.errors import ConfigError
 from fullshard.launch import bootstrap
 from fullshard.launch.processes import threads_of_each, usable_cpu_count
+from fullshard.launch.rendezvous_server import JOIN_SECONDS, LAST_CALL_SECONDS
 from fullshard.launch.slurm import devices_per_host
 
 DETECTED = Origin(Precedence.DEFAULT, "found on this host")
 
 _RENDEZVOUS_SETTINGS = {"join_timeout": "join_timeout", "timeout": "join_timeout", "last_call_timeout": "last_call"}
-_RENDEZVOUS_SECONDS = {"join_timeout": 600.0, "last_call": 30.0}
+_RENDEZVOUS_SECONDS = {"join_timeout": JOIN_SECONDS, "last_call": LAST_CALL_SECONDS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,9 @@ ROOT_CAUSE_SECONDS = 1.0
 WAITING_SECONDS = 35.0
 """How long a host that is one too many may wait for one of the others to turn out to be gone. More than silence."""
 
+JOIN_SECONDS = 600.0
+"""How long a host waits for those that there must be."""
+
 LAST_CALL_SECONDS = 30.0
 """How long a job that has as many hosts as it must have waits for further ones before it starts for the first time."""
 

@@ -28,8 +28,8 @@ from fullshard.plan.weights import (
     expert_weights,
     gated_weights,
     head_norm_weights,
-    head_weights,
     linear_weights,
+    model_of,
     norm_weights,
 )
 
@@ -178,14 +178,12 @@ def _gpt2(fields: Fields) -> ModelShape:
             *linear_weights(f"{prefix}.mlp.c_proj", inner, hidden, bias=True, conv1d=True),
         ]
         units.append(UnitShape(prefix, tuple(weights), block))
-    tied = fields.flag("tie_word_embeddings", True)
     root = [
         *embedding_weights("transformer.wte", vocab, hidden),
         *embedding_weights("transformer.wpe", positions, hidden),
         *norm_weights("transformer.ln_f", hidden, bias=True),
-        *([] if tied else head_weights("lm_head", hidden, vocab)),
     ]
-    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
+    return model_of(fields, units, root, hidden, tied=True)
 
 
 def _gpt_neox(fields: Fields) -> ModelShape:
@@ -214,14 +212,11 @@ def _gpt_neox(fields: Fields) -> ModelShape:
             *linear_weights(f"{prefix}.mlp.dense_4h_to_h", inner, hidden, bias=True),
         ]
         units.append(UnitShape(prefix, tuple(weights), block))
-    tied = fields.flag("tie_word_embeddings", False)
-    head = [] if tied else head_weights("lm_head", hidden, vocab)
     root = [
         *embedding_weights("gpt_neox.embed_in", vocab, hidden),
         *norm_weights("gpt_neox.final_layer_norm", hidden, bias=True),
-        *head,
     ]
-    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
+    return model_of(fields, units, root, hidden, tied=False)
 
 
 def _bert(fields: Fields, *, prefix: str) -> ModelShape:
@@ -239,7 +234,6 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
     is_roberta = prefix == "roberta"
     others = [*types, *norm, *positions] if is_roberta else [*positions, *types, *norm]
     tied = fields.flag("tie_word_embeddings", True)
-    embeddings = [*others] if tied else [*words, *others]
     block = _plain_block(
         hidden,
         heads,
@@ -250,7 +244,7 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
         dropout=fields.is_dropped("hidden_dropout_prob", default=0.1),
         attention_dropout=fields.is_dropped("attention_probs_dropout_prob", default=0.1),
     )
-    units = [UnitShape(f"{prefix}.embeddings", tuple(embeddings))]
+    units = [UnitShape(f"{prefix}.embeddings", tuple(others if tied else [*words, *others]))]
     for index in range(fields.number("num_hidden_layers")):
         at = f"{prefix}.encoder.layer.{index}"
         weights = [
@@ -273,9 +267,8 @@ def _bert(fields: Fields, *, prefix: str) -> ModelShape:
         ParameterShape(f"{head}.bias", (vocab,)),
         *linear_weights(f"{transform}.dense", hidden, hidden, bias=True),
         *norm_weights(norm_name, hidden, bias=True),
-        *([] if tied else head_weights(f"{head}.decoder", hidden, vocab)),
     ]
-    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied)
+    return model_of(fields, units, root, hidden, tied=True, head=f"{head}.decoder")
 
 
 def _t5(fields: Fields) -> ModelShape:
@@ -328,14 +321,12 @@ def _t5(fields: Fields) -> ModelShape:
                 attention_dropout=is_dropped,
             )
             units.append(UnitShape(prefix, tuple(weights), block))
-    tied = fields.flag("tie_word_embeddings", True)
     root = [
         *embedding_weights("shared", vocab, hidden),
         *norm_weights("encoder.final_layer_norm", hidden),
         *norm_weights("decoder.final_layer_norm", hidden),
-        *([] if tied else head_weights("lm_head", hidden, vocab)),
     ]
-    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied, encoder_decoder=True)
+    return model_of(fields, units, root, hidden, tied=True, encoder_decoder=True)
 
 
 def _decoder(**kind: Any) -> Callable[[Fields], ModelShape]:

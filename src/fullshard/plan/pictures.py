@@ -15,8 +15,7 @@ from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.memory import CATEGORIES, Moment
 
-FORMATS = (".png", ".svg", ".pdf")
-
+_FORMATS = (".png", ".svg", ".pdf")
 
 _MOST_STEPS = 600
 """Moments that are drawn. Of more the fullest of each stretch is, or neighbouring bars make a moire."""
@@ -29,7 +28,7 @@ def draw(plan: Plan, path: Path) -> None:
         ConfigError: a file name that does not end in `.png`, `.svg` or `.pdf`.
         MissingExtraError: matplotlib is not installed.
     """
-    with _saved(path, (10, 8)) as figure:
+    with saved_figure(path, (10, 8)) as figure:
         upper, lower = figure.subplots(2, 1)
         _draw_step(upper, plan)
         _draw_devices(lower, plan)
@@ -49,7 +48,7 @@ def draw_sweep(plan: Plan, text: str, rows: Sequence[Mapping[str, Any]], path: P
         MissingExtraError: as for `draw`.
     """
     labels, places = [row["what"] for row in rows], range(len(rows))
-    with _saved(path, (9, 4.5)) as figure:
+    with saved_figure(path, (9, 4.5)) as figure:
         axes = figure.subplots()
         memory = [row["needed"] / GIB for row in rows]
         bars = axes.bar(places, memory, width=0.55, color="tab:blue", alpha=0.75, label="memory of a rank")
@@ -89,10 +88,16 @@ def _title_of_sweep(plan: Plan, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(FORMATS)}")
-    matplotlib = import_extra("matplotlib", extra="plots", purpose="drawing a plan")
+def saved_figure(path: Path, size: tuple[float, float], *, purpose: str = "drawing a plan") -> Iterator[Any]:
+    """Matplotlib's figure of `size` inches, to draw inside; then it is written.
+
+    Raises:
+        ConfigError: as for `draw`.
+        MissingExtraError: as for `draw`.
+    """
+    if path.suffix.lower() not in _FORMATS:
+        raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(_FORMATS)}")
+    matplotlib = import_extra("matplotlib", extra="plots", purpose=purpose)
     from matplotlib.figure import Figure
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +172,7 @@ def draw_moments(panels: Mapping[str, Sequence[Moment]], path: Path, *, title: s
     """
     most = max(moment.total for moments in panels.values() for moment in moments)
     unit, word = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
-    with _saved(path, (10, 4 * len(panels))) as figure:
+    with saved_figure(path, (10, 4 * len(panels))) as figure:
         every = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axes, (name, moments) in zip(every, panels.items(), strict=True):
             highest = _stack(axes, moments, unit)

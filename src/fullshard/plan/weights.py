@@ -191,10 +191,22 @@ def decoder_of(
 ) -> ModelShape:
     """A decoder of these layers, as Llama has it around them; `tied`: its head, if the file does not say."""
     vocab, hidden = fields.number("vocab_size"), fields.number("hidden_size")
-    tied = fields.flag("tie_word_embeddings", tied)
-    root = [
-        *embedding_weights("model.embed_tokens", vocab, hidden),
-        *norm_weights("model.norm", hidden),
-        *([] if tied else head_weights("lm_head", hidden, vocab)),
-    ]
-    return ModelShape("", (*layers, UnitShape("", tuple(root))), vocab, hidden, tied, capped_logits=capped_logits)
+    root = [*embedding_weights("model.embed_tokens", vocab, hidden), *norm_weights("model.norm", hidden)]
+    return model_of(fields, layers, root, hidden, tied=tied, capped_logits=capped_logits)
+
+
+def model_of(
+    fields: Fields,
+    units: Iterable[UnitShape],
+    root: Weights,
+    hidden: int,
+    *,
+    tied: bool,
+    head: str = "lm_head",
+    **more: bool,
+) -> ModelShape:
+    """A model of units around which are `root` and, unless it is tied, the head; `tied`: if the file does not say."""
+    vocab, tied = fields.number("vocab_size"), fields.flag("tie_word_embeddings", tied)
+    if not tied:
+        root = [*root, *head_weights(head, hidden, vocab)]
+    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied, **more)

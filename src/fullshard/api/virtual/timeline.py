@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.api.virtual.clock import DEVICE
-from fullshard.core.errors import ConfigError
-from fullshard.core.imports import import_extra
 from fullshard.core.sizes import GIB, MIB
 from fullshard.observe.files import write_text
-
-FORMATS = (".png", ".svg", ".pdf")
+from fullshard.plan.pictures import saved_figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +110,17 @@ class Timeline:
             ConfigError: a file name that does not end in `.png`, `.svg` or `.pdf`.
             MissingExtraError: matplotlib is not installed.
         """
-        if path.suffix.lower() not in FORMATS:
-            raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(FORMATS)}")
-        import_extra("matplotlib", extra="plots", purpose="drawing a timeline")
-        from matplotlib.figure import Figure
+        with saved_figure(path, (11, 4.5), purpose="drawing a timeline") as figure:
+            self._draw(figure)
 
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
+    def _draw(self, figure: Any) -> None:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         streams = list(dict.fromkeys(piece.stream for piece in self.slices))
         for row, stream in enumerate(streams):
             for is_sent, color in ((False, "C0"), (True, "C3")):
-                spans = joined((p.start, p.end) for p in self.slices if p.stream == stream and is_sent is _is_sent(p))
+                spans = joined(
+                    (p.start, p.end) for p in self.slices if p.stream == stream and is_sent is (p.resource != DEVICE)
+                )
                 above.broken_barh([(1e3 * a, 1e3 * (b - a)) for a, b in spans], (row - 0.4, 0.8), color=color)
         above.set_yticks(range(len(streams)), streams)
         above.invert_yaxis()
@@ -134,11 +131,6 @@ class Timeline:
         below.step([1e3 * m for m, _ in self.memory], [n / GIB for _, n in self.memory], where="post", linewidth=1)
         below.set_ylabel("GiB allocated\n(as the host launches)")
         below.set_xlabel("milliseconds")
-        figure.savefig(path, dpi=150)
-
-
-def _is_sent(piece: Slice) -> bool:
-    return piece.resource != DEVICE
 
 
 def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
