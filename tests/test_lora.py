@@ -372,7 +372,7 @@ def misused(directory: str) -> None:
     model = Accelerator(cpu=True).prepare(adapted("plain"))
     for one in (model, model.get_base_model()):
         for state in (None, model.state_dict()):
-            with pytest.raises(LifecycleError, match="save_pretrained would write this rank's slices"):
+            with pytest.raises(LifecycleError, match="save_pretrained would write this rank's intervals"):
                 one.save_pretrained(directory, state_dict=state)
     with pytest.raises(LifecycleError, match="add_adapter on a sharded"):
         model.add_adapter("late", LoraConfig(r=2, target_modules="all-linear"))

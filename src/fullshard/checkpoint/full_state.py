@@ -37,7 +37,7 @@ def gather_when_all_save(model: nn.Module) -> None:
     """Let `model.save_pretrained(..., is_main_process=...)` save the whole weights, as Accelerate's idiom has it.
 
     Who says whether this is the main process calls it on every rank, so it may gather. Without it one rank may be
-    alone, and slices are an error as before, unless this rank has every element. What does not take a state dict
+    alone, and intervals are an error as before, unless this rank has every element. What does not take a state dict
     (diffusers' models do not) finds the whole weights in `model.state_dict()`, on the main process alone.
     """
     save: Any = model.save_pretrained
@@ -148,7 +148,7 @@ def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """What this rank holds of every parameter and buffer, in host memory. No collective.
 
     Returns:
-        Copies under the unsharded model's names: flat slices of sharded parameters, the others whole.
+        Copies under the unsharded model's names: flat intervals of sharded parameters, the others whole.
 
     Raises:
         CheckpointError: inside `unsharded(model)`.

@@ -1,4 +1,4 @@
-"""PEFT's methods on a model that is sharded: they know nothing of slices, so here they are done layer by layer.
+"""PEFT's methods on a model that is sharded: they know nothing of intervals, so here they are done layer by layer.
 
 Each adapted layer is copied with its parameters whole, PEFT's own code merges or unmerges the copy, and every rank
 keeps its own interval of what came out. So results are PEFT's bit by bit, and no rank holds more than one layer.
@@ -61,7 +61,7 @@ def unmerge_adapters(model: nn.Module) -> None:
 
 
 def use_sharded_methods(model: Any) -> None:
-    """Replace the methods of a PEFT model that would be wrong on slices: by right ones, or by an error."""
+    """Replace the methods of a PEFT model that would be wrong on intervals: by right ones, or by an error."""
     for name, method in (
         ("merge_adapter", _merge_adapter),
         ("unmerge_adapter", unmerge_adapters),

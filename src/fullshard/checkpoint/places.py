@@ -15,7 +15,7 @@ from torch import nn
 from fullshard.comm import torch_private
 from fullshard.core.user_class import user_class
 from fullshard.engine.contexts import meta_parameters
-from fullshard.engine.lookup import clean_name, join
+from fullshard.engine.lookup import clean_name, qualified
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def places_of(model: nn.Module) -> Iterator[Place]:
         buffers = {k: b for k, b in module._buffers.items() if k not in torch_private.non_persistent_buffers(module)}
         for attribute, tensor in {**module._parameters, **buffers}.items():
             if tensor is not None:
-                yield Place(join(_without_wrappers(path), attribute), module, attribute, tensor)
+                yield Place(qualified(_without_wrappers(path), attribute), module, attribute, tensor)
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -79,7 +79,7 @@ def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
 
 
 def rest(model: nn.Module) -> None:
-    """Bring every unit of `model` to rest, so that its parameters are the slices that optimizers know.
+    """Bring every unit of `model` to rest, so that its parameters are the intervals that optimizers know.
 
     Raises:
         CheckpointError: inside `unsharded(model)`.

@@ -387,7 +387,7 @@ HOOK_NAMES = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 INIT_GROUP = "_init_group"
 """The method in which torch's optimizers list a group's tensors; segments are put in there. Under another name every
-slice would be updated by itself, which is slower, and the same. Since 2.0."""
+interval would be updated by itself, which is slower, and the same. Since 2.0."""
 
 step_pre_hooks: Callable[[torch.optim.Optimizer], Mapping[int, object]] = attrgetter("_optimizer_step_pre_hooks")
 """The hooks that run before an optimizer's step: one of them steps in backward, and no other may. Since 2.0."""

@@ -312,7 +312,7 @@ def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             warnings.warn(
-                f"{path or 'the module'} ({type(module).__name__}): its gradient is a dense slice after backward, "
+                f"{path or 'the module'} ({type(module).__name__}): its gradient is a dense interval after backward, "
                 "although it has sparse=True: an optimizer moves all of its rows, not only those that were looked up",
                 stacklevel=3,
             )

@@ -1,8 +1,8 @@
-"""Makes torch's own tools see whole gradients instead of this rank's slices.
+"""Makes torch's own tools see whole gradients instead of this rank's intervals.
 
     torch.nn.utils.clip_grad_norm_     the norm over all ranks, not the local one
     torch.amp.GradScaler               an overflow on one rank makes every rank skip the step
-    optimizer.state_dict               its tensors say that they are slices, and where from
+    optimizer.state_dict               its tensors say that they are intervals, and of what
     optimizer.load_state_dict          takes whole tensors too, and keeps this rank's intervals of them
     torch.distributed.tensor.distribute_tensor  knows a parameter's placement, and so does DCP
     DTensor.redistribute, from_local, zeros     as well
@@ -160,7 +160,7 @@ def _group_norm(
     order: float,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Norm over the ranks that share them, in float32 or wider. Empty slices are left out: most are at many ranks."""
+    """Norm over the ranks that share them, in float32 or wider. Empty intervals are left out, as most are."""
     parts = [gradient for gradient in gradients if gradient.numel()]
     # of all gradients, not of the parts: the same on every rank
     dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)

@@ -52,7 +52,7 @@ def target_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return kwargs.get("out", args[0])
 
 
-def written(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_tensors(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """All tensors that a kernel writes to."""
     places = torch_private.written(func)
     return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in places])

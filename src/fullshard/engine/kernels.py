@@ -29,7 +29,7 @@ from fullshard.engine.kernel_arguments import (
     refuse_plain,
     target_of,
     tensors_in,
-    written,
+    written_tensors,
 )
 from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
 from fullshard.engine.span import Span
@@ -89,7 +89,7 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
 
 def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Torch counts changes of tensors before it comes here: of the wrappers, but not of what they wrap."""
-    locals_ = [tensor.local for tensor in written(func, args, kwargs) if isinstance(tensor, ShardedTensor)]
+    locals_ = [tensor.local for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, ShardedTensor)]
     if locals_:
         torch.autograd.graph.increment_version(locals_)
 
@@ -171,7 +171,7 @@ def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
     if tensor.span.is_by_rows:
         return ShardedTensor(tensor.local, tensor.span)
     start, span = int(view.storage_offset()), tensor.span
-    part = span.part(view.shape, start)
+    part = span.sub_span(view.shape, start)
     own = part.interval.shift(start - span.interval.start)
     return ShardedTensor(tensor.local[own.start : own.stop] if own.numel else tensor.local[:0], part)
 

@@ -49,6 +49,6 @@ def clean_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in torch_private.WRAPPERS)
 
 
-def join(path: str, attribute: str) -> str:
+def qualified(path: str, attribute: str) -> str:
     """`path.attribute`, or the attribute alone at the root."""
     return f"{path}.{attribute}" if path else attribute

@@ -24,7 +24,7 @@ from fullshard.engine.unit import Unit
 def replace_methods(module: nn.Module, unit: Unit) -> None:
     """Put ours around those of a module in the unit, or in one that it is around."""
     for found_by, name, around in (
-        ("save_pretrained", "save_pretrained", _saves_no_slices),
+        ("save_pretrained", "save_pretrained", _saves_no_intervals),
         ("prepare_inputs_for_generation", "generate", functools.partial(_generates, unit=unit)),
         ("_activate_lora", "_activate_lora", _counts_no_change),
         ("resize_token_embeddings", "resize_token_embeddings", _resizes_nothing),
@@ -33,8 +33,8 @@ def replace_methods(module: nn.Module, unit: Unit) -> None:
             setattr(module, name, around(module))
 
 
-def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
-    """Transformers' and PEFT's `save_pretrained`, which would write slices as if they were whole, as an error then."""
+def _saves_no_intervals(module: nn.Module) -> Callable[..., Any]:
+    """Transformers' and PEFT's `save_pretrained`, which would write intervals as if they were whole: an error."""
     save: Any = module.save_pretrained
 
     @functools.wraps(save)
@@ -44,7 +44,8 @@ def _saves_no_slices(module: nn.Module) -> Callable[..., Any]:
         tensors = (module.state_dict() if given is None else given).values()  # it may have whole ones for now
         if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
             raise LifecycleError(
-                f"{type(module).__name__}.save_pretrained would write this rank's slices as if they were the weights",
+                f"{type(module).__name__}.save_pretrained would write this rank's intervals as if they were the "
+                "weights",
                 hint="call trainer.save_model, Accelerator.save_model or fullshard.checkpoint.export_hf on every rank; "
                 "or pass state_dict=fullshard.checkpoint.full_state_dict(model)",
             )

@@ -21,7 +21,7 @@ from fullshard.core.pace import RankPace
 from fullshard.core.user_class import USER_CLASS, user_class
 from fullshard.engine.contexts import no_sync
 from fullshard.engine.conversion import convert
-from fullshard.engine.lookup import UNIT, clean_name, join, require_unit, unit_of, units_of
+from fullshard.engine.lookup import UNIT, clean_name, qualified, require_unit, unit_of, units_of
 from fullshard.engine.methods import replace_methods
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
@@ -341,7 +341,7 @@ class FSDPModule(TorchFSDPModule):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise CopyError(
             f"FSDP does not support deepcopy, copy or pickling of {user_class(self).__name__}, which is sharded: its "
-            "parameters are only this rank's slices",
+            "parameters are only this rank's intervals",
             hint="deepcopy before sharding; save with fullshard.checkpoint; or build a second model and load the "
             "state; for an average of the weights (AveragedModel, ModelEma) write fullshard.EMA(model, decay=...)",
         )
@@ -353,7 +353,7 @@ def _not_here(what: str, why: str) -> LifecycleError:
 
 def _replicated(module: FSDPModule, wrapper: str) -> LifecycleError:
     return LifecycleError(
-        f"{wrapper} around a sharded {type(module).__name__} would make replicas of this rank's slices",
+        f"{wrapper} around a sharded {type(module).__name__} would make replicas of this rank's intervals",
         hint="leave it out: the units reduce gradients over all ranks themselves",
     )
 
@@ -471,7 +471,7 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
             else unit.requested_reshard_after_forward
         )
         for slot, parameter in unit.entries:
-            names = [join(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]
+            names = [qualified(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]
             parameter.span.name.names = tuple(dict.fromkeys(names))
 
 

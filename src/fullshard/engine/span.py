@@ -176,7 +176,7 @@ class Span:
             and self.mesh.shard_rank == other.mesh.shard_rank
         )
 
-    def part(self, shape: Sequence[int], start: int) -> Span:
+    def sub_span(self, shape: Sequence[int], start: int) -> Span:
         """That of a tensor of `shape` whose elements are this one's from `start` on."""
         placement = RaggedShard(self.placement.shard_numel, self.placement.offset + start)
         return Span(self.mesh, shape, placement, self.name, None if self.tile is None else self.tile.reshaped(shape))
@@ -220,12 +220,12 @@ class Span:
         """The whole of a composed parameter, or of what was computed of one and is of its class."""
         wholes = {
             name: inner if span is None else span.gather(inner.reshape(-1))
-            for name, (inner, span) in self.parts(local).items()
+            for name, (inner, span) in self.inner_spans(local).items()
         }
-        assert self.composition is not None  # noqa: S101 -- `parts` has seen to it
+        assert self.composition is not None  # noqa: S101 -- `inner_spans` has seen to it
         return self.composition.make(wholes, self.shape)
 
-    def parts(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, Span | None]]:
+    def inner_spans(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, Span | None]]:
         """The tensors that make up this rank's rows of a composed parameter, by name, and how each is laid out.
 
         None for one that every rank has whole.
@@ -240,11 +240,11 @@ class Span:
                 hint="compute in forward, or inside `with fullshard.unsharded(model)`",
             )
         return {
-            name: (inner, self._of_part(f"{self.name}.{name}", inner, composition.shapes[name]))
+            name: (inner, self._span_of_inner(f"{self.name}.{name}", inner, composition.shapes[name]))
             for name, inner in inner_tensors(local).items()
         }
 
-    def _of_part(self, name: str, inner: torch.Tensor, shape: torch.Size) -> Span | None:
+    def _span_of_inner(self, name: str, inner: torch.Tensor, shape: torch.Size) -> Span | None:
         rows, numel = self.shape[0], math.prod(shape)
         count = self.placement.shard_numel // self.placement.row_numel
         if rows and (numel * count) % rows == 0:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.lookup import join, require_unit
+from fullshard.engine.lookup import qualified, require_unit
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 
@@ -24,7 +24,7 @@ def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedTensor]]:
     entries = []
     for slot, parameter in unit.entries:
         for owner, attribute in slot.owners:
-            paths = [prefix + join(_state_dict_path(path), attribute) for path in places.get(id(owner), ())]
+            paths = [prefix + qualified(_state_dict_path(path), attribute) for path in places.get(id(owner), ())]
             entries += [(path, parameter) for path in paths]
     return entries
 
@@ -53,7 +53,7 @@ def before_load_state_dict(
     unexpected_keys: list[str],
     error_messages: list[str],
 ) -> None:
-    """Cut whole tensors down to this rank's slice."""
+    """Cut whole tensors down to this rank's interval."""
     unit = require_unit(module)
     schedule = schedule_of(unit)
     schedule.lockstep.loads += 1
@@ -78,7 +78,7 @@ def before_load_state_dict(
         if value is None or value.is_meta or value.shape != parameter.shape:
             continue  # torch has something to say about it
         if isinstance(value, DTensor) and value.placements == parameter.placements:
-            # PEFT takes sharded parameters for tensor parallelism's, and puts whole tensors where their slices go.
+            # PEFT takes sharded parameters for tensor parallelism's, and puts whole tensors where their intervals go.
             local = value.to_local()
             value = local if local.shape == value.shape else value
         if not isinstance(value, DTensor):

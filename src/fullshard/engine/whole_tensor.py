@@ -11,7 +11,14 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.kernel_arguments import call_with, map_arguments, refuse_plain, target_of, tensors_in, written
+from fullshard.engine.kernel_arguments import (
+    call_with,
+    map_arguments,
+    refuse_plain,
+    target_of,
+    tensors_in,
+    written_tensors,
+)
 from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
 from fullshard.engine.span import Span
 
@@ -160,7 +167,7 @@ class WholeCopy(DTensor):
         cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        changed = next((t for t in written(func, args, kwargs) if isinstance(t, WholeCopy)), None)
+        changed = next((t for t in written_tensors(func, args, kwargs) if isinstance(t, WholeCopy)), None)
         if changed is not None:
             raise LifecycleError(
                 f"`{func.overloadpacket.__name__}` would change a copy of {changed.name}, not its values: the "

@@ -203,10 +203,14 @@ def model_of(
     *,
     tied: bool,
     head: str = "lm_head",
-    **more: bool,
+    capped_logits: bool = False,
+    encoder_decoder: bool = False,
 ) -> ModelShape:
     """A model of units around which are `root` and, unless it is tied, the head; `tied`: if the file does not say."""
     vocab, tied = fields.number("vocab_size"), fields.flag("tie_word_embeddings", tied)
     if not tied:
         root = [*root, *head_weights(head, hidden, vocab)]
-    return ModelShape("", (*units, UnitShape("", tuple(root))), vocab, hidden, tied, **more)
+    around = UnitShape("", tuple(root))
+    return ModelShape(
+        "", (*units, around), vocab, hidden, tied, capped_logits=capped_logits, encoder_decoder=encoder_decoder
+    )

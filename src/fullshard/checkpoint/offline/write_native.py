@@ -238,7 +238,7 @@ def _write_rank_file(
 ) -> FileRecord:
     by_name = {part.name: part for part in parts}
     entries = [
-        # as the ranks of a run write them: replicated state in its shape, all else as 1-D slices
+        # as the ranks of a run write them: replicated state in its shape, all else as 1-D intervals
         TensorEntry(p.name, p.record.dtype, p.record.shape if _is_replicated(p.record) else (p.interval.numel,))
         for p in parts
     ]

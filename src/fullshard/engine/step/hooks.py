@@ -1,4 +1,4 @@
-"""What runs before and after every optimizer's step, and which optimizers may work on slices at all."""
+"""What runs before and after every optimizer's step, and which optimizers may work on intervals at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEEDS_WHOLE_TENSORS = frozenset(
     | {"LARS", "Lars", "LARS8bit", "LARS32bit", "PytorchLARS"}
     | {"Muon", "NorMuon", "Dion", "Dion2", "Shampoo", "DistributedShampoo", "SOAP", "SparseAdam"}
 )
-"""Optimizers whose update of an element depends on the rest of its tensor; wrong on slices."""
+"""Optimizers whose update of an element depends on the rest of its tensor; wrong on intervals."""
 
 _ONE_RANK_PER_MATRIX = {
     "Muon": ({"Muon"}, "the same arguments and numbers"),
@@ -55,7 +55,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     is_wrong = bool(names & NEEDS_WHOLE_TENSORS) and not isinstance(optimizer, MatrixOptimizer)
     if is_wrong and sharded_parameters(optimizer):
         raise OptimizerError(
-            f"{type(optimizer).__module__}.{name} needs whole tensors and would be wrong on slices without a word",
+            f"{type(optimizer).__module__}.{name} needs whole tensors and would be wrong on intervals without a word",
             hint=_in_place_of(type(optimizer), names),
         )
     if any(parameter.span.in_blocks for parameter in sharded_parameters(optimizer)):
@@ -79,12 +79,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_elements(optimizer: torch.optim.Optimizer) -> None:
-    """See to it that an element's update is the same bits wherever a slice begins and ends."""
+    """See to it that an element's update is the same bits wherever an interval begins and ends."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     if type(optimizer) in (*ELEMENT_WISE, *ELEMENT_WISE_ALONE) and not is_fused:
         return
     name = type(optimizer).__name__
-    problem = "fused kernels round the last elements of a slice differently" if is_fused else "it is not known to do so"
+    problem = "fused kernels round an interval's last elements otherwise" if is_fused else "it is not known to do so"
     raise OptimizerError(
         f"{name} is to update virtual ranks' sums alike at any number of ranks: {problem}",
         hint=f"use torch's own, without fused=True: {', '.join(cls.__name__ for cls in ELEMENT_WISE)}",
