@@ -49,7 +49,7 @@ def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster) -> Copies:
     sent = share if cluster.hosts > 1 else 0.0
     seconds = sent / (device.network * device.link_efficiency)
     if device.is_cpu:
-        seconds += 5 * share / (device.memory_bandwidth * device.link_efficiency)
+        seconds += 5 * share / device.memory_speed
         seconds += (share + sent) / device.fresh_bandwidth if device.fresh_bandwidth else 0.0
     else:
         seconds += share / PCIE

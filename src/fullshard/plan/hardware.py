@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config.switches import COMM
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 
@@ -80,6 +81,15 @@ class Device:
     def is_cpu(self) -> bool:
         """Whether ranks compute on the host's processors, so that whatever they do takes their time."""
         return self.framework == 0
+
+    @property
+    def memory_speed(self) -> float:
+        """Bytes per second of `memory_bandwidth` that large transfers reach."""
+        return self.memory_bandwidth * self.link_efficiency
+
+    def peak(self, dtype: str) -> float:
+        """Matrix FLOP/s in a dtype."""
+        return self.flops_fp32 if itemsize(dtype) == 4 else self.flops
 
 
 def _gpu(

@@ -87,6 +87,12 @@ LAYER_OPS = (73, 138)
 """ATen operations of a layer's forward and of its backward, counted in a Llama layer (`tests/test_plan_time.py`)."""
 
 
+def link_seconds(device: Device, inside: float, across: float, *, times: int = 1) -> tuple[float, float]:
+    """Seconds for bytes on a device's link inside a host and on that between hosts; `times` is 2 of an all-reduce."""
+    link = device.replicate_link if times == 2 and device.replicate_link else device.link
+    return inside / (link * device.link_efficiency), across / (device.network * device.link_efficiency)
+
+
 def steps(ranks: int, *, times: int) -> int:
     """Steps that a collective of `ranks` ranks takes one after another.
 
@@ -161,7 +167,7 @@ def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, 
         job.tokens * job.accumulation * (cluster.count // job.tp),
         _step_flops(setting.model, job) * cluster.count,
         _masked_flops(setting.model, job) * cluster.count,
-        _peak(cluster, job) * cluster.count,
+        cluster.device.peak(job.compute_dtype) * cluster.count,
     )
 
 
@@ -188,7 +194,7 @@ def _attention_seconds(block: Block, job: Job, cluster: Cluster) -> tuple[float,
     whole = is_computed_whole(block, job.attention, job.seq_len)
     flops = attention_flops(block, job.tokens, job.seq_len, whole=whole and not device.is_cpu)
     if device.is_cpu or job.attention == "eager" or itemsize(job.compute_dtype) == 4:
-        seconds = flops / (_peak(cluster, job) * device.efficiency)
+        seconds = flops / (cluster.device.peak(job.compute_dtype) * device.efficiency)
         return seconds, 2 * seconds
     part = part_of_peak(block, job.attention, job.seq_len, flash=device.flash, newest=device.newest_flash)
     seconds = flops / (device.flops * part)
@@ -197,7 +203,7 @@ def _attention_seconds(block: Block, job: Job, cluster: Cluster) -> tuple[float,
 
 def _passes(block: Block, job: Job, device: Device) -> tuple[float, float]:
     """Seconds of what lies between a layer's products, in forward and in backward."""
-    bandwidth = device.memory_bandwidth * device.link_efficiency
+    bandwidth = device.memory_speed
     if not device.is_cpu:
         forward, backward = between_products(block, job)
         return forward / bandwidth, backward / bandwidth
@@ -235,10 +241,6 @@ def _backward_factor(unit: UnitShape) -> float:
     return 1 + (trained / total if total else 1)
 
 
-def _peak(cluster: Cluster, job: Job) -> float:
-    return cluster.device.flops_fp32 if itemsize(job.compute_dtype) == 4 else cluster.device.flops
-
-
 def _recomputed(job: Job) -> float:
     """Forwards run again in backward: all of it, or all but what selective checkpointing keeps (half the products)."""
     return {"none": 0.0, "selective": 0.4, "full": 1.0}[job.checkpointing]
@@ -248,7 +250,7 @@ def _casts(setting: PlanSetting, unit: UnitLayout, device: Device) -> tuple[floa
     """Seconds of casting the own interval in before a gather, and gradients into the reduce input."""
     seconds = []
     for moved, fresh in (_cast_in(setting, unit), _cast_out(setting, unit)):
-        seconds.append(moved / (device.memory_bandwidth * device.link_efficiency))
+        seconds.append(moved / device.memory_speed)
         if device.fresh_bandwidth:
             seconds[-1] += fresh / device.fresh_bandwidth
     return seconds[0], seconds[1]
@@ -302,7 +304,7 @@ def _fresh(nbytes: int) -> int:
 def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:
     """What it reads and writes; on the host's memory with offload."""
     device, optimizer = cluster.device, setting.job.planned_optimizer
-    bandwidth = device.memory_bandwidth * device.link_efficiency
+    bandwidth = device.memory_speed
     if setting.on_host.main_weights:
         bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
     parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
@@ -314,14 +316,9 @@ def _optimizer(setting: PlanSetting, cluster: Cluster) -> float:
 def _matrices(work: MatrixWork, cluster: Cluster) -> float:
     """What owners compute, and the exchanges: the next pieces come, and the last go back, while they do."""
     device, exchanges = cluster.device, work.dealing.exchanges
-
-    def sending(links: tuple[float, float]) -> float:
-        inside, across = links
-        return max(inside / device.link, across / device.network if across else 0.0) / device.link_efficiency
-
-    there = [sending(links) for links in work.links(cluster.per_host)]
-    replicas = sending(work.replica_links(cluster.per_host)) / len(exchanges)
-    speed = (device.flops_fp32 if itemsize(work.sent_as) == 4 else device.flops) * device.efficiency
+    there = [max(link_seconds(device, *links)) for links in work.links(cluster.per_host)]
+    replicas = max(link_seconds(device, *work.replica_links(cluster.per_host))) / len(exchanges)
+    speed = device.peak(work.sent_as) * device.efficiency
     wire, come, busy = there[0], there[0], [0.0] * work.ranks
     for number, exchange in enumerate(exchanges):
         busy = [
@@ -329,7 +326,7 @@ def _matrices(work: MatrixWork, cluster: Cluster) -> float:
         ]
         wire = come = wire + sum(there[number + 1 : number + 2])
         wire = max(wire, *busy) + there[number] + replicas
-    kept = 4 * work.kept_nbytes / (device.memory_bandwidth * device.link_efficiency)  # read and written twice
+    kept = 4 * work.kept_nbytes / device.memory_speed  # read and written twice
     return wire + kept
 
 
@@ -384,7 +381,7 @@ class _Clock:
         model, job = self.setting.model, self.setting.job
         self.layouts = {unit.name: unit for unit in self.setting.layout.units}
         self.shapes = {unit.name: unit for unit in model.units}
-        speed = _peak(self.cluster, job) * self.cluster.device.efficiency
+        speed = self.cluster.device.peak(job.compute_dtype) * self.cluster.device.efficiency
         self.forwards = {unit.name: forward_flops(unit, job) / speed for unit in model.units}
         if job.float8:
             gain = 1 - 1 / self.cluster.device.float8
@@ -394,7 +391,7 @@ class _Clock:
         each = {block: _attention_seconds(block, job, self.cluster) for block in set(model.blocks)}
         self.attention = {unit.name: each[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
         device = self.cluster.device
-        bandwidth = device.memory_bandwidth * device.link_efficiency
+        bandwidth = device.memory_speed
         moved = {block: _passes(block, job, device) for block in set(model.blocks)}
         self.passes = {unit.name: moved[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
         self.ops = {unit.name: device.op_seconds if unit.block else 0.0 for unit in model.units}
@@ -536,13 +533,10 @@ class _Clock:
         if ranks == 1 or nbytes == 0:
             return self.now
         device = self.cluster.device
-        inside, across = carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
-        inside /= device.link * device.link_efficiency
-        across /= device.network * device.link_efficiency
+        sent = carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
+        inside, across = link_seconds(device, *sent, times=times)
         latency = times * BASE_LATENCY + steps(ranks, times=times) * STEP_LATENCY
         if device.is_cpu and not across:
-            if times == 2 and device.replicate_link:
-                inside *= device.link * device.link_efficiency / device.replicate_link
             self.communication += inside + latency
             self._wait(self.now + inside + latency)
             return self.now

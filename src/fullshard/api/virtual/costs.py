@@ -57,7 +57,7 @@ def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: A
     if is_attention and not device.is_cpu and not is_wide:
         part = part_of_size(given[0].shape[-1], given[1].shape[-2], flash=device.flash)
     moved = _moved(operation, given, named, made)
-    each = flops / (peak * part), moved / (device.memory_bandwidth * device.link_efficiency)
+    each = flops / (peak * part), moved / device.memory_speed
     if not device.is_cpu:
         return max(each)
     return sum(each) + device.function_seconds * _functions(operation, given, made)
