@@ -13,10 +13,11 @@ import bitsandbytes
 import pytest
 from torch import optim
 
+from fullshard.checkpoint.format import DTYPES
 from fullshard.comm import packing
 from fullshard.config import fsdp, schema, sharding
 from fullshard.config.settings import About
-from fullshard.core.dtypes import COMPUTE
+from fullshard.core.dtypes import COMPUTE, ITEMSIZES
 from fullshard.core.requirements import OLDEST_TORCH
 from fullshard.core.route import Route
 from fullshard.core.schedule import SPENT, BackwardPrefetch, Reductions, count_kept, gathered_ahead
@@ -40,6 +41,7 @@ def test_names_that_types_spell_out() -> None:
     assert set(get_args(schema.PrecisionMode)) == set(COMPUTE)
     assert set(get_args(job.Optimizer)) == set(OPTIMIZERS)
     assert set(About.of(schema.SETTINGS["sharding.strategy"]).answers) == set(STRATEGIES)
+    assert set(DTYPES) <= set(ITEMSIZES), "a checkpoint's dtype of unknown size"
     assert set(get_args(schema.Packing)) == {dtype_name(dtype) for dtype in packing._PACKINGS}
 
 

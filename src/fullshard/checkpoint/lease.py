@@ -25,6 +25,7 @@ from typing import Any
 
 from fullshard.checkpoint.objects import Location, ObjectPath, at_exit
 from fullshard.core.errors import ConfigError, StoreError, shorten
+from fullshard.core.place import this_machine
 
 LEASE_NAME = ".lease.json"
 RENEWED_EVERY_SECONDS = 10.0
@@ -292,8 +293,7 @@ def _process(pid: int) -> dict[str, Any]:
     """What tells a process from all others, also from those that have its number later, or in another container."""
     try:
         begun = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return {"pid": pid, "begun": begun, "machine": f"{boot} {Path('/proc/self/ns/pid').readlink()}"}
+        return {"pid": pid, "begun": begun, "machine": this_machine()}
     except (OSError, ValueError, IndexError):
         return {"pid": pid, "begun": 0, "machine": ""}
 

@@ -28,6 +28,7 @@ from fullshard.comm.select import collectives_for
 from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.place import PLACE
+from fullshard.core.strategy import replicas
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,17 +184,14 @@ def init_mesh(
         device_mesh = torch_private.mesh_without_groups(device.type, [0], 0)
         return Mesh(device, gather=alone, reduce=alone, replicate=alone, device_mesh=device_mesh)
     shard_size = ranks if shard_size is None else shard_size
-    if ranks % shard_size:
-        raise ConfigError(
-            f"shard size {shard_size} does not divide world size {ranks}", hint="use a divisor of the world size"
-        )
+    replicate_size = replicas(ranks, shard_size)
     key = (dist.group.WORLD, device, shard_size)
     if key not in _CACHE:
         # Of groups that have been destroyed, which would keep their threads.
         for old, mesh in list(_CACHE.items()):
             if old[0] is not dist.group.WORLD and mesh.thread == get_ident():
                 del _CACHE[old]
-        _CACHE[key] = _build(ranks // shard_size, shard_size, device)
+        _CACHE[key] = _build(replicate_size, shard_size, device)
         _CACHE[key].watch()
     return _CACHE[key]
 

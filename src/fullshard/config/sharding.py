@@ -8,9 +8,8 @@ from typing import Literal, Self
 from pydantic import field_validator, model_validator
 
 from fullshard.config.settings import CombinationError, Settings, setting
-from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
-from fullshard.core.strategy import STRATEGIES, Strategy, parse_strategy
+from fullshard.core.strategy import Strategy, parse_strategy
 
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 WrapKind = Literal["auto", "none", "class", "size"]
@@ -163,8 +162,6 @@ class ShardingConfig(Settings):
     @field_validator("strategy", mode="before")
     @classmethod
     def _known_strategy(cls, value: object) -> str:
-        if not isinstance(value, str | int | Strategy) or isinstance(value, bool):
-            raise ConfigError(f"unknown sharding strategy {value!r}", hint=f"use one of {', '.join(STRATEGIES)}")
         return parse_strategy(value).name
 
     @field_validator("wrap_classes", mode="before")

@@ -117,6 +117,16 @@ def this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
+def this_machine() -> str:
+    """What two processes have in common that see each other's numbers: a boot, and the names of processes in it.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
 def read_place(path: Path) -> str:
     """What a process has written there last, on one line; empty if it has come to nothing."""
     try:

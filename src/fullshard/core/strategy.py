@@ -124,12 +124,7 @@ class Strategy:
                 f"got shard_size = {shard_size}",
                 hint="leave shard_size out, or use HYBRID_SHARD",
             )
-        if expected < 1 or world_size % expected:
-            divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-            raise ConfigError(
-                f"shard_size = {expected} does not divide world size {world_size}", hint=f"use one of {divisors}"
-            )
-        return world_size // expected, expected
+        return replicas(world_size, expected), expected
 
     def is_that_of(
         self,
@@ -165,10 +160,22 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("SHARD_OPTIMIZER", None, _WHOLE, _WHOLE, _S, reshard_after_forward=False),
     )
 }
+
+
+def replicas(world_size: int, shard_size: int) -> int:
+    """How many shard groups of that size there are. Raises `ConfigError` if the ranks do not divide into such."""
+    if shard_size < 1 or world_size % shard_size:
+        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+        raise ConfigError(
+            f"shard_size = {shard_size} does not divide world size {world_size}", hint=f"use one of {divisors}"
+        )
+    return world_size // shard_size
+
+
 _ALIASES = {"_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2"}
 
 
-def parse_strategy(value: str | int | Strategy) -> Strategy:
+def parse_strategy(value: object) -> Strategy:
     """The row for a name (any case, `-` or `_` or space), a code (1 to 5, also as text), or a row itself.
 
     Raises:

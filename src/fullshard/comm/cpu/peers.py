@@ -33,7 +33,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.cpu.track import MAX_TRACKS, PAGE_NBYTES, SharedTrack
 from fullshard.comm.host_pages import Track
 from fullshard.config.switches import COMM
-from fullshard.core.place import PLACE
+from fullshard.core.place import PLACE, this_machine
 from fullshard.core.route import Route
 
 logger = logging.getLogger(__name__)
@@ -283,8 +283,7 @@ def _offer() -> tuple[_Offer, int | None]:
     except OSError as error:
         os.close(descriptor)
         return _Offer("", os.getpid(), None, f"a rank's files must be small (ulimit -f): {error}"), None
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return _Offer(f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid(), descriptor), descriptor
+    return _Offer(this_machine(), os.getpid(), descriptor), descriptor
 
 
 def _open(offer: _Offer) -> int:
