@@ -31,10 +31,11 @@ from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.library import MODELS as MODELS_BY_NAME
 from fullshard.plan.library import load_model
-from fullshard.plan.memory import PlanSetting, memory_of
+from fullshard.plan.memory import memory_of
 from fullshard.plan.report import as_dict, as_run_config
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.search import pareto, search
+from fullshard.plan.setting import PlanSetting
 from fullshard.plan.time import time_of
 from fullshard.plan.traffic import traffic_of
 from tests.commands import run_here

@@ -32,8 +32,9 @@ from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
-from fullshard.plan.memory import Memory, PlanSetting, fragments_nbytes, memory_of
+from fullshard.plan.memory import Memory, fragments_nbytes, memory_of
 from fullshard.plan.schedule import predict_step
+from fullshard.plan.setting import PlanSetting
 from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 from tests.distributed import run_ranks
 

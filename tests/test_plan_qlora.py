@@ -24,9 +24,10 @@ from fullshard.engine.step.state_dict import as_local
 from fullshard.plan.families import from_config
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
-from fullshard.plan.memory import Memory, PlanSetting, memory_of
+from fullshard.plan.memory import Memory, memory_of
 from fullshard.plan.methods import apply_method
 from fullshard.plan.schedule import predict_step
+from fullshard.plan.setting import PlanSetting
 from fullshard.wrap.policies import checkpoint_modules, unit_modules
 from fullshard.wrap.quantized import expose_scales
 from tests.distributed import run_ranks

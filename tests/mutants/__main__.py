@@ -35,7 +35,7 @@ from tests.mutants.reached import FOLDER, Reached, environment_of, measure
 from tests.mutants.sites import Mutant, mutants
 
 TARGETS = ("engine/**/*", "comm/**/*", "core/*", "checkpoint/storage", "checkpoint/tensor_file", "checkpoint/load",
-           "checkpoint/readers", "checkpoint/save", "checkpoint/resharding", "plan/memory")  # fmt: skip
+           "checkpoint/readers", "checkpoint/save", "checkpoint/resharding", "plan/memory", "plan/setting")  # fmt: skip
 SOURCE = Path("src/fullshard")
 RECORD = Path(__file__).with_name("record.json")
 EQUIVALENT = Path(__file__).with_name("equivalent.json")

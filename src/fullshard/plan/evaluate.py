@@ -21,9 +21,10 @@ from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, lay_out
 from fullshard.plan.losses import loss_note
 from fullshard.plan.matrices import matrix_work
-from fullshard.plan.memory import Memory, PlanSetting, memory_of
+from fullshard.plan.memory import Memory, memory_of
 from fullshard.plan.methods import apply_method
 from fullshard.plan.schedule import ScheduleOptions, predict_step
+from fullshard.plan.setting import PlanSetting
 from fullshard.plan.shapes import ModelShape
 from fullshard.plan.streaming import Streaming, streaming_of
 from fullshard.plan.tiles import groups_of, sent_nbytes, tiled

@@ -49,8 +49,8 @@ from fullshard.plan.job import Job
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.losses import moved_nbytes, new_nbytes, recomputed_flops
 from fullshard.plan.matrices import MatrixWork
-from fullshard.plan.memory import PlanSetting, of_parameters
 from fullshard.plan.optimizers import OptimizerRow
+from fullshard.plan.setting import PlanSetting, of_parameters
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
 from fullshard.plan.tiles import ends_of_step, layer_message_nbytes, reductions_of_layer
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes

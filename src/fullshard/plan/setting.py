@@ -1,0 +1,92 @@
+"""What memory and time of a step depend on besides its events: the run, its model laid out, and where ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from fullshard.core.bucket import BucketPlan
+from fullshard.core.dtypes import collected, itemsize
+from fullshard.core.offload import Offload
+from fullshard.core.route import Route
+from fullshard.plan.job import Job
+from fullshard.plan.layout import ModelLayout, UnitLayout
+from fullshard.plan.matrices import MatrixWork
+from fullshard.plan.optimizers import OptimizerRow
+from fullshard.plan.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSetting:
+    """A run that is planned.
+
+    Attributes:
+        model: the shapes, as they are trained.
+        layout: the same, laid out.
+        job: the run.
+        on_host: what lives in host memory beside the device's, as the layout has it.
+        framework: bytes the framework holds on the device from the start.
+        on_cpu: whether torch's CPU rules hold: optimizers take one parameter after the other, and a product in half
+            precision has a float32 copy of its result for a moment.
+        route: how the ranks of a shard group reach one another. Where they share memory, unsharded parameters are
+            main weights, or copies of those that last, in the dtype they compute in. Each rank counts its own part.
+        matrices: what an optimizer that needs them does with whole ones; None for any other.
+    """
+
+    model: ModelShape
+    layout: ModelLayout
+    job: Job
+    on_host: Offload = field(default_factory=Offload)
+    framework: int = 0
+    on_cpu: bool = False
+    route: Route = Route.NATIVE
+    matrices: MatrixWork | None = None
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether no gradient stays whole from one micro-batch to the next."""
+        return self.job.sync_each_micro_batch and not self.layout.keeps_gradients
+
+    def gathered_nbytes(self, unit: UnitLayout) -> int:
+        """What unsharding `unit` takes."""
+        return 0 if self.route.shares_memory else unit.gathered_nbytes
+
+    def collected_dtype(self, bucket: BucketPlan) -> str:
+        """In which the unsharded gradient is collected; one that several backwards add to, in that of the sum."""
+        is_added_to = self.job.accumulation > 1 and not self.reduces_each_micro_batch
+        return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.route.widens and not is_added_to)
+
+    def collected_nbytes(self, bucket: BucketPlan) -> int:
+        """Bytes of the unsharded gradient as it is collected."""
+        return bucket.layout.full_numel * itemsize(self.collected_dtype(bucket))
+
+    def copies_nbytes(self, bucket: BucketPlan) -> int:
+        """What lasts of a bucket in the dtype it is computed in, besides its main weights."""
+        if not self.route.shares_memory or bucket.dtype == bucket.compute_dtype:
+            return 0
+        return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)
+
+
+def owned_nbytes(setting: PlanSetting, per_element: Callable[[str], float]) -> float:
+    """Bytes for the trained elements a rank owns, on average over the ranks of a shard group: padding has no state.
+
+    Args:
+        setting: what is planned.
+        per_element: bytes for one, by the dtype it is stored in.
+    """
+    trained = (bucket for bucket in setting.layout.buckets if bucket.trainable)
+    return sum(bucket.layout.numel * per_element(bucket.dtype) for bucket in trained) / setting.layout.shard_size
+
+
+def of_parameters(setting: PlanSetting, what: Callable[[OptimizerRow, str], float]) -> float:
+    """What of the optimizer is so much per trained element of a dtype, for one rank, on average."""
+    row, work = setting.job.planned_optimizer, setting.matrices
+    total = owned_nbytes(setting, partial(what, row))
+    if row.matrix is None or work is None:
+        return total
+    buckets = setting.layout.buckets
+    more = {dtype: what(row.matrix, dtype) - what(row, dtype) for dtype in {bucket.dtype for bucket in buckets}}
+    return (
+        total + sum(m.numel * more[buckets[m.bucket].dtype] for m in work.dealing.matrices) / setting.layout.shard_size
+    )
