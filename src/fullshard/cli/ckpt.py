@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.options import path_word
+from fullshard.cli.options import Dtype, MaxShardSize, Output, Overwrite, path_word
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
 
@@ -36,15 +36,11 @@ _Checkpoint = Annotated[
     str,
     typer.Argument(help="A checkpoint of any known kind; the kind is found out and printed. Of ours the URL, too."),
 ]
-_Output = Annotated[Path, typer.Argument(help="Directory to create. It appears when it is complete.", parser=path_word)]
 _OutputOrUrl = Annotated[str, typer.Argument(help="Directory or URL to create. It appears when it is complete.")]
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Dtype = Annotated[str | None, typer.Option(help="Store floating-point weights as this: float32, bfloat16, float16.")]
 _WorldSize = Annotated[int, typer.Option(min=1, help="Ranks to cut it for.")]
 _ShardSize = Annotated[int | None, typer.Option(min=1, help="Ranks of a shard group (hybrid). Default: all.")]
 _Index = Annotated[int, typer.Option(min=0, help="Which model of an Accelerate checkpoint with several.")]
-_MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such as 5GB (10**9) or 5GiB (2**30).")]
 _ConfigFrom = Annotated[
     Path | None,
     typer.Option(
@@ -142,13 +138,13 @@ def diff(
 @app.command()
 def consolidate(
     checkpoint: _Checkpoint,
-    output: _Output,
+    output: Output,
     *,
-    dtype: _Dtype = None,
-    max_shard_size: _MaxShardSize = "5GB",
+    dtype: Dtype = None,
+    max_shard_size: MaxShardSize = "5GB",
     config_from: _ConfigFrom = None,
     index: _Index = 0,
-    overwrite: _Overwrite = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Put the model together in safetensors files. Holds 16 MiB of a tensor at a time."""
     options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
@@ -158,7 +154,7 @@ def consolidate(
 @app.command()
 def export(
     checkpoint: _Checkpoint,
-    output: _Output,
+    output: Output,
     *,
     to: Annotated[
         Target,
@@ -167,11 +163,11 @@ def export(
             "optimizer. torch, torchtitan: the same as plain torch and torchtitan lay it out."
         ),
     ] = Target.HF,
-    dtype: _Dtype = None,
-    max_shard_size: _MaxShardSize = "5GB",
+    dtype: Dtype = None,
+    max_shard_size: MaxShardSize = "5GB",
     config_from: _ConfigFrom = None,
     index: _Index = 0,
-    overwrite: _Overwrite = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a checkpoint for other programs. Holds 16 MiB of a tensor at a time; more where it is stored otherwise."""
     if to is Target.HF:
@@ -197,7 +193,7 @@ def reshard(
     *,
     world_size: _WorldSize,
     shard_size: _ShardSize = None,
-    overwrite: _Overwrite = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Cut a checkpoint of ours for another number of ranks. Bit by bit the same; loading does this too, as it reads."""
     from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
@@ -220,9 +216,9 @@ def import_(
         str | None, typer.Option(help="Class of the optimizer, where the checkpoint does not say, such as AdamW.")
     ] = None,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave optimizer state out.")] = False,
-    dtype: _Dtype = None,
+    dtype: Dtype = None,
     index: _Index = 0,
-    overwrite: _Overwrite = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Make a checkpoint of ours out of another program's.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fullshard.cli.options import path_word
+from fullshard.cli.options import Dtype, MaxShardSize, Output, Overwrite, path_word
 
 
 def merge(
@@ -18,15 +18,11 @@ def merge(
             help="The adapter: a directory of PEFT's, or a checkpoint of Trainer's that holds one.", parser=path_word
         ),
     ],
-    output: Annotated[
-        Path, typer.Argument(help="Directory to create. It appears when it is complete.", parser=path_word)
-    ],
+    output: Output,
     *,
-    dtype: Annotated[
-        str | None, typer.Option(help="Store floating-point weights as this: float32, bfloat16, float16.")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Bytes of tensors per file, such as 5GB or 5GiB.")] = "5GB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    dtype: Dtype = None,
+    max_shard_size: MaxShardSize = "5GB",
+    overwrite: Overwrite = False,
 ) -> None:
     """Merge a LoRA adapter into its base model. Holds one layer and the adapter, whatever the model's size."""
     from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights

@@ -43,6 +43,12 @@ def file_word(text: str) -> Path:
     return path
 
 
+Output = Annotated[Path, typer.Argument(help="Directory to create. It appears when it is complete.", parser=path_word)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
+Dtype = Annotated[str | None, typer.Option(help="Store floating-point weights as this: float32, bfloat16, float16.")]
+MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such as 5GB (10**9) or 5GiB (2**30).")]
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What a shell may put in place of the word that is being typed.

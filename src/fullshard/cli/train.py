@@ -33,9 +33,8 @@ def train(
     """
     arguments = TrainArguments.parse(settings)
     if "RANK" in os.environ:
-        if nproc is not None:
-            raise ConfigError("--nproc has no effect here: a launcher has started the processes already (RANK is set)")
         for flag, is_given in (
+            ("--nproc", nproc is not None),
             ("--max-restarts", arguments.max_restarts > 0),
             ("--warm-spares", arguments.warm_spares),
         ):
