@@ -171,7 +171,7 @@ def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
     if tensor.span.is_by_rows:
         return ShardedTensor(tensor.local, tensor.span)
     start, span = int(view.storage_offset()), tensor.span
-    part = span.sub_span(view.shape, start)
+    part = span.part(view.shape, start)
     own = part.interval.shift(start - span.interval.start)
     return ShardedTensor(tensor.local[own.start : own.stop] if own.numel else tensor.local[:0], part)
 

@@ -176,7 +176,7 @@ class Span:
             and self.mesh.shard_rank == other.mesh.shard_rank
         )
 
-    def sub_span(self, shape: Sequence[int], start: int) -> Span:
+    def part(self, shape: Sequence[int], start: int) -> Span:
         """That of a tensor of `shape` whose elements are this one's from `start` on."""
         placement = RaggedShard(self.placement.shard_numel, self.placement.offset + start)
         return Span(self.mesh, shape, placement, self.name, None if self.tile is None else self.tile.reshaped(shape))
