@@ -16,7 +16,8 @@ from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.shapes import Block
-from fullshard.plan.time import HOST_OP, LAYER_OPS
+from fullshard.plan.time import LAYER_OPS
+from fullshard.plan.work import HOST_OP
 
 BLOCK = Block(2048, 16, 16, 128, 8192)
 H100 = {

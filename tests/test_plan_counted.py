@@ -23,7 +23,7 @@ from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.shapes import Block
-from fullshard.plan.time import forward_flops
+from fullshard.plan.work import forward_flops
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 90}
 GRANITE = {"model_type": "granite", **SMALL, "num_key_value_heads": 2}

@@ -25,7 +25,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.known_models import ALIASES, MODELS
 from fullshard.plan.library import load_model
 from fullshard.plan.mixtures import ESTIMATED
-from fullshard.plan.time import forward_flops
+from fullshard.plan.work import forward_flops
 
 AUTO = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM, "roberta": AutoModelForMaskedLM}
 PUBLISHED = {

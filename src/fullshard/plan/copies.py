@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fullshard.plan.hardware import Cluster
-from fullshard.plan.time import PCIE
+from fullshard.plan.work import PCIE
 
 COST = 0.03
 """Part of the steps' time that they may cost: what `max_lost_steps = 0` keeps to."""

@@ -91,6 +91,11 @@ class Device:
         """Matrix FLOP/s in a dtype."""
         return self.flops_fp32 if itemsize(dtype) == 4 else self.flops
 
+    def link_seconds(self, inside: float, across: float, *, times: int = 1) -> tuple[float, float]:
+        """Of bytes on the link inside a host and on that between hosts; `times` is 2 of an all-reduce."""
+        link = self.replicate_link if times == 2 and self.replicate_link else self.link
+        return inside / (link * self.link_efficiency), across / (self.network * self.link_efficiency)
+
 
 def _gpu(
     name: str,

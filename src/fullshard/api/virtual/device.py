@@ -22,7 +22,7 @@ from fullshard.comm.cpu.heap import OWN_PAGES_NBYTES
 from fullshard.comm.values import answered
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster, Device
-from fullshard.plan.time import CONTENTION, STEP_LATENCY, link_seconds, steps
+from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged
 
 
@@ -244,7 +244,7 @@ class VirtualDevice(torch_private.DispatchMode):
         self, on_links: Callable[..., tuple[float, float]], nbytes: int, ranks: int, stride: int, times: int
     ) -> tuple[str, float, float]:
         sent = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
-        inside, across = link_seconds(self.cluster.device, *sent, times=times)
+        inside, across = self.cluster.device.link_seconds(*sent, times=times)
         name = "link" if inside >= across else "link between hosts"
         return name, max(inside, across), steps(ranks, times=times) * STEP_LATENCY
 

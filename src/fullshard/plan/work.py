@@ -1,0 +1,187 @@
+"""What there is to do in a step: FLOP, and seconds of what each piece takes of the device by itself."""
+
+from __future__ import annotations
+
+from fullshard.core.dtypes import itemsize
+from fullshard.core.sizes import LONG_NBYTES
+from fullshard.plan.activations import layer_activations
+from fullshard.plan.activations import moved_nbytes as between_products
+from fullshard.plan.attention import BACKWARD, is_computed_whole, part_of_peak
+from fullshard.plan.attention import forward_flops as attention_flops
+from fullshard.plan.hardware import Cluster, Device
+from fullshard.plan.job import Job
+from fullshard.plan.layout import UnitLayout
+from fullshard.plan.matrices import MatrixWork
+from fullshard.plan.optimizers import OptimizerRow
+from fullshard.plan.setting import PlanSetting, of_parameters
+from fullshard.plan.shapes import Block, ModelShape, UnitShape
+
+PCIE = 25e9
+"""Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
+
+HOST_OP = 5e-6
+"""Seconds in which the host issues an operation to an accelerator: some microseconds for a kernel, less for a view. A
+calibrated CPU of 2020 takes 9."""
+
+_LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.dense_4h_to_h.weight", "mlp.fc2.weight")
+"""What ends a layer, by the names of families."""
+
+
+def forward_flops(unit: UnitShape, job: Job, *, in_float8: bool = False) -> float:
+    """FLOP of one unit's forward for one micro-batch, attention apart; or of them, those in float8."""
+    block = unit.block
+    flops = 0.0
+    for parameter in unit.parameters:
+        if parameter.role in ("embedding", "scale") or len(parameter.shape) < 2:
+            continue
+        if in_float8 and parameter.sent_as is None:
+            continue
+        share = 1.0
+        if block is not None and block.experts and ".experts." in parameter.name:
+            share = block.experts_per_token / block.experts
+        elements = parameter.numel * (2 if parameter.exact else 1)  # two 4-bit elements in a byte
+        flops += 2 * elements * share * job.tokens
+    return flops
+
+
+def attention_seconds(block: Block, job: Job, cluster: Cluster) -> tuple[float, float]:
+    """Of a layer's forward and backward for one micro-batch, without what is recomputed."""
+    device = cluster.device
+    whole = is_computed_whole(block, job.attention, job.seq_len)
+    flops = attention_flops(block, job.tokens, job.seq_len, whole=whole and not device.is_cpu)
+    if device.is_cpu or job.attention == "eager" or itemsize(job.compute_dtype) == 4:
+        seconds = flops / (cluster.device.peak(job.compute_dtype) * device.efficiency)
+        return seconds, 2 * seconds
+    part = part_of_peak(block, job.attention, job.seq_len, flash=device.flash, newest=device.newest_flash)
+    seconds = flops / (device.flops * part)
+    return seconds, BACKWARD * seconds
+
+
+def pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
+    """Seconds of what lies between a layer's products, in forward and in backward."""
+    bandwidth = device.memory_speed
+    if not device.is_cpu:
+        forward, backward = between_products(block, job)
+        return forward / bandwidth, backward / bandwidth
+    layer = layer_activations(block, job, on_cpu=True)
+    saved = layer.kept + layer.recomputed
+    return 2 * saved / bandwidth, 3 * saved / bandwidth
+
+
+def head_flops(model: ModelShape, job: Job) -> float:
+    """A tied head is an embedding by its role, but multiplies all the same."""
+    return 2.0 * model.vocab * model.hidden * job.tokens if model.tied else 0.0
+
+
+def step_flops(model: ModelShape, job: Job) -> float:
+    """Of one rank: forward, and twice as much backward; a frozen layer needs only the gradient of its input."""
+    total = head_flops(model, job) * 3
+    for unit in model.units:
+        total += forward_flops(unit, job) * (1 + backward_factor(unit))
+    total += sum(3 * attention_flops(block, job.tokens, job.seq_len) for block in model.blocks)
+    return total * job.accumulation
+
+
+def masked_flops(model: ModelShape, job: Job) -> float:
+    """What `step_flops` leaves out of attention, because nobody looks there."""
+    size = job.tokens, job.seq_len
+    masked = sum(attention_flops(b, *size, whole=True) - attention_flops(b, *size) for b in model.blocks)
+    return 3 * masked * job.accumulation
+
+
+def backward_factor(unit: UnitShape) -> float:
+    """Gradients of inputs cost one forward; those of weights another, as far as they are trained."""
+    matrices = [p for p in unit.parameters if len(p.shape) >= 2]
+    total = sum(p.numel for p in matrices)
+    trained = sum(p.numel for p in matrices if p.trainable)
+    return 1 + (trained / total if total else 1)
+
+
+def recomputed_part(job: Job) -> float:
+    """Forwards run again in backward: all of it, or all but what selective checkpointing keeps (half the products)."""
+    return {"none": 0.0, "selective": 0.4, "full": 1.0}[job.checkpointing]
+
+
+def cast_seconds(setting: PlanSetting, unit: UnitLayout, device: Device) -> tuple[float, float]:
+    """Seconds of casting the own interval in before a gather, and gradients into the reduce input."""
+    seconds = []
+    for moved, fresh in (_cast_in(setting, unit), _cast_out(setting, unit)):
+        seconds.append(moved / device.memory_speed)
+        if device.fresh_bandwidth:
+            seconds[-1] += fresh / device.fresh_bandwidth
+    return seconds[0], seconds[1]
+
+
+def _cast_in(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
+    """Bytes read and written, and bytes of new memory. In shared memory backward finds what forward has cast."""
+    if setting.route.shares_memory:  # nothing is new, and what is there is not copied
+        return sum((b.main_nbytes + copied) / 2 for b in unit.buckets if (copied := setting.copies_nbytes(b))), 0
+    own = [bucket for bucket in unit.buckets if not bucket.shares_main]
+    moved = sum(b.main_nbytes + b.layout.shard_numel * itemsize(b.compute_dtype) for b in own)
+    return moved, sum(fresh_nbytes(bucket.full_nbytes) for bucket in own)
+
+
+def _cast_out(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
+    """The same of gradients."""
+    made = sum(b.layout.full_numel * itemsize(b.compute_dtype) + setting.collected_nbytes(b) for b in unit.trainable)
+    return made, 0 if setting.route.shares_memory else sum(fresh_nbytes(b.reduce_nbytes) for b in unit.trainable)
+
+
+def last_product(unit: UnitShape, job: Job) -> float:
+    """The part of a layer's products that its recomputation leaves out: the last one's, if nothing reads its outcome.
+
+    Dropout, norms after it and the weights of experts do.
+    """
+    block = unit.block
+    matrices = [p for p in unit.parameters if len(p.shape) == 2 and p.role == "matrix" and p.trainable]
+    is_read = any(name in p.name for p in unit.parameters for name in ("post_feedforward", "output.LayerNorm"))
+    if block is None or is_read or job.reentrant or block.experts or block.dropout or block.adapters or not matrices:
+        return 0.0
+    if not matrices[-1].name.endswith(_LAST):
+        return 0.0
+    return matrices[-1].numel * 2 * job.tokens / forward_flops(unit, job)
+
+
+def copied_once_seconds(setting: PlanSetting) -> float:
+    """Seconds of what offload moves over PCIe once per step; the rest is beside computing, by the clock."""
+    seconds = 0.0
+    for bucket in setting.layout.buckets:
+        if bucket.main_is_on_host and not bucket.is_gathered_from_host:
+            seconds += bucket.compute_shard_nbytes / PCIE
+    if setting.on_host.optimizer_state and not setting.on_host.main_weights:
+        seconds += 2 * of_parameters(setting, OptimizerRow.state_nbytes) / PCIE
+    return seconds
+
+
+def fresh_nbytes(nbytes: int) -> int:
+    """Of them, those in pages that are new to the process."""
+    return nbytes if nbytes > LONG_NBYTES else 0
+
+
+def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
+    """What it reads and writes; on the host's memory with offload."""
+    device, optimizer = cluster.device, setting.job.planned_optimizer
+    bandwidth = device.memory_speed
+    if setting.on_host.main_weights:
+        bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
+    parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
+    calls = parameters * (optimizer.ops * device.op_seconds if device.is_cpu else 2 * HOST_OP)
+    seconds = of_parameters(setting, OptimizerRow.step_nbytes) / bandwidth + calls
+    return seconds + (_matrices(setting.matrices, cluster) if setting.matrices is not None else 0.0)
+
+
+def _matrices(work: MatrixWork, cluster: Cluster) -> float:
+    """What owners compute, and the exchanges: the next pieces come, and the last go back, while they do."""
+    device, exchanges = cluster.device, work.dealing.exchanges
+    there = [max(device.link_seconds(*links)) for links in work.links(cluster.per_host)]
+    replicas = max(device.link_seconds(*work.replica_links(cluster.per_host))) / len(exchanges)
+    speed = device.peak(work.sent_as) * device.efficiency
+    wire, come, busy = there[0], there[0], [0.0] * work.ranks
+    for number, exchange in enumerate(exchanges):
+        busy = [
+            max(until, come) + flops / speed for until, flops in zip(busy, work.dealing.work_in(exchange), strict=True)
+        ]
+        wire = come = wire + sum(there[number + 1 : number + 2])
+        wire = max(wire, *busy) + there[number] + replicas
+    kept = 4 * work.kept_nbytes / device.memory_speed  # read and written twice
+    return wire + kept
