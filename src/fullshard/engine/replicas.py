@@ -161,9 +161,7 @@ class Replicas:
             for index, parameter in enumerate(bucket.sharded_parameters):
                 yield from _pieces((parameter.name, *_WEIGHTS), bucket.weights(index))
                 for optimizer in self._optimizers():
-                    if parameter not in optimizer.state:
-                        continue
-                    for key, value in optimizer.state[parameter].items():
+                    for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, torch.Tensor):
                             local = value.local if isinstance(value, ShardedTensor) else value.detach()
                             yield from _pieces((parameter.name, type(optimizer).__name__, str(key)), local)

@@ -22,15 +22,13 @@ from fullshard.engine.schedule import schedule_of
 from fullshard.observe.files import write_text
 
 _MARK = "fullshard:"
-_ROWS = {
-    "units": {
-        EventKind.FORWARD_BEGIN: ("forward", EventKind.FORWARD_END),
-        EventKind.BACKWARD_BEGIN: ("backward", EventKind.BACKWARD_END),
-    },
-    "gathers": {EventKind.UNSHARD_ISSUED: ("gather", EventKind.UNSHARD_READY)},
-    "reductions": {EventKind.REDUCE_ISSUED: ("reduce", EventKind.REDUCE_DONE)},
-}
-"""Of each row, what begins a range, what it is called, and what ends it. Events in no row are moments."""
+_RANGES = (
+    ("units", "forward", EventKind.FORWARD_BEGIN, EventKind.FORWARD_END),
+    ("units", "backward", EventKind.BACKWARD_BEGIN, EventKind.BACKWARD_END),
+    ("gathers", "gather", EventKind.UNSHARD_ISSUED, EventKind.UNSHARD_READY),
+    ("reductions", "reduce", EventKind.REDUCE_ISSUED, EventKind.REDUCE_DONE),
+)
+"""Kinds of ranges: the row, what they are called, what begins and what ends one. Events of none are moments."""
 _FIRST_ROW = 1_000_000_000
 """Rows have numbers, as threads have; these are no thread's."""
 
@@ -121,10 +119,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _rows(marks: list[Entry]) -> Iterator[Entry]:
     process = marks[0]["pid"]
-    ranges: dict[str, list[Entry]] = {row: [] for row in _ROWS}
+    ranges: dict[str, list[Entry]] = {row: [] for row, *_ in _RANGES}
     for mark in marks:
         kind = mark["name"].split(":", 3)[1]
-        if not any(kind in (begin, end) for kinds in _ROWS.values() for begin, (_, end) in kinds.items()):
+        if not any(kind in ends for _, _, *ends in _RANGES):
             name = f"{kind} {mark['name'].split(':', 3)[3]}".strip()
             yield {"ph": "i", "s": "p", "cat": "fullshard", "name": name, "pid": process, "tid": _FIRST_ROW,
                    "ts": mark["ts"]}  # fmt: skip
@@ -153,15 +151,14 @@ def _ranges(marks: list[Entry]) -> Iterator[tuple[str, Entry, Entry, str]]:
     last: dict[str, Entry] = {}
     for mark in marks:
         _, kind, _, unit = mark["name"].split(":", 3)
-        for row, kinds in _ROWS.items():
-            for begin, (words, end) in kinds.items():
-                key = (row, words, unit)
-                if kind == begin:
-                    if key in begun:
-                        yield row, begun.pop(key), last[unit], words
-                    begun[key] = mark
-                elif kind == end and key in begun:
-                    yield row, begun.pop(key), mark, words
+        for row, words, begin, end in _RANGES:
+            key = (row, words, unit)
+            if kind == begin:
+                if key in begun:
+                    yield row, begun.pop(key), last[unit], words
+                begun[key] = mark
+            elif kind == end and key in begun:
+                yield row, begun.pop(key), mark, words
         last[unit] = mark
     for (row, words, unit), start in begun.items():
         yield row, start, last[unit], words
