@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fullshard.core.route import Route
 from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.engine.offload import Host
-from fullshard.engine.step.state_dict import as_local
+from fullshard.engine.step.local_parameters import as_local
 from fullshard.plan.families import from_config
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out

@@ -43,7 +43,7 @@ from fullshard.checkpoint.coded_state import coded_tensors, decode
 from fullshard.checkpoint.pretrained import load_pretrained
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
-from fullshard.engine.step.state_dict import as_local
+from fullshard.engine.step.local_parameters import as_local
 from tests.distributed import end_workers, preload, run_ranks
 
 preload("typer")

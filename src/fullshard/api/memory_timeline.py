@@ -24,7 +24,7 @@ from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.lookup import require_units
 from fullshard.engine.schedule import schedule_of
-from fullshard.engine.step.state_dict import as_local
+from fullshard.engine.step.local_parameters import as_local
 from fullshard.plan.memory import Moment
 from fullshard.plan.pictures import draw_moments
 

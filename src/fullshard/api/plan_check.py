@@ -30,7 +30,7 @@ from fullshard.engine.lookup import require_units, units_of
 from fullshard.engine.parameter import ShardedParameter, local_gradients
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.schedule import schedule_of
-from fullshard.engine.step.state_dict import as_local
+from fullshard.engine.step.local_parameters import as_local
 from fullshard.engine.unit import Unit
 from fullshard.optim.with_adamw import MatricesWithAdamW
 from fullshard.plan.job import Job

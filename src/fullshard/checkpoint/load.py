@@ -53,8 +53,9 @@ from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
+from fullshard.engine.step.local_parameters import as_local
 from fullshard.engine.step.matrices import MatrixOptimizer
-from fullshard.engine.step.state_dict import as_local, as_sharded
+from fullshard.engine.step.state_dict import as_sharded
 from fullshard.optim import EMA
 
 logger = logging.getLogger(__name__)

@@ -139,7 +139,8 @@ def _front_row(plan: Plan) -> dict[str, str]:
     switches = {"embeddings": job.wrap_embeddings, "step in backward": job.step_in_backward}
     switches[f"{plan.kept} kept"] = plan.kept > 0
     switches |= {job.optimizer: job.planned_optimizer.packed_nbytes > 0}
-    switches |= {f"{name} {value}": value is not None for name, value in _messages(job).items()}
+    sent = {"gather as": job.gather_as, "reduce as": job.reduce_as}
+    switches |= {f"{name} {value}": value is not None for name, value in sent.items()}
     return {
         "strategy": job.strategy + size,
         "batch": f"{job.micro_batch}" + (f" x {job.accumulation}" if job.accumulation > 1 else ""),
@@ -150,10 +151,6 @@ def _front_row(plan: Plan) -> dict[str, str]:
         "tokens/s": f"{plan.time.tokens_per_second:,.0f}",
         "MFU": f"{plan.time.mfu:.1%}",
     }
-
-
-def _messages(job: Job) -> dict[str, str | None]:
-    return {"gather as": job.gather_as, "reduce as": job.reduce_as}
 
 
 def alternatives_table(rows: Sequence[Mapping[str, Any]], title: str, head: str) -> Table:

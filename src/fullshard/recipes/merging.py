@@ -69,11 +69,8 @@ def merge(arguments: ModelArguments, trainer: Any, *, goes_on: bool) -> None:
         run_on_main(environment, merge_files)
     else:
         checkpoint.export_hf(merged, model=trainer.model, tokenizer=tokenizer, overwrite=True)
-    run_on_main(environment, lambda: _record(merged, output))
-
-
-def _record(merged: Path, output: Path) -> None:
-    (output / RECORD_NAME).write_text(json.dumps(_contents(merged)), encoding="utf-8")
+    record = output / RECORD_NAME
+    run_on_main(environment, lambda: record.write_text(json.dumps(_contents(merged)), encoding="utf-8"))
 
 
 def _recorded(output: Path) -> Any:

@@ -52,7 +52,8 @@ def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: A
     """What it takes of the device, if it has it to itself."""
     flops = _flops(operation, given, named, made)
     is_attention = "attention" in operation.name()
-    is_wide = _is_wide(given[:1] if is_attention else given)  # attention keeps sums in float32 beside
+    read = given[:1] if is_attention else given  # attention keeps sums in float32 beside
+    is_wide = any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in read)
     peak, part = device.flops_fp32 if is_wide else device.flops, device.efficiency
     if is_attention and not device.is_cpu and not is_wide:
         part = part_of_size(given[0].shape[-1], given[1].shape[-2], flash=device.flash)
@@ -91,10 +92,6 @@ def _is_causal(operation: Any, given: Sequence[Any], named: dict[str, Any]) -> b
         if argument.name == "is_causal":
             return bool(value)
     return bool(named.get("is_causal", False))
-
-
-def _is_wide(given: Sequence[Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in given)
 
 
 def _moved(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:

@@ -7,7 +7,7 @@ addresses; torchao's optimizers are compiled, and count blocks within what a ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[s
                 lent.append((members, index, parameter))
                 members[index] = plain = local_parameter(parameter)
                 if parameter in optimizer.state:
-                    optimizer.state[plain] = {k: _local(v) for k, v in optimizer.state.pop(parameter).items()}
+                    optimizer.state[plain] = as_local(optimizer.state.pop(parameter))
     setattr(optimizer, _LENT, lent)
 
     def called_back(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -78,5 +78,6 @@ def take_back(optimizer: torch.optim.Optimizer) -> None:
         plain.grad = None
 
 
-def _local(value: Any) -> Any:
-    return value.local if isinstance(value, ShardedTensor) else value
+def as_local(state: Mapping[str, Any]) -> dict[str, Any]:
+    """State with this rank's interval, a plain tensor, in place of each sharded one."""
+    return {key: value.local if isinstance(value, ShardedTensor) else value for key, value in state.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -55,11 +55,6 @@ def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state:
     if isinstance(parameter, ShardedParameter) and not takes_local(optimizer):
         return _wrapped(state, parameter)
     return state
-
-
-def as_local(state: Mapping[str, Any]) -> dict[str, Any]:
-    """State with this rank's interval, a plain tensor, in place of each sharded one."""
-    return {key: value.local if isinstance(value, ShardedTensor) else value for key, value in state.items()}
 
 
 def _wrapped(state: dict[str, Any], parameter: ShardedParameter) -> dict[str, Any]:
