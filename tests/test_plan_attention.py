@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.plan.attention import BACKWARD, Kernel, forward_flops, part_of_peak, seen_keys
+from fullshard.plan.attention import BACKWARD, Kernel, attention_flops, part_of_peak, seen_keys
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job
@@ -58,7 +58,7 @@ def test_what_a_query_sees() -> None:
 def test_flops_of_unequal_heads() -> None:
     """DeepSeek-V3's: 192 wide queries, 128 wide values."""
     block = dataclasses.replace(BLOCK, head_dim=192, value_dim=128)
-    assert forward_flops(block, 10, 1000) == 2 * 16 * (192 + 128) * 10 * 500
+    assert attention_flops(block, 10, 1000) == 2 * 16 * (192 + 128) * 10 * 500
 
 
 def test_kernels_differ_as_they_should() -> None:

@@ -23,7 +23,7 @@ from fullshard.api.virtual.device import HostCosts
 from fullshard.api.virtual.rehearsal import time_step
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError
-from fullshard.plan.attention import forward_flops, part_of_peak
+from fullshard.plan.attention import attention_flops, part_of_peak
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import Cluster, parse_cluster
 from fullshard.plan.job import Job
@@ -126,7 +126,7 @@ def test_attention_reaches_what_its_kernel_does() -> None:
     job, model = Job.of({"seq_len": 4096}), load_model("Llama-2-7B")[0]
     step = time_step({**MODELS["Llama-2-7B"], "num_hidden_layers": 1}, job, cluster)
     [there] = [s for s in step.slices if s.name.endswith("flash_attention")]
-    flops = forward_flops(model.blocks[0], 4096, 4096)
+    flops = attention_flops(model.blocks[0], 4096, 4096)
     part = part_of_peak(model.blocks[0], "sdpa", 4096, flash=cluster.device.flash, newest=cluster.device.newest_flash)
     assert there.end - there.start == pytest.approx(flops / (cluster.device.flops * part), rel=0.02)
 

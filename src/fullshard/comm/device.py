@@ -96,14 +96,9 @@ def select(kind: str, local_rank: int) -> torch.device:
     return device
 
 
-def backend_of(kind: str) -> str:
-    """The backend of a kind's own collectives: `gloo`, `nccl`, `tpu_dist`."""
-    return str(dist.get_default_backend_for_device(kind))
-
-
 def backends_of(kind: str) -> str:
-    """What `init_process_group` is given: that, and Gloo for what is in host memory."""
-    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend_of(kind)}"
+    """What `init_process_group` is given: the kind's own (`nccl`, `tpu_dist`), and Gloo for what is in host memory."""
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 def require_gloo(device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -149,7 +149,7 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def world_size() -> int:
+def joined_world_size() -> int:
     """How many ranks there are. Initialises the default group as `init_mesh` does, and makes no other."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group()
@@ -175,7 +175,7 @@ def init_mesh(
     if device is None:
         is_of_cpus = isinstance(device_mesh, DeviceMesh) and device_mesh.device_type == "cpu"
         device = torch.device("cpu") if is_of_cpus else default_device()
-    ranks = world_size()
+    ranks = joined_world_size()
     require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:
         return _from_device_mesh(device_mesh, device)

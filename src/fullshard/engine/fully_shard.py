@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fullshard.comm.mesh import Mesh, data_parallel, init_mesh, world_size
+from fullshard.comm.mesh import Mesh, data_parallel, init_mesh, joined_world_size
 from fullshard.config.switches import check_switches
 from fullshard.core.errors import ConfigError, PlacementError, RepeatedError, WrapError
 from fullshard.core.events import EventSink
@@ -168,7 +168,7 @@ def shard_model(
     """
     row = parse_strategy(strategy)
     if mesh is None:
-        mesh = init_mesh(shard_size=row.mesh_shape(world_size(), shard_size)[1], device=device)
+        mesh = init_mesh(shard_size=row.mesh_shape(joined_world_size(), shard_size)[1], device=device)
     prefetch = _backward_prefetch(backward_prefetch)
     if any(unit_of(m) is not None for m in model.modules()):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")

@@ -114,7 +114,7 @@ def page_nbytes(block: Block, job: Job) -> int:
     return layer.inputs if job.checkpointing == "selective" else layer.kept
 
 
-def moved_nbytes(block: Block, job: Job) -> tuple[int, int]:
+def between_products_nbytes(block: Block, job: Job) -> tuple[int, int]:
     """Bytes that what lies between the products reads and writes in a layer's forward and in its backward.
 
     One kernel for each norm and activation, or fused by a compiler: what is saved is written and read once; backward

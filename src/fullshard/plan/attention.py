@@ -50,7 +50,7 @@ def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
     return block.window - block.window**2 / (2 * seq_len)
 
 
-def forward_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = False) -> float:
+def attention_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = False) -> float:
     """Of one layer's attention for so many tokens."""
     widths = block.heads * (block.head_dim + (block.value_dim or block.head_dim))
     return 2 * widths * tokens * seen_keys(block, seq_len, whole=whole) * (2 if block.cross_attention else 1)

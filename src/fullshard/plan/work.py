@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from fullshard.core.dtypes import itemsize
 from fullshard.core.sizes import LONG_NBYTES
-from fullshard.plan.activations import layer_activations
-from fullshard.plan.activations import moved_nbytes as between_products
-from fullshard.plan.attention import BACKWARD, is_computed_whole, part_of_peak
-from fullshard.plan.attention import forward_flops as attention_flops
+from fullshard.plan.activations import between_products_nbytes, layer_activations
+from fullshard.plan.attention import BACKWARD, attention_flops, is_computed_whole, part_of_peak
 from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.job import Job
 from fullshard.plan.layout import UnitLayout
@@ -61,7 +59,7 @@ def pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
     """Seconds of what lies between a layer's products, in forward and in backward."""
     bandwidth = device.memory_speed
     if not device.is_cpu:
-        forward, backward = between_products(block, job)
+        forward, backward = between_products_nbytes(block, job)
         return forward / bandwidth, backward / bandwidth
     layer = layer_activations(block, job, on_cpu=True)
     saved = layer.kept + layer.recomputed

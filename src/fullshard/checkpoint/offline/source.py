@@ -28,8 +28,8 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.sizes import MIB
 
-CHUNK_NBYTES = 16 * MIB
-"""What a tensor is read, converted and written in."""
+_HELD_NBYTES = 16 * MIB
+"""Of a tensor, what is read, converted and written at a time."""
 
 T = TypeVar("T")
 
@@ -116,9 +116,9 @@ def nbytes_of(record: TensorRecord) -> int:
 
 
 def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[Interval]:
-    """The interval (default: the whole tensor) in parts of at most `CHUNK_NBYTES`."""
+    """The interval (default: the whole tensor) in parts of at most 16 MiB."""
     whole = Interval(0, record.numel) if interval is None else interval
-    step = max(1, CHUNK_NBYTES // itemsize(record.dtype))
+    step = max(1, _HELD_NBYTES // itemsize(record.dtype))
     for start in range(whole.start, whole.stop, step):
         yield Interval(start, min(start + step, whole.stop))
 
