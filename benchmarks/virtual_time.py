@@ -41,7 +41,8 @@ from fullshard.engine.materialize import WEIGHTS
 from fullshard.optim import Muon
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.library import MODELS
-from fullshard.wrap.policies import checkpoint_modules, embedding_modules, unit_modules
+from fullshard.wrap.forwards import checkpoint_modules
+from fullshard.wrap.policies import embedding_modules, unit_modules
 
 RECORD = RESULTS / "virtual-time.json"
 

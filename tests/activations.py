@@ -17,7 +17,7 @@ from fullshard.engine import (
     units_of,
 )
 from fullshard.engine.schedule import schedule_of
-from fullshard.wrap.policies import checkpoint_modules, compile_modules
+from fullshard.wrap.forwards import checkpoint_modules, compile_modules
 
 WIDTH, DEPTH, TOKENS, STEPS = 64, 4, 256, 2
 HIDDEN_NBYTES = 4 * TOKENS * WIDTH

@@ -38,7 +38,8 @@ from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
-from fullshard.wrap.policies import checkpoint_modules, unit_modules
+from fullshard.wrap.forwards import checkpoint_modules
+from fullshard.wrap.policies import unit_modules
 from tests.activations import (
     BFLOAT16,
     DEPTH,

@@ -22,7 +22,8 @@ from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.job import Job
 from fullshard.plan.methods import apply_method
 from fullshard.plan.mixtures import ESTIMATED, MIXTURES
-from fullshard.wrap.policies import checkpoint_modules, unit_modules
+from fullshard.wrap.forwards import checkpoint_modules
+from fullshard.wrap.policies import unit_modules
 
 SEQUENCE, BATCH = 64, 2
 LLAMA = {

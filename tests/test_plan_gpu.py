@@ -17,7 +17,8 @@ from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
-from fullshard.wrap.policies import checkpoint_modules, unit_modules
+from fullshard.wrap.forwards import checkpoint_modules
+from fullshard.wrap.policies import unit_modules
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",

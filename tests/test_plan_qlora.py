@@ -28,7 +28,8 @@ from fullshard.plan.memory import Memory, memory_of
 from fullshard.plan.methods import apply_method
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.setting import PlanSetting
-from fullshard.wrap.policies import checkpoint_modules, unit_modules
+from fullshard.wrap.forwards import checkpoint_modules
+from fullshard.wrap.policies import unit_modules
 from fullshard.wrap.quantized import expose_scales
 from tests.distributed import run_ranks
 

@@ -25,7 +25,7 @@ from fullshard.engine import FSDPModule, MixedPrecisionPolicy, no_sync, shard_mo
 from fullshard.plan.layout import ModelLayout, lay_out
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.traffic import traffic_of
-from fullshard.wrap.policies import checkpoint_modules
+from fullshard.wrap.forwards import checkpoint_modules
 from tests.distributed import run_ranks
 from tests.traps import Block, batch
 

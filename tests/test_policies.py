@@ -16,17 +16,8 @@ from torch import nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fullshard.core.errors import WrapError
-from fullshard.wrap.policies import (
-    Auto,
-    ByClass,
-    ByPredicate,
-    BySize,
-    NoWrap,
-    checkpoint_modules,
-    compile_modules,
-    parse_policy,
-    unit_modules,
-)
+from fullshard.wrap.forwards import checkpoint_modules, compile_modules
+from fullshard.wrap.policies import Auto, ByClass, ByPredicate, BySize, NoWrap, parse_policy, unit_modules
 
 
 class Block(nn.Module):

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.engine import shard_model
-from fullshard.wrap.policies import checkpoint_modules, compile_modules, unit_modules
+from fullshard.wrap.forwards import checkpoint_modules, compile_modules
+from fullshard.wrap.policies import unit_modules
 from tests.distributed import run_ranks
 from tests.traps import sharded_parameters
 

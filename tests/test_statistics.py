@@ -22,7 +22,8 @@ from fullshard.core.strategy import parse_strategy
 from fullshard.engine import MixedPrecisionPolicy, shard_model
 from fullshard.engine.lookup import units_of
 from fullshard.plan.layout import lay_out
-from fullshard.wrap.policies import checkpoint_modules, unit_modules
+from fullshard.wrap.forwards import checkpoint_modules
+from fullshard.wrap.policies import unit_modules
 from tests.distributed import run_ranks
 
 WIDTH = 6

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.engine import MixedPrecisionPolicy, shard_model, step_in_backward, unsharded
-from fullshard.wrap.policies import checkpoint_modules
+from fullshard.wrap.forwards import checkpoint_modules
 from tests.optimizers import Make
 from tests.stepping import make_model, run_backward, stepping
 from tests.traps import BLOCKS, Stack

@@ -36,7 +36,7 @@ from fullshard.engine import (
 )
 from fullshard.optim import SOAP, Muon, Shampoo
 from fullshard.wrap.chunked_loss import chunked_cross_entropy
-from fullshard.wrap.policies import checkpoint_modules
+from fullshard.wrap.forwards import checkpoint_modules
 from tests.test_composed import Coded
 from tests.test_extended import Halved
 

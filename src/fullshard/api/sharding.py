@@ -36,7 +36,8 @@ from fullshard.engine import (
 )
 from fullshard.engine.precision import cast_floating, dtype_name
 from fullshard.engine.tile import plain_of, set_plain
-from fullshard.wrap.policies import WrapPolicy, checkpoint_modules, compile_modules, embedding_modules, unit_modules
+from fullshard.wrap.forwards import checkpoint_modules, compile_modules
+from fullshard.wrap.policies import WrapPolicy, embedding_modules, unit_modules
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _OUTER = "_fullshard_forward_under_autocast"

@@ -33,8 +33,9 @@ from fullshard.plan.layout import lay_out
 from fullshard.plan.optimizers import OPTIMIZERS
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
+from fullshard.wrap.forwards import checkpoint_modules
 from fullshard.wrap.partition import Slot
-from fullshard.wrap.policies import checkpoint_modules, embedding_modules, unit_modules
+from fullshard.wrap.policies import embedding_modules, unit_modules
 
 Step = Callable[[nn.Module], torch.Tensor]
 """Runs a forward and returns the loss."""

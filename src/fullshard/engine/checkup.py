@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.pace import Pace, RankPace, median_computing, slow_ranks
 from fullshard.core.place import PLACE, this_process
-from fullshard.engine.bucket import Bucket
 from fullshard.engine.replicas import Replicas
 
 _NANO = 1_000_000_000
@@ -30,22 +28,15 @@ class Checkup:
 
     Args:
         mesh: the ranks that share it.
-        buckets: all of them.
-        optimizers: that have stepped it.
+        replicas: what compares their weights.
 
     Attributes:
         every: steps from one to the next; 0: there is none.
-        replicas: what compares them.
         paces: of the last one, by rank of the mesh; empty before it.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        buckets: Callable[[], Sequence[Bucket]],
-        optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
-    ) -> None:
-        self._mesh, self.replicas = mesh, Replicas(mesh, buckets, optimizers)
+    def __init__(self, mesh: Mesh, replicas: Replicas) -> None:
+        self._mesh, self.replicas = mesh, replicas
         self.every, self.paces = 100, list[RankPace]()
         self._pace, self._done_at = Pace(), 0
 

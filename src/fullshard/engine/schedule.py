@@ -37,6 +37,7 @@ from fullshard.engine.model_settings import settings_of, take_settings
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.parts import watch_parts
 from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks, gradient_of
+from fullshard.engine.replicas import Replicas
 from fullshard.engine.rounds import Rounds
 from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit import Unit, owner_of
@@ -85,7 +86,7 @@ class Schedule:
         self.lockstep = Lockstep(mesh)
         self.guard = FiniteGuard(mesh, self._parameters)
         self.reducer = Reducer(self.guard)
-        self.checkup = Checkup(mesh, self._buckets, lambda: self.lockstep.optimizers)
+        self.checkup = Checkup(mesh, Replicas(mesh, self._buckets, lambda: self.lockstep.optimizers))
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False

@@ -25,22 +25,7 @@ from torch import nn
 
 from fullshard.core.errors import WrapError, first_of
 from fullshard.core.sizes import format_count, format_nbytes
-from fullshard.wrap.forwards import checkpoint_modules, compile_modules, is_unit
-
-__all__ = [
-    "Auto",
-    "ByClass",
-    "ByPredicate",
-    "BySize",
-    "NoWrap",
-    "WrapPolicy",
-    "checkpoint_modules",
-    "compile_modules",
-    "embedding_modules",
-    "numel",
-    "parse_policy",
-    "unit_modules",
-]
+from fullshard.wrap.forwards import is_unit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Where blocks that repeat are kept."""

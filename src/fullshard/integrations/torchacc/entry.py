@@ -24,7 +24,8 @@ from fullshard.integrations.torchacc.config import Config
 from fullshard.integrations.torchacc.loader import AsyncLoader
 from fullshard.integrations.torchacc.process import joined
 from fullshard.integrations.torchacc.saving import shard_metadata, whole_optimizer_state
-from fullshard.wrap.policies import Auto, ByClass, checkpoint_modules, unit_modules
+from fullshard.wrap.forwards import checkpoint_modules
+from fullshard.wrap.policies import Auto, ByClass, unit_modules
 
 
 class AcceleratedModel:
