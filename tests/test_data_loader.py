@@ -5,9 +5,11 @@ pytest tests/test_data_loader.py
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -261,6 +263,67 @@ def test_a_batch_sampler_with_a_generator_repeats_after_a_restart() -> None:
     assert epoch(resumed) == second
     ranks = shares(DataLoader(numbers(12), batch_sampler=Buckets(12)), 2)
     assert sorted(i for rank in ranks for batch in rank for i in batch) == list(range(12))
+
+
+class Drawn(Sampler[int]):
+    """Shuffles with a generator of its own, of whatever make."""
+
+    def __init__(self, generator: Any) -> None:
+        self.own = generator
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(12))
+        self.own.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 12
+
+
+class Named(Drawn):
+    """The same, under the name that torch's samplers have for it."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(generator)
+        self.generator = generator
+
+
+@pytest.mark.parametrize("kind", [Drawn, Named])
+@pytest.mark.parametrize("make", [numpy.random.default_rng, numpy.random.RandomState, random.Random])
+def test_samplers_with_a_generator_of_another_library_repeat_after_a_restart(kind: Any, make: Any) -> None:
+    def loader() -> ShardedDataLoader:
+        batches = BatchSampler(kind(make(3)), 2, drop_last=False)
+        return ShardedDataLoader(DataLoader(numbers(12), batch_sampler=batches), data_seed=7)
+
+    whole = loader()
+    first, second = epoch(whole), epoch(whole)
+    assert first != second
+    resumed = loader()
+    resumed.load_state_dict({"seed": 7, "epoch": 1, "consumed": 4})
+    assert epoch(resumed) == second[2:]
+    own = make(3)
+    held, expected = kind(own), kind(make(3))
+    epoch(ShardedDataLoader(DataLoader(numbers(12), batch_size=2, sampler=held), data_seed=7))
+    assert list(held) == list(expected)  # it draws for others as if nothing had been
+
+
+class DrawnStream(IterableDataset[torch.Tensor]):
+    """Shuffles with NumPy's generator."""
+
+    def __init__(self) -> None:
+        self.generator = numpy.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(torch.tensor, self.generator.permutation(12).tolist())
+
+
+def test_a_stream_with_numpys_generator_goes_on_in_its_order() -> None:
+    whole = ShardedDataLoader(DataLoader(DrawnStream(), batch_size=2), data_seed=7)
+    first, second = epoch(whole), epoch(whole)
+    assert first != second
+    resumed = ShardedDataLoader(DataLoader(DrawnStream(), batch_size=2), data_seed=7)
+    resumed.load_state_dict({"seed": 7, "epoch": 1, "consumed": 4})
+    assert epoch(resumed) == second[2:]
 
 
 @pytest.mark.parametrize("dataset", [Numbers(23), Stream(23)])

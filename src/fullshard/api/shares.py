@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
+from fullshard.api import generators
 from fullshard.api.collectives import broadcast_object
 from fullshard.api.dealing import Deal, Real
 from fullshard.api.forwarding import forwarded
@@ -74,7 +75,7 @@ class Share:
     def initial_seed(self) -> int:
         """That of the loader's own generator, else torch's."""
         generator = getattr(self._order, "generator", None)
-        return torch.initial_seed() if generator is None else int(generator.initial_seed())
+        return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
 
     def length(self) -> int:
         """Of the order; `TypeError` if it has none."""
@@ -202,7 +203,8 @@ def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> 
         set_epoch(epoch)
     if isinstance(order, SequentialSampler):
         return order
-    if hasattr(order, "generator") and not isinstance(order, BatchSampler):
+    own = getattr(order, "generator", _END)
+    if (own is None or isinstance(own, torch.Generator)) and not isinstance(order, BatchSampler):
         seeded = copy.copy(order)
         cast("Any", seeded).generator = torch.Generator().manual_seed(seed + epoch)
         return seeded
@@ -232,28 +234,15 @@ def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _seeded(order: Any, seed: int) -> Iterator[None]:
+def _seeded(order: Any, number: int) -> Iterator[None]:
     """Seed all generators that `order` may draw from, and give them their states back."""
-    numpy: Any = sys.modules.get("numpy")
-    held = [*getattr(order, "__dict__", {}).values()]
-    held += getattr(getattr(order, "sampler", None), "__dict__", {}).values()
-    own = [each for each in held if isinstance(each, torch.Generator)]
-    states = [generator.get_state() for generator in own]
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    try:
-        with torch.random.fork_rng(devices=[]):
-            for generator in (torch.default_generator, *own):
-                generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed % 2**32)
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)
+    everybodys: list[Any] = [torch.default_generator, random]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        everybodys.append(numpy.random)
+    with contextlib.ExitStack() as after:
+        for generator in (*everybodys, *generators.held_by(order)):
+            after.callback(generators.seed(generator, number))
+        yield
 
 
 class _IterableShare(Share):
@@ -288,8 +277,8 @@ class _IterableShare(Share):
         set_epoch, generator = getattr(dataset, "set_epoch", None), getattr(dataset, "generator", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        elif isinstance(generator, torch.Generator):
-            generator.manual_seed(seed + epoch)
+        elif generators.is_generator(generator):
+            generators.seed(generator, seed + epoch)
         if self._num_workers == 0:
             self._dataset.skip = skip
             return 0

@@ -1,0 +1,47 @@
+"""Generators of random numbers that an object holds, of torch, Python and NumPy alike."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+
+def is_generator(value: object) -> bool:
+    """Whether it is one."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *of_numpy))
+
+
+def held_by(holder: object) -> Iterator[Any]:
+    """Those in the attributes of an object, and of the samplers that it holds."""
+    for value in getattr(holder, "__dict__", {}).values():
+        if is_generator(value):
+            yield value
+        elif isinstance(value, Sampler):
+            yield from held_by(value)
+
+
+def seed(generator: Any, number: int) -> Callable[[], object]:
+    """Seed one, or the one that the module `random` or `numpy.random` has; returns what gives it its state back."""
+    back: Callable[[], object]
+    if isinstance(generator, torch.Generator):
+        back = partial(generator.set_state, generator.get_state())
+        generator.manual_seed(number)
+    elif hasattr(generator, "getstate"):
+        back = partial(generator.setstate, generator.getstate())
+        generator.seed(number)
+    elif hasattr(generator, "get_state"):
+        back = partial(generator.set_state, generator.get_state())
+        generator.seed(number % 2**32)
+    else:
+        bits = generator.bit_generator
+        back = partial(setattr, bits, "state", bits.state)
+        bits.state = type(bits)(number % 2**64).state
+    return back
