@@ -328,3 +328,12 @@ def test_what_cannot_be_gathered_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     for device in ("cpu", "meta"):
         with torch.device(device), pytest.raises(LifecycleError, match="say how they are gathered"):
             shard(extend(stack())).to(torch.bfloat16)
+
+
+def test_methods_given_after_sharding_are_refused_whenever_that_is() -> None:
+    """As torch's own test of `fully_shard` gives them to plain parameters; there they are asked for at each gather."""
+    model = fully_shard(nn.Linear(3, 3))
+    model(torch.ones(1, 3))
+    model.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: ((model.weight.to_local(),), None)
+    with pytest.raises(LifecycleError, match="rank 0: weight was given `fsdp_pre_all_gather` after it was sharded"):
+        model(torch.ones(1, 3))

@@ -21,8 +21,10 @@ from torch.nn.modules.module import (
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.bucket import bucket_of
+from fullshard.engine.extended import ExtendedBucket
 from fullshard.engine.parameter import are_same, sharded_parameter_of
 from fullshard.engine.unit import Unit, owner_of
+from fullshard.wrap.extended import PRE
 
 _registered = [0]
 """How often something was registered with a module of a sharded model."""
@@ -64,8 +66,10 @@ class Additions:
         """Refuse what was put in since the last time.
 
         Raises:
-            LifecycleError: a parameter that no unit owns, or a sharded one in a place that its unit does not know.
+            LifecycleError: a parameter that no unit owns, or a sharded one in a place that its unit does not know; or
+                one that was told how it is to be gathered.
         """
+        self._check_told()
         children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
         count = sum(map(len, self._parameters))
         is_known = self._known_count == count and are_same(children, self._known_children)
@@ -82,6 +86,17 @@ class Additions:
         self._parameters, self._children = [m._parameters for m in modules], [m._modules for m in modules]
         self._known_count = sum(map(len, self._parameters))
         self._known_children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
+
+    def _check_told(self) -> None:
+        """Refuse `p._local_tensor.fsdp_pre_all_gather = ...`, which torch's engine asks for before each gather."""
+        buckets = [bucket for unit in self._units for bucket in unit.buckets if not isinstance(bucket, ExtendedBucket)]
+        for parameter in itertools.chain.from_iterable(bucket.sharded_parameters for bucket in buckets):
+            if hasattr(parameter.local, PRE) or hasattr(parameter, PRE):
+                raise LifecycleError(
+                    f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded: it is "
+                    "gathered with the others of its unit, and nobody would call it",
+                    hint="give the module a parameter whose class has the method before fully_shard",
+                )
 
     def _refuse(self, path: str, parameter: nn.Parameter) -> NoReturn:
         sharded = sharded_parameter_of(parameter)
