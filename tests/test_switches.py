@@ -53,6 +53,20 @@ def test_any_text_where_no_values_are_listed() -> None:
         ("FULLSHARD_COM", "gloo", "unknown variable FULLSHARD_COM = 'gloo'.*did you mean FULLSHARD_COMM"),
         ("FULLSHARD_ELSE", "1", "unknown variable FULLSHARD_ELSE = '1'.*unset it; known are FULLSHARD_COMM, "),
         ("FULLSHARD_HEAP", "kept", "FULLSHARD_HEAP = 'kept'.*use trim or keep, or leave it out"),
+        *(
+            ("FULLSHARD_ELASTIC", value, f"FULLSHARD_ELASTIC = '{value}'.*use MIN:MAX, or leave it out")
+            for value in ("abc:3", "3:abc", "3", "0:2", "4:2", "-1:2", "1:2:3", "1:" + "9" * 20, "²:³")
+        ),
+        *(
+            ("FULLSHARD_MAX_LOST_STEPS", value, f"FULLSHARD_MAX_LOST_STEPS = '{value}'.*use a number of steps, or")
+            for value in ("abc", "-1", "1.5", "9" * 20)
+        ),
+        *(
+            ("FULLSHARD_TIMEOUT", value, f"FULLSHARD_TIMEOUT = '{value}'.*use a number of seconds, or leave it out")
+            for value in ("abc", "-1", "0", "nan", "inf", "1e300", "9" * 20)
+        ),
+        ("FULLSHARD_CHECK_PLAN", "0", "FULLSHARD_CHECK_PLAN = '0'.*use 1, or leave it out"),
+        ("FULLSHARD_LAUNCHER_PID", "me", "FULLSHARD_LAUNCHER_PID = 'me'.*use the number of a process, or leave it out"),
     ],
 )
 def test_what_is_not_understood_is_an_error(

@@ -19,6 +19,7 @@ from fullshard.config.handover import hand_over
 from fullshard.config.load import load_environment, load_file
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.schema import GROUPS
+from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
@@ -101,15 +102,19 @@ def _hosts(readings: Sequence[Reading]) -> int:
 
 def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
     """The count per host, as torchrun has it, as the total that the schema has."""
-    if text.isdigit() and int(text) > 0:
-        yield Setting("launch.num_processes", int(text) * hosts, origin, "nproc_per_node")
-    elif text == "cpu":
-        yield Setting("launch.device", "cpu", origin, "nproc_per_node")
-        yield Setting("launch.num_processes", usable_cpu_count() * hosts, origin, "nproc_per_node")
-    elif text == "gpu":
-        yield Setting("launch.device", "cuda", origin, "nproc_per_node")
-    elif text != "auto":
+    if text == "auto":
+        return
+    if text in ("cpu", "gpu"):
+        yield Setting("launch.device", "cpu" if text == "cpu" else "cuda", origin, "nproc_per_node")
+    if text == "gpu":
+        return
+    try:
+        count = usable_cpu_count() if text == "cpu" else integer(text)
+    except ValueError:
+        count = 0
+    if count < 1:
         raise ConfigError(f"{origin}: expected a number, auto, gpu or cpu, got {text!r}", hint="for example 8")
+    yield Setting("launch.num_processes", count * hosts, origin, "nproc_per_node")
 
 
 def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from fullshard.config.schema import RunConfig
 from fullshard.config.switches import CONFIG
 from fullshard.core.errors import ConfigError
@@ -28,7 +26,7 @@ def handed_over() -> RunConfig | None:
         return None
     try:
         return RunConfig.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValidationError, ConfigError) as error:
+    except (OSError, ValueError) as error:  # of text that is no UTF-8, too
         raise ConfigError(
             f"${CONFIG.name} = {path} holds no resolved configuration: {error}",
             hint="start the script with `fullshard launch`, or unset the variable",

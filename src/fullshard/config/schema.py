@@ -142,14 +142,14 @@ class LaunchConfig(Settings):
     """Where and how the processes of a job are started."""
 
     num_processes: int | None = setting(
-        None, ge=1, ask="How many processes over all hosts? (one per device; auto: count when the job starts)"
+        None, ge=1, le=10**6, ask="How many processes over all hosts? (one per device; auto: count when the job starts)"
     )
     """Processes of the whole job, over all hosts. None: one per device; on a CPU 2 per host, if it has 2 cores."""
 
-    num_machines: int = setting(1, ge=1, ask="How many hosts?")
+    num_machines: int = setting(1, ge=1, le=10**6, ask="How many hosts?")
     """Hosts."""
 
-    min_machines: int | None = Field(default=None, ge=1)
+    min_machines: int | None = Field(default=None, ge=1, le=10**6)
     """Fewest hosts that the job goes on with when others are lost (`--nnodes MIN:MAX`); it grows again when they come.
     None: all of them."""
 

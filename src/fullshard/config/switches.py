@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fullshard.core.errors import ConfigError
@@ -25,28 +26,58 @@ class Switch:
         about: what it is about.
         values: what each value does; the first one is what happens without the variable. Empty: anything of `form`.
         form: see there.
+        takes: whether a text is of that form.
     """
 
     name: str
     about: str
     values: Mapping[str, str] = field(default_factory=dict)
     form: str = "any text"
+    takes: Callable[[str], object] = bool
 
     def read(self, environ: Mapping[str, str] | None = None) -> str:
         """Its value, in `os.environ` unless `environ` is given; the first of `values` if it is not set, or empty.
 
         Raises:
-            ConfigError: it is none of `values`.
+            ConfigError: it is none of `values`, or not of `form`.
         """
         value = (os.environ if environ is None else environ).get(self.name, "").strip()
-        if value and self.values and value not in self.values:
+        if self.is_wrong(value):
             raise ConfigError(f"${self.name} = {value!r}", hint=self.hint)
         return value or next(iter(self.values), "")
+
+    def is_wrong(self, value: str) -> bool:
+        """Whether it cannot have this value. Without one it is as if it were not set."""
+        return bool(value) and not (value in self.values if self.values else self.takes(value))
 
     @property
     def hint(self) -> str:
         """What to do about another value."""
-        return f"use {' or '.join(self.values)}, or leave it out"
+        return f"use {' or '.join(self.values) or self.form}, or leave it out"
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return 0 < float(text) < _MOST_SECONDS
+    except ValueError:
+        return False
+
+
+def _is_span(text: str) -> bool:
+    found = re.fullmatch(r"([1-9]\d{0,8}):([1-9]\d{0,8})", text, re.ASCII)
+    return found is not None and int(found[1]) <= int(found[2])
+
+
+def _is_count(text: str) -> object:
+    return re.fullmatch(r"\d{1,9}", text, re.ASCII)
+
+
+_MOST_SECONDS = 10**9
+
+
+def _told(name: str, about: str) -> Switch:
+    """One that the launcher sets or does not."""
+    return Switch(name, about, form="1", takes="1".__eq__)
 
 
 COMM = Switch(
@@ -79,27 +110,42 @@ OPTIMIZER = Switch(
     {"segments": "neighbouring slices as one tensor", "slices": "each parameter's slice by itself"},
 )
 TIMEOUT = Switch(
-    "FULLSHARD_TIMEOUT", "how long a rank waits for another, where the script does not say", form="a number of seconds"
+    "FULLSHARD_TIMEOUT",
+    "how long a rank waits for another, where the script does not say",
+    form="a number of seconds",
+    takes=_is_time,
 )
 TOKEN = Switch("FULLSHARD_TOKEN", "what the launchers of a job on several hosts must all know")
 CONFIG = Switch("FULLSHARD_CONFIG", "file with the resolved configuration")
 PREEMPTION_DIR = Switch(
     "FULLSHARD_PREEMPTION_DIR", "where ranks say that they listen to signals, stop because of one, and where they are"
 )
-ELASTIC = Switch("FULLSHARD_ELASTIC", "fewest and most ranks of a job whose hosts may come and go", form="MIN:MAX")
+ELASTIC = Switch(
+    "FULLSHARD_ELASTIC", "fewest and most ranks of a job whose hosts may come and go", form="MIN:MAX", takes=_is_span
+)
 COPIES_DIR = Switch("FULLSHARD_COPIES_DIR", "where ranks may keep copies of their state in host memory")
-MAX_LOST_STEPS = Switch("FULLSHARD_MAX_LOST_STEPS", "how many steps a kill may undo, for a script's `MemoryCopies`")
+MAX_LOST_STEPS = Switch(
+    "FULLSHARD_MAX_LOST_STEPS",
+    "how many steps a kill may undo, for a script's `MemoryCopies`",
+    form="a number of steps",
+    takes=_is_count,
+)
 HANDED_OVER = (
-    Switch("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan"),
+    _told("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan"),
     CONFIG,
     COPIES_DIR,
     ELASTIC,
     MAX_LOST_STEPS,
-    Switch("FULLSHARD_LAUNCHER_PID", "the launcher's process, with which workers end"),
+    Switch(
+        "FULLSHARD_LAUNCHER_PID",
+        "the launcher's process, with which workers end",
+        form="the number of a process",
+        takes=_is_count,
+    ),
     PREEMPTION_DIR,
-    Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
+    _told("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
-    Switch("FULLSHARD_WARM_SPARES", "the launcher has processes wait with a rank's imports done"),
+    _told("FULLSHARD_WARM_SPARES", "the launcher has processes wait with a rank's imports done"),
 )
 SWITCHES = {switch.name: switch for switch in (COMM, GRADIENTS, HEAP, OFFLOAD, OPTIMIZER, TIMEOUT, TOKEN, *HANDED_OVER)}
 """All of them, by name; those that the launcher sets come last."""
@@ -112,17 +158,15 @@ def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | 
         ConfigError: that is no time.
     """
     text = TIMEOUT.read(environ)
-    try:
-        seconds = float(text) if text else None
-    except ValueError:
-        seconds = -1.0
-    if seconds is not None and not 0 < seconds < float("inf"):
-        raise ConfigError(f"${TIMEOUT.name} = {text!r}", hint="use a number of seconds, or leave it out")
-    return seconds
+    return float(text) if text else None
 
 
 def elastic_ranks() -> tuple[int, int] | None:
-    """Fewest and most ranks that the job may have; None if their number is fixed."""
+    """Fewest and most ranks that the job may have; None if their number is fixed.
+
+    Raises:
+        ConfigError: the variable says something else.
+    """
     least, _, most = ELASTIC.read().partition(":")
     return (int(least), int(most)) if most else None
 
@@ -136,12 +180,8 @@ def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
             close = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1)
             hint = f"did you mean {PREFIX}{close[0]}?" if close else f"unset it; known are {', '.join(SWITCHES)}"
             yield name, f"unknown variable {name} = {value!r}", hint
-        elif value and SWITCHES[name].values and value not in SWITCHES[name].values:
+        elif SWITCHES[name].is_wrong(value):
             yield name, f"{name} = {value!r}", SWITCHES[name].hint
-    try:
-        timeout_of_environment(environ)
-    except ConfigError:
-        yield TIMEOUT.name, f"{TIMEOUT.name} = {environ[TIMEOUT.name]!r}", f"use {TIMEOUT.form}, or leave it out"
 
 
 def check_switches() -> None:
