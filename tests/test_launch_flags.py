@@ -201,9 +201,15 @@ def test_what_does_nothing_with_the_rest_is_said() -> None:
         (["--cpu", "--rdzv_conf", "read_timeout=3"], "expected join_timeout=SECONDS"),
         (["--cpu", "--rdzv_conf", "join_timeout=nan"], "expected join_timeout=SECONDS"),
         (["--cpu", "--rdzv_conf", "join_timeout=0"], "expected join_timeout=SECONDS"),
+        (["--cpu", "--rdzv_conf", "join_timeout=1e300"], "expected join_timeout=SECONDS"),
         (["--cpu", "--strategy", "HYBRID_SHARD"], "without shard_size"),
         (["--cpu", "--num_processes", "4", "--strategy", "HYBRID_SHARD", "--shard_size", "3"], "does not divide"),
         (["--cpu", "--num_machines", "2", "--machine_rank", "2"], "machine_rank = 2 of num_machines = 2"),
+        (["--cpu", "--num_processes", "9" * 20], "num_processes.*less than or equal to 1000000, got 9999"),
+        (["--cpu", "--num_processes", "1000000"], "1000000 processes on this host, and it has .* processors"),
+        (["--cpu", "--nnodes", "9" * 20], "less than or equal to 1000000, got 9999"),
+        (["--cpu", "--monitor_interval", "1e300"], "less than or equal to 1000000000"),
+        (["--cpu", "--timeout", "1e300"], "less than or equal to 1000000000"),
     ],
 )
 def test_plan_refuses_before_anything_starts(argv: list[str], words: str) -> None:
@@ -226,7 +232,10 @@ def test_streams_are_checked() -> None:
         ([], "no script was named"),
         (["trian.py"], "the script trian.py does not exist\nhint: . has train.py"),
         (["."], ". is a folder without a __main__.py\nhint: name the script in it"),
-        (["--nproc_per_node", "all", "train.py"], "--nproc_per_node: expected a number, auto, gpu or cpu"),
+        *(
+            (["--nproc_per_node", text, "train.py"], "--nproc_per_node: expected a number, auto, gpu or cpu")
+            for text in ("all", "0", "-2", "1.5", "²", "9" * 5000)
+        ),
         (["--num_processes", "2", "--nproc_per_node", "4", "train.py"], "keep one of the two"),
         (["--standalone", "--nnodes", "2", "train.py"], "--nnodes"),
         (["--config_file", "nothing.yaml", "train.py"], "nothing.yaml does not exist"),

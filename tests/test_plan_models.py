@@ -284,6 +284,7 @@ def test_a_window_is_in_the_layers_that_have_one() -> None:
         ("gpt-4", "did you mean GPT-2"),
         ("nothing-like-it", "known names"),
         ("1e999", "no model '1e999'"),
+        ("0", "no model of 0 parameters has 1 layers of width 64 and a vocabulary of 32000: .*\nhint: change --layers"),
     ],
 )
 def test_unknown_names_get_suggestions(text: str, expected: str) -> None:

@@ -175,7 +175,11 @@ class LaunchConfig(Settings):
     """Further settings of the rendezvous, as `key=value,key=value`."""
 
     max_restarts: int = setting(
-        0, ge=0, ask="How often are all processes started again after one failed?", accelerate="--max_restarts"
+        0,
+        ge=0,
+        le=10**6,
+        ask="How often are all processes started again after one failed?",
+        accelerate="--max_restarts",
     )
     """How often all processes are started again after one failed."""
 
@@ -183,13 +187,13 @@ class LaunchConfig(Settings):
     """Whether a process per rank waits with its imports done, to take the place of one that is started again. Each
     takes the host memory of the imports."""
 
-    monitor_interval: float = setting(0.1, gt=0, allow_inf_nan=False, accelerate="--monitor_interval")
+    monitor_interval: float = setting(0.1, gt=0, le=10**9, allow_inf_nan=False, accelerate="--monitor_interval")
     """Seconds between two looks at the processes."""
 
-    grace_period: float = setting(30.0, gt=0, allow_inf_nan=False)
+    grace_period: float = setting(30.0, gt=0, le=10**9, allow_inf_nan=False)
     """Seconds that processes have to save and end after the launcher got SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."""
 
-    timeout: float | None = setting(None, gt=0, allow_inf_nan=False)
+    timeout: float | None = setting(None, gt=0, le=10**9, allow_inf_nan=False)
     """Seconds a rank waits for another before it fails. None: 120 once the first step is over, longer where steps take
     long; 1800 before that, in saves, and while another rank saves or compiles."""
 
@@ -208,7 +212,7 @@ class LaunchConfig(Settings):
     gpu_ids: tuple[str, ...] | None = None
     """Accelerators of this host to use. None: all."""
 
-    num_cpu_threads_per_process: int | None = setting(None, ge=1, accelerate="--num_cpu_threads_per_process")
+    num_cpu_threads_per_process: int | None = setting(None, ge=1, le=10**6, accelerate="--num_cpu_threads_per_process")
     """Threads of each process. None: the host's processors, shared out."""
 
     log_dir: str | None = setting(None, ask="Folder for a log file per rank? (empty: none)", accelerate="--log_dir")

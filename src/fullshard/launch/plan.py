@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from fullshard.launch.slurm import devices_per_host
 
 DETECTED = Origin(Precedence.DEFAULT, "found on this host")
 
+_MOST_PER_PROCESSOR, _MOST_SECONDS = 64, 10**9
 _RENDEZVOUS_SETTINGS = {"join_timeout": "join_timeout", "timeout": "join_timeout", "last_call_timeout": "last_call"}
 _RENDEZVOUS_SECONDS = {"join_timeout": JOIN_SECONDS, "last_call": LAST_CALL_SECONDS}
 
@@ -115,6 +115,12 @@ def make_plan(
             f"{resolved.origin('launch.num_processes')}: {per_host} processes per host, and this host has {devices} "
             f"{what}{'s' if devices > 1 else ''}",
             hint=f"use {devices * launch.num_machines}, or --cpu",
+        )
+    if device == "cpu" and not elsewhere and per_host > (most := _MOST_PER_PROCESSOR * usable_cpu_count()):
+        raise ConfigError(
+            f"{resolved.origin('launch.num_processes')}: {per_host} processes on this host, and it has "
+            f"{usable_cpu_count()} processors",
+            hint=f"use at most {most}: one or two per processor are fast, more are for trials",
         )
     if device == "tpu" and resolved.config.precision.mode == "fp16":
         raise ConfigError(
@@ -242,7 +248,7 @@ def _rendezvous_seconds(text: str) -> tuple[float, float]:
             if not equals or name not in _RENDEZVOUS_SETTINGS:
                 raise ValueError
             seconds[_RENDEZVOUS_SETTINGS[name]] = number = float(value)
-            if not 0 < number < math.inf:
+            if not 0 < number < _MOST_SECONDS:
                 raise ValueError
         except ValueError:
             raise ConfigError(

@@ -138,7 +138,7 @@ def _from_count(text: str, count: float, flags: dict[str, int]) -> tuple[ModelSh
         # 12 parameters per layer and squared width.
         layers = max(1, round((count / (12 * 128**2)) ** (1 / 3) if hidden is None else count / (12 * hidden**2)))
     if hidden is None:
-        hidden = round_up(round((count / (12 * layers)) ** 0.5), 64 if count < 1e8 else 128)
+        hidden = round_up(max(1, round((count / (12 * layers)) ** 0.5)), 64 if count < 1e8 else 128)
     heads = flags.get("heads", hidden // (64 if hidden % 128 else 128))
     vocab = flags.get("vocab", 32000)
     values = llama(hidden, 1, layers, heads, flags.get("kv_heads", heads), vocab)
