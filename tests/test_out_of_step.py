@@ -5,6 +5,7 @@ pytest tests/test_out_of_step.py
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import random
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,10 +24,12 @@ from fullshard import fully_shard
 from fullshard.checkpoint import save_checkpoint
 from fullshard.comm.cpu.track import SharedTrack
 from fullshard.comm.host_pages import OutOfStep
+from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.journal import JOURNAL
 from fullshard.engine import shard_model
 from tests.distributed import run_ranks
+from tests.test_stalls import until
 from tests.traps import rank_and_size
 
 WIDTH, LAYERS, STEPS = 8, 4, 8
@@ -287,3 +291,101 @@ def test_a_rank_is_named_as_the_job_numbers_it(kind: str) -> None:
     _, (first, paces), (second, _) = run_ranks(lose_step_in_a_part, 3, kind)
     assert NAMED[kind] in first and "rank 1" in first and second
     assert paces == [1, 2]
+
+
+class Fails(torch.autograd.Function):
+    """A function of the script's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("on this rank only")
+
+
+class Failing(Net):
+    """Raises in forward or in backward, if it is told to."""
+
+    where = ""
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        x = super().forward(x, order[:2])
+        if self.where == "a forward":
+            raise ArithmeticError("on this rank only")
+        return super().forward(Fails.apply(x) if self.where == "a backward" else x, order[2:])
+
+
+def go_on_alone(where: str, strategy: str, directory: str, slow_rank: int | None = None) -> str:
+    """Rank 1, or both with a slow one, catches an error or leaves a backward out, and goes on with the next batch."""
+    rank, _ = rank_and_size()
+    model: Any = Failing()
+    model = shard_model(model, unit_modules=list(model.layers), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = ""
+    try:
+        for step in range(4):
+            odd = step == 2 and (rank == 1 or slow_rank is not None)
+            model.where = where if odd else ""
+            if step == 2:
+                dist.barrier()
+                STALLS._asked = 6.0  # not before: a busy machine takes longer for the first steps
+                time.sleep(2.5 if rank == slow_rank else 0)
+            with contextlib.suppress(ArithmeticError):
+                loss = model(torch.ones(2, WIDTH), list(range(LAYERS))).square().mean()
+                if model.where != "no backward":
+                    loss.backward()
+                    optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        message = str(error)
+    (Path(directory) / str(rank)).touch()
+    until(lambda: (Path(directory) / str(1 - rank)).exists())  # who leaves takes the job's store along
+    return message
+
+
+FAILS = (
+    r"rank \d, unit '.*', .*: rank 1 had an error in {} \(ArithmeticError\('on this rank only'\)\) that rank 0 did not"
+)
+
+
+@pytest.mark.parametrize(
+    ("comm", "where", "strategy"),
+    [
+        ("auto", "a forward", "FULL_SHARD"),
+        ("auto", "a backward", "FULL_SHARD"),
+        ("gloo", "a backward", "FULL_SHARD"),
+        *(
+            pytest.param(comm, where, strategy, marks=pytest.mark.full)
+            for comm, where, strategy in [("gloo", "a forward", "FULL_SHARD")]
+            + [(comm, f"a {each}", "SHARD_GRAD_OP") for comm in ("auto", "gloo") for each in ("forward", "backward")]
+        ),
+    ],
+)
+def test_an_error_that_one_rank_catches(
+    comm: str, where: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks are told of it, long before their time is over: the others wait where this one does not come."""
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    for found in run_ranks(go_on_alone, 2, where, strategy, str(tmp_path)):
+        assert re.match(FAILS.format(where), found), found
+
+
+def test_an_error_in_backward_that_one_rank_catches_where_nothing_is_gathered(tmp_path: Path) -> None:
+    """Its next batch is added to what the others have for this one."""
+    for found in run_ranks(go_on_alone, 2, "a backward", "NO_SHARD", str(tmp_path)):
+        assert "rank 0 has [errors in forward or backward: 0], rank 1 has [errors in forward or backward: 1]" in found
+
+
+def test_a_backward_that_one_rank_leaves_out(tmp_path: Path) -> None:
+    """As for a loss that is not finite."""
+    found = run_ranks(go_on_alone, 2, "no backward", "FULL_SHARD", str(tmp_path))
+    assert any("[a backward], rank 1 to [unit 'layers.0']" in message for message in found), found
+    assert all(found)
+
+
+@pytest.mark.parametrize("where", ["a forward", "a backward"])
+def test_an_error_that_all_ranks_have_may_come_late_to_one(where: str, tmp_path: Path) -> None:
+    """Who waits for that one in the next step sees that it has had no error so far."""
+    assert run_ranks(go_on_alone, 2, where, "FULL_SHARD", str(tmp_path), 0) == ["", ""]

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm import torch_private
-from fullshard.comm.stalls import STALLS, Stalls
+from fullshard.comm.stalls import STALLS, Stalls, _read_words
 from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core import patience
 from fullshard.core.errors import CommunicationError, ConfigError
@@ -102,8 +101,7 @@ def wait_for_a_dawdler(comm: str, directory: str) -> tuple[str, str]:
     if rank == 1:
         until(done.exists)
         return "", ""
-    store = torch_private.default_store()
-    until(lambda: store.check(["fullshard/place/1"]))
+    until(lambda: _read_words(own=0)[1])
     sys.stderr = lines
     try:
         step()
@@ -165,13 +163,12 @@ def test_a_rank_that_saves_is_waited_for() -> None:
 
 def leave_word() -> list[bool]:
     """Whether there is a word of this rank in the store: at first, when it has not moved for long, when it has."""
-    stalls, store = Stalls(), torch_private.default_store()
-    found = []
+    stalls, found = Stalls(), []
     for now in (0.0, 10.0, 11.0):
         if now > 10:
             PLACE.moves += 1
         stalls._look(2.0, now)
-        found.append(store.check(["fullshard/place/0"]))
+        found.append(bool(_read_words(own=1)[0]))
     return found
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.comm import torch_private
+from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import all_gather_single
 from fullshard.core.errors import CheckpointError, FullshardError, StoreError
 from fullshard.core.place import PLACE
@@ -203,7 +204,8 @@ def _peers(doing: str) -> Iterator[None]:
             yield
     except RuntimeError as error:
         raise CheckpointError(
-            f"lost the other ranks while {doing}: {error}", hint="see the log of the rank that stopped first"
+            f"lost the other ranks while {doing}: {STALLS.reason(error)}",
+            hint="see the log of the rank that stopped first",
         ) from error
 
 

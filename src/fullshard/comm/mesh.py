@@ -110,6 +110,11 @@ class Mesh:
         if self.control_group is not None:
             end_waits(self.control_group)
 
+    def note_failure(self, what: str) -> None:
+        """An error has ended on this rank what all ranks of the mesh do together: a backward, say."""
+        if self.control_group is not None:
+            STALLS.note_failure(self.control_group, what)
+
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
         """`device_mesh` with one more axis, that of tensor parallelism, say. Raises `RuntimeError` if it cannot be."""
         if axis not in self._joined:
@@ -130,7 +135,7 @@ class Mesh:
                 dist.all_gather_object(values, value, group=self.control_group)
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.rank}: comparing notes with the other ranks failed: {error}",
+                f"rank {self.rank}: comparing notes with the other ranks failed: {STALLS.reason(error)}",
                 hint="see whether another rank failed first, or took another path through the model",
             ) from error
         return values

@@ -3,6 +3,9 @@
 A thread looks twice a second. While a rank has not moved for some seconds, whether it waits or computes, its thread
 leaves in the job's store where it is. So a rank that waits for long can read which others do not, and what they do
 instead. As long as steps follow one another nothing is sent.
+
+An error that a script catches on one rank, in a backward say, leaves the others where this rank does not come any more.
+It is counted in the store, too: ranks that wait, and see that others had more errors than they, wait in vain.
 """
 
 from __future__ import annotations
@@ -26,14 +29,20 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.cpu.gloo import end_waits
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
+from fullshard.core.errors import cut
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE, seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, this_process
 
 _PROCESS, _WORD = "fullshard/process/{}", "fullshard/place/{}"
 """Keys in the store, by rank: who it is, and where it is if that has not changed for a while."""
+_FAILURES, _FAILED = "fullshard/failures/{}", "fullshard/failed/{}"
+"""Keys in the store: by group, how many errors its ranks had in all; by rank, its own by group."""
+_SOON = 2.0
+"""Seconds of a wait after which it is looked for errors."""
 _LOOKS = 15
 """Looks before a wait is worth a line; after the first five others leave word."""
 _NAMED = 3
+_QUOTED = 300
 _FRAMES = 3
 _BUSY = {
     "compiles": ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"),
@@ -62,12 +71,18 @@ class Stalls:
         self._moves, self._since = -1, 0.0
         self._next_line = 0.0
         self._beat = 0
+        self._failures: dict[str, tuple[int, str]] = {}
+        self._told: dict[str, tuple[int, str]] = {}
+        self._untold: list[str] = []
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
         """Watch waits in these groups, too; None stands for a rank alone. All are parts of the default group."""
         world = dist.group.WORLD
         if world is None or world.size() == 1 or torch_private.backend_of(world, device) is None:
             return  # a group that is written in Python may have threads for ranks
+        if self._world is None or self._world() is not world:
+            self._failures, self._told, self._untold = {}, {}, []
+            self.groups.clear()  # of the last one, under names that are given again
         self.groups.update(group for group in groups if group is not None)
         self._asked = _asked_seconds(torch_private.timeout_of(world, device).total_seconds(), device)
         self._trainer, self._world, self._moves = threading.get_ident(), weakref.ref(world), -1
@@ -79,6 +94,25 @@ class Stalls:
                 with contextlib.suppress(OSError):  # of a job that is over
                     PLACE.keep_in(Path(directory) / f"place-{os.getpid()}")
             threading.Thread(target=self._run, name="fullshard stalls", daemon=True).start()
+
+    def note_failure(self, group: dist.ProcessGroup, what: str) -> None:
+        """An error has ended on this rank what the ranks of a group do together."""
+        count, _ = self._failures.get(group.group_name, (0, ""))
+        self._failures[group.group_name] = count + 1, what
+        self._untold.append(group.group_name)
+
+    def explain_failures(self, error: BaseException) -> None:
+        """It was this error that has ended what is not explained yet."""
+        for name, (count, what) in self._failures.items():
+            if not what.endswith(")"):
+                self._failures[name] = count, f"{what} ({cut(repr(error), _QUOTED)})"
+
+    def reason(self, error: RuntimeError) -> object:
+        """Why a wait has ended in an error of torch's, which names a socket, as far as it is known."""
+        why = PLACE.given_up
+        with contextlib.suppress(Exception):  # the store is gone, too
+            why = why or (self._failure() if self._is_in_its_world else "")
+        return why or error
 
     @property
     def limit(self) -> float:
@@ -102,16 +136,23 @@ class Stalls:
 
     def _look(self, limit: float, now: float) -> None:
         stall = stall_seconds(limit)
+        self._tell_failures()
         if self._moves != PLACE.moves:
             if self._beat:
-                torch_private.default_store().delete_key(_WORD.format(dist.get_rank()))
+                torch_private.default_store().set(_WORD.format(dist.get_rank()), "{}")
             self._moves, self._since, self._next_line, self._beat = PLACE.moves, now, stall, 0
             return
         idle = now - self._since
-        if idle < stall / 3:
+        is_in_vain = PLACE.is_waiting and idle >= min(_SOON, stall / 3) and bool(self._failure())
+        if idle < stall / 3 and not is_in_vain:
             return
         self._leave_word()
         reading = 2.5 * _pause(stall)  # so long before the end, or it would come as much later
+        if is_in_vain:
+            why = self._failure(self._words(reading))
+            if why and self._moves == PLACE.moves:
+                self._end_waits(why)
+                return
         if not PLACE.is_waiting or idle < min(self._next_line, limit - reading):
             return
         self._next_line = 2 * max(idle, stall)
@@ -139,9 +180,9 @@ class Stalls:
     def _words(self, seconds: float) -> dict[int, Word]:
         """What other ranks have left, by rank, with `is_alive`: whether they have left it again some seconds later."""
         try:
-            before = _read_words()
+            before = _read_words(dist.get_rank())
             time.sleep(seconds)
-            now = _read_words()
+            now = _read_words(dist.get_rank())
         except RuntimeError:  # the store is gone: its rank has ended
             return {}
         return {
@@ -153,9 +194,44 @@ class Stalls:
         is_late = time.monotonic() - self._since >= FIRST_SECONDS
         if self._asked is None and not is_late and _are_busy(_missing(words)):
             return
-        PLACE.given_up = f"no answer from another rank for {limit:g} s: {_named(words)}"
+        self._end_waits(f"no answer from another rank for {limit:g} s: {_named(words)}")
+
+    def _end_waits(self, why: str) -> None:
+        PLACE.given_up = why
         for group in list(self.groups):
             end_waits(group)
+
+    def _tell_failures(self) -> None:
+        store = torch_private.default_store()
+        if self._told != self._failures:
+            self._told = dict(self._failures)
+            store.set(_FAILED.format(dist.get_rank()), json.dumps(self._told))  # before others look for it
+        while self._untold:
+            store.add(_FAILURES.format(self._untold.pop()), 1)
+
+    def _failure(self, words: dict[int, Word] | None = None) -> str:
+        """Which rank has had an error that others of a group did not have; empty if all had the same.
+
+        Args:
+            words: of the other ranks. Those that had fewer errors must all wait: one that has not come so far may have
+                the same error later. None: they are not looked at.
+        """
+        store, own = torch_private.default_store(), dist.get_rank()
+        for group in list(self.groups):
+            name, had = group.group_name, dict[int, tuple[int, str]]()
+            key, mine = _FAILURES.format(name), self._failures.get(name, (0, ""))
+            if not store.check([key]) or int(store.get(key)) == mine[0] * group.size():
+                continue  # seen by one message
+            for rank in dist.get_process_group_ranks(group):
+                had[rank] = _read(_FAILED.format(rank)).get(name, (0, ""))
+            had[own] = mine
+            fewest, most = min(had, key=lambda rank: had[rank][0]), max(had, key=lambda rank: had[rank][0])
+            behind = [rank for rank, (count, _) in had.items() if rank != own and count == had[fewest][0]]
+            are_stuck = words is None or all(words.get(rank, {}).get("is_waiting") for rank in behind)
+            if had[fewest][0] < had[most][0] and are_stuck:
+                what = had[most][1]
+                return f"rank {most} had an error in {what} that rank {fewest} did not have: they are out of step"
+        return ""
 
     def _say(self, how: str, words: dict[int, Word]) -> None:
         if _are_busy(_missing(words)):
@@ -170,12 +246,15 @@ def _pause(stall: float) -> float:
     return min(0.5, stall / _LOOKS)
 
 
-def _read_words() -> dict[int, Word]:
-    store, found = torch_private.default_store(), dict[int, Word]()
-    for rank in range(dist.get_world_size()):
-        if rank != dist.get_rank():
-            key = _WORD.format(rank)
-            found[rank] = json.loads(store.get(key)) if store.check([key]) else {}
+def _read_words(own: int) -> dict[int, Word]:
+    """Those of all ranks but this one."""
+    return {rank: _read(_WORD.format(rank)) for rank in range(dist.get_world_size()) if rank != own}
+
+
+def _read(key: str) -> dict[str, Any]:
+    """What lies in the store, which nobody takes away again: who has just seen it would wait for another."""
+    store = torch_private.default_store()
+    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
     return found
 
 

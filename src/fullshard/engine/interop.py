@@ -34,6 +34,7 @@ from torch.optim import optimizer as torch_optimizer
 from fullshard.comm import torch_private
 from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh, mesh_of
+from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
@@ -394,7 +395,8 @@ def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
         raise _no_graph_has(wanted[0][1])
     try:
         found = torch_private.run_backward.torchs(t_outputs, *args, **options)
-    except RuntimeError as error:
+    except Exception as error:
+        STALLS.explain_failures(error)
         if wanted and "not have been used in the graph" in str(error):
             raise _no_graph_has(wanted[0][1]) from error
         raise

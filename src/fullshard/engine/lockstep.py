@@ -4,12 +4,14 @@ Before the first forward the ranks compare the model and what was loaded, and wi
 that is unsharded. Later, what a forward gathers is noted where the ranks of the host see it: one that waits for another
 looks whether that has gone another way (`comm.cpu.track`). At the end of a backward eight bytes of what this rank has
 done since the step before ride on the message that is sent anyway (`engine.end_of_backward`): units in their order,
-backwards, optimizer steps, the run's step, learning rates.
+backwards, those that failed, optimizer steps, the run's step, learning rates. That one has failed is told to ranks that
+wait (`comm.stalls`): whoever has caught the error goes on elsewhere.
 """
 
 from __future__ import annotations
 
 import struct
+import sys
 import weakref
 import zlib
 from collections.abc import Collection, Sequence
@@ -19,6 +21,7 @@ import torch
 
 from fullshard.comm.host_pages import OutOfStep, Track
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
 from fullshard.core.stopping import STOPPING
@@ -26,9 +29,10 @@ from fullshard.engine.agree import check_agreement
 from fullshard.engine.end_of_backward import BucketEnd, EndOfBackward
 from fullshard.engine.unit import Unit
 
-_END_OF_FORWARD, _END_OF_BACKWARD, _STEP, _SAVE = -1, -2, -3, -4
+_END_OF_FORWARD, _END_OF_BACKWARD, _STEP, _SAVE, _BACKWARD = -1, -2, -3, -4, -5
 _WORDS = {
     _END_OF_FORWARD: "the end of a forward",
+    _BACKWARD: "a backward",
     _END_OF_BACKWARD: "the end of a backward",
     _STEP: "an optimizer step",
     _SAVE: "a checkpoint",
@@ -61,7 +65,8 @@ class Lockstep:
         self._mesh = mesh
         self._units: Sequence[Unit] = ()
         self._track: Track | None = None
-        self._backwards, self._has_gathered = 0, False
+        self._backwards, self._failures = 0, 0
+        self._has_gathered = self._is_in_backward = False
         self.has_begun = self.is_order_verified = False
         self.loads = 0
         self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
@@ -98,7 +103,7 @@ class Lockstep:
 
     def note_gather(self, unit: Unit) -> None:
         """A forward is about to wait for a unit's parameters."""
-        self._has_gathered = True
+        self._has_gathered = self._mesh.gather.size > 1
         self._note(unit.number)
 
     def note_end_of_forward(self) -> None:
@@ -107,8 +112,33 @@ class Lockstep:
             self._has_gathered = False
             self._note(_END_OF_FORWARD)
 
+    def note_failed_forward(self) -> None:
+        """A forward has failed on this rank; of one that waited for nobody others need not know."""
+        if self._has_gathered or not self.is_order_verified:
+            self._fail("a forward", sys.exc_info()[1])
+        self._has_gathered = False
+        self.end_track()
+
+    def note_begin_of_backward(self) -> None:
+        """A backward has come to the model on this rank."""
+        self._is_in_backward = True
+        self._note(_BACKWARD)
+
+    def note_left_backward(self, _: object) -> None:
+        """Autograd has let go of a backward on this rank: it has failed unless it has come to its end."""
+        if self._is_in_backward:
+            self._is_in_backward = False
+            self._fail("a backward", None)  # which `engine.interop` knows, a moment later
+
+    def _fail(self, what: str, error: BaseException | None) -> None:
+        self._failures += 1
+        self._mesh.note_failure(what)
+        if error is not None:
+            STALLS.explain_failures(error)
+
     def note_end_of_backward(self) -> None:
         """A backward is over on this rank."""
+        self._is_in_backward = False
         self._backwards += 1
         self._note(_END_OF_BACKWARD)
 
@@ -165,7 +195,8 @@ class Lockstep:
         """
         entered = zlib.crc32(struct.pack(f"={len(units)}I", *[unit.number for unit in units]))
         rates = sum(zlib.crc32(struct.pack(f"={len(r)}d", *r)) for r in self._rates()) & 0xFFFFFFFF
-        return struct.pack("=II", entered, zlib.crc32(struct.pack("=QQqI", steps, self._backwards, _run_step(), rates)))
+        done = struct.pack("=QQQqI", steps, self._backwards, self._failures, _run_step(), rates)
+        return struct.pack("=II", entered, zlib.crc32(done))
 
     def exchange(self, ends: Sequence[BucketEnd], ran: Collection[Unit], steps: int, *, last: Unit) -> EndOfBackward:
         """Say how a backward has ended on this rank, and learn how it has on all. A collective.
@@ -202,7 +233,8 @@ class Lockstep:
         Raises:
             CommunicationError: on every rank, with what rank 0 and the first other one have.
         """
-        lines = [f"{steps} optimizer steps of this process", f"backward {self._backwards + 1} since the last of them"]
+        lines = [f"errors in forward or backward: {self._failures}", f"{steps} optimizer steps of this process"]
+        lines += [f"backward {self._backwards + 1} since the last of them"]
         lines += [f"step {_run_step()} of the run"] * JOURNAL.is_told
         lines += [f"learning rates {rates}" for rates in sorted(self._rates())]
         lines += [f"forward {number}: unit {unit.name!r}" for number, unit in enumerate(units)]

@@ -260,7 +260,7 @@ class Schedule:
         if not self.leave_forward():
             return
         if failed:
-            self.lockstep.end_track()
+            self.lockstep.note_failed_forward()
         elif self.lockstep.is_order_verified:
             self.lockstep.note_end_of_forward()
         else:
@@ -294,6 +294,7 @@ class Schedule:
                 self.rounds.check_backward([u.reducing for u in self.units], keeps=keeps, steps=bool(self.steppers))
             self.reducer.begin(self._steppers_at_work())
             self._unannounced.begin()
+            self.lockstep.note_begin_of_backward()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
             # By an order all ranks were seen to share, not by what happened to run or to be alive on this one; without
@@ -303,7 +304,8 @@ class Schedule:
                 self._enqueue(participant)
             finish = functools.partial(self._finish_backward)
             torch_private.call_after_backward(finish)
-            self._end_of_backward = weakref.ref(finish)  # autograd lets go of it with the backward
+            # Autograd lets go of it with the backward.
+            self._end_of_backward = weakref.ref(finish, self.lockstep.note_left_backward)
             del finish
         if unit not in self._queued:
             self._enqueue(unit)

@@ -12,6 +12,7 @@ import torch
 
 from fullshard.comm.host_pages import OutOfStep
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.place import PLACE
 
@@ -57,7 +58,7 @@ class Waiting:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         PLACE.leave()
         if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
-            what: object = PLACE.given_up or error
+            what = STALLS.reason(error)
             if isinstance(error, OutOfStep):
                 what = self._unit.schedule.words(error)
                 self._unit.mesh.end_waits()  # the other rank may wait for this one elsewhere
