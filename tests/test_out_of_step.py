@@ -12,7 +12,7 @@ import random
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -294,7 +294,13 @@ def test_a_rank_is_named_as_the_job_numbers_it(kind: str) -> None:
 
 
 class Fails(torch.autograd.Function):
-    """A function of the script's own."""
+    """A function of the script's own.
+
+    Attributes:
+        after: seconds that this rank takes until it fails, in forward, too.
+    """
+
+    after = 0.0
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -302,6 +308,11 @@ class Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Fails.now()
+
+    @classmethod
+    def now(cls) -> NoReturn:
+        time.sleep(cls.after)
         raise ArithmeticError("on this rank only")
 
 
@@ -313,7 +324,7 @@ class Failing(Net):
     def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
         x = super().forward(x, order[:2])
         if self.where == "a forward":
-            raise ArithmeticError("on this rank only")
+            Fails.now()
         return super().forward(Fails.apply(x) if self.where == "a backward" else x, order[2:])
 
 
@@ -331,7 +342,7 @@ def go_on_alone(where: str, strategy: str, directory: str, slow_rank: int | None
             if step == 2:
                 dist.barrier()
                 STALLS._asked = 6.0  # not before: a busy machine takes longer for the first steps
-                time.sleep(2.5 if rank == slow_rank else 0)
+                Fails.after = 2.5 if rank == slow_rank else 0.0
             with contextlib.suppress(ArithmeticError):
                 loss = model(torch.ones(2, WIDTH), list(range(LAYERS))).square().mean()
                 if model.where != "no backward":
