@@ -350,6 +350,30 @@ def test_hooks_around_save_and_load(tmp_path: Path) -> None:
         assert calls == [(True, [], directory), (True, [], directory), ([], {"kept": 1}), False]
 
 
+def _hooks_that_fail(directory: str) -> list[str]:
+    accelerator, found = Accelerator(cpu=True), []
+    accelerator.prepare(nn.Linear(4, 4))
+
+    def fail(*_: Any) -> None:
+        if accelerator.process_index == 1:
+            raise OSError("no room")
+
+    accelerator.save_state(directory)
+    accelerator.register_save_state_pre_hook(fail)
+    accelerator.register_load_state_pre_hook(fail)
+    for do in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(CheckpointError) as error:
+            do(directory)
+        found.append(str(error.value))
+    accelerator.wait_for_everyone()
+    return found
+
+
+def test_a_hook_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    expected = ["a hook of the script's failed\nrank 1: OSError: no room"] * 2
+    assert run_ranks(_hooks_that_fail, 2, str(tmp_path / "state"), timeout=60) == [expected] * 2
+
+
 def test_files_that_no_hook_put_there_are_kept(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(4, 4))

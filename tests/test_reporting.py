@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fullshard.api import Accelerator, ProfileKwargs
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.engine import shard_model
 from fullshard.observe import add_rows
 from tests.distributed import preload, run_ranks
@@ -195,6 +195,20 @@ def test_a_profile_has_rows_of_the_engine_and_all_ranks(tmp_path: Path) -> None:
     assert all(forward["ts"] <= p["ts"] <= forward["ts"] + forward["dur"] for p in products), "on the profiler's clock"
     groups = {entry["args"]["name"] for entry in merged if entry["name"] == "process_name"}
     assert {"rank 0", "rank 1"} <= groups
+
+
+def _profiled_without_room(directory: str) -> str:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=directory)])
+    with pytest.raises(CheckpointError) as error, accelerator.profile():
+        if accelerator.process_index == 1:
+            (Path(directory) / "profile_1.json").mkdir()
+    accelerator.wait_for_everyone()
+    return str(error.value)
+
+
+def test_a_trace_that_one_rank_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
+    one, other = run_ranks(_profiled_without_room, 2, str(tmp_path), timeout=60)
+    assert one == other and one.startswith("writing the traces of a profile failed\nrank 1: IsADirectoryError")
 
 
 def test_a_schedule_that_has_recorded_nothing_costs_no_run(tmp_path: Path) -> None:

@@ -145,9 +145,7 @@ class Checkpointing(Facts):
         )
         config.iteration += 1
         if self._save_hooks:
-            with saving.files_of_hooks(on_this_host(path), self.process.environment):
-                for hook in self._save_hooks.values():
-                    hook(list(self._models), [], str(path))
+            saving.call_save_hooks(self._save_hooks.values(), list(self._models), on_this_host(path))
         return str(path)
 
     def load_state(
@@ -182,8 +180,8 @@ class Checkpointing(Facts):
         config = self.project_configuration
         self._saver.wait()
         path = run_on_main(self.process.environment, lambda: saving.existing_path(config, input_dir))
-        for hook in self._load_hooks.values():
-            hook([], str(path))
+        if self._load_hooks:
+            saving.call_hooks(self._load_hooks.values(), [], str(path))
         self.step = saving.load(path, self._training_state())
         if config.automatic_checkpoint_naming:
             config.iteration = saving.number_after(path, config)

@@ -12,6 +12,7 @@ import torch
 
 from fullshard.api.checkpointing import Checkpointing
 from fullshard.api.options import ProfileKwargs
+from fullshard.checkpoint.ranks import Ranks
 from fullshard.config.settings import suggestion
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError
@@ -114,18 +115,24 @@ class Reporting(Checkpointing):
     def _write_traces(self, profiler: torch.profiler.profile, directory: Path) -> None:
         traces = [directory / f"profile_{rank}.json" for rank in range(self.num_processes)]
         own = traces[self.process_index]
-        own.unlink(missing_ok=True)  # of an earlier profile
-        try:
-            profiler.export_chrome_trace(str(own))
-        except AssertionError:  # torch's way to say so; what was trained meanwhile is not to be lost for it
-            steps = f"the schedule had not come to its active steps after {profiler.step_num} calls of step()"
-            warnings.warn(f"profile: nothing was recorded, and no trace is written: {steps}", stacklevel=4)
-        else:
-            add_rows(own)
-        self.wait_for_everyone()
-        found = [path for path in traces if path.is_file()]
-        if self.is_main_process and found:
-            merge_traces(found, directory / "trace.json")
+
+        def write() -> None:
+            own.unlink(missing_ok=True)  # of an earlier profile
+            try:
+                profiler.export_chrome_trace(str(own))
+            except AssertionError:  # torch's way to say so; what was trained meanwhile is not to be lost for it
+                steps = f"the schedule had not come to its active steps after {profiler.step_num} calls of step()"
+                warnings.warn(f"profile: nothing was recorded, and no trace is written: {steps}", stacklevel=6)
+            else:
+                add_rows(own)
+
+        def merge() -> None:
+            if found := [path for path in traces if path.is_file()]:
+                merge_traces(found, directory / "trace.json")
+
+        ranks = Ranks()
+        ranks.together("writing the traces of a profile", write)
+        ranks.on_rank_0("merging the traces of a profile", merge)
 
     def _finish_trackers(self) -> None:
         for tracker in self.trackers:

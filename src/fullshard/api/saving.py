@@ -11,14 +11,13 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullshard import checkpoint
@@ -35,6 +34,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.lease import hold_folder
 from fullshard.checkpoint.objects import Location, ObjectPath, location, on_this_host
+from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
 from fullshard.checkpoint.store import is_of_a_save
 from fullshard.checkpoint.torch_format import with_torch_format
@@ -252,20 +252,36 @@ def save(
             save_model(model, part / _WHOLE, "10GB", environment)
 
 
-@contextlib.contextmanager
-def files_of_hooks(path: Path, environment: RankEnvironment) -> Iterator[None]:
-    """Note what a script's hooks put into a checkpoint, so that a later save may replace that, too. A collective."""
-    before = run_on_main(environment, lambda: _names(path))
-    yield
-    if environment.world_size > 1:
-        dist.barrier()
+def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
+    """Call a script's hooks, which may communicate. A collective.
+
+    Raises:
+        CheckpointError: on every one of several ranks, if a hook has failed on any; of one alone it is what it raised.
+    """
+
+    def call() -> None:
+        for hook in list(hooks):
+            hook(*args)
+
+    ranks = Ranks()
+    if ranks.world_size == 1:
+        call()
+    else:
+        ranks.together("a hook of the script's", call)
+
+
+def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module], path: Path) -> None:
+    """Call them, and note what they put into a checkpoint, so that a later save may replace that, too. A collective."""
+    ranks = Ranks()
+    before = ranks.on_rank_0(f"reading {path}", lambda: _names(path)) or set()
+    call_hooks(hooks, models, [], str(path))
 
     def note() -> None:
         names = sorted(_names(path) - before)
         if names:
             (path / _HOOKS).write_text(json.dumps(names))
 
-    run_on_main(environment, note)
+    ranks.on_rank_0(f"writing {path / _HOOKS}", note)
 
 
 def announce(state: TrainingState, saver: checkpoint.AsyncSaver) -> None:
