@@ -244,11 +244,19 @@ def check_real_on_rank_0() -> None:
     assert torch.equal(model(INPUTS), reference(INPUTS))
 
     model = sharded()
+    elsewhere = r"(?s)rank 0 has \[unit '0' was made real after .*rank 1 has \["
     if rank:
         for layer in reversed(model):
             layer.to_empty(device="cpu")
-    with pytest.raises(CommunicationError, match=r"(?s)rank 0 has \[unit '0' was made real after .*rank 1 has \["):
-        model(INPUTS)
+    with pytest.raises(CommunicationError, match=elsewhere), unsharded(model):
+        pass
+    for gathers in (model.unshard, lambda: model(INPUTS)):
+        with pytest.raises(CommunicationError, match=elsewhere):
+            gathers()
+
+    model = sharded()  # and so is one of which rank 1 has no values at all
+    with pytest.raises(CommunicationError, match=r"rank 1 has \[unit '0' is on the meta device\]"), unsharded(model):
+        pass
 
 
 def check_cast(how: str) -> None:

@@ -77,18 +77,30 @@ class Lockstep:
         Raises:
             CommunicationError: it is not.
         """
-        lines = [*_describe_structure(units[::-1]), f"weights loaded into {self.loads} units"]
-        placed = self._mesh.gather.pages.placed
-        if placed:  # last: where the models themselves differ, that is to be said
-            lines += [f"{placed} buckets in shared memory, those of earlier models included"]
-            real = [unit for unit in units[::-1] if unit.buckets]
-            lines += [f"unit {unit.name!r} was made real after {unit.placed} of them" for unit in real]
-        check_agreement(self._mesh, lines, what="the sharded model", hint=_MODEL_HINT)
+        self._compare_model(units, [f"weights loaded into {self.loads} units"])
         self._units, self.has_begun = units, True
         if self._mesh.gather.size > 1:
             self._track = self._mesh.gather.pages.open_track()
         if self._track is not None:
             self._mesh.reduce.pages.heed(self._track)  # who waits for a reduction looks there, too
+
+    def compare_unless_begun(self, units: Sequence[Unit]) -> None:
+        """Before parameters are gathered outside a forward, maybe ahead of the first one. A collective.
+
+        Raises:
+            CommunicationError: the model is not the same on every rank.
+        """
+        if not self.has_begun and self._mesh.gather.size > 1:
+            self._compare_model(units, [])
+
+    def _compare_model(self, units: Sequence[Unit], further: Sequence[str]) -> None:
+        lines = [*_describe_structure(units[::-1]), *further]
+        placed = self._mesh.gather.pages.placed
+        if placed:  # last: where the models themselves differ, that is to be said
+            lines += [f"{placed} buckets in shared memory, those of earlier models included"]
+            real = [unit for unit in units[::-1] if unit.stand_ins is None and unit.buckets]
+            lines += [f"unit {unit.name!r} was made real after {unit.placed} of them" for unit in real]
+        check_agreement(self._mesh, lines, what="the sharded model", hint=_MODEL_HINT)
 
     def compare_first(self, position: int, unit: Unit | None) -> None:
         """In the first forward, before a unit is unsharded: it is the same on every rank. A collective.
@@ -258,6 +270,9 @@ def _describe_structure(units: Sequence[Unit]) -> list[str]:
     """One line per parameter with all that the layout and the communication depend on."""
     lines = []
     for unit in units:
+        if unit.stand_ins is not None:
+            lines.append(f"unit {unit.name!r} is on the meta device")
+            continue
         for number, bucket in enumerate(unit.buckets):
             reduce = bucket.gradient.dtype if bucket.gradient is not None else "frozen"
             where = (

@@ -94,6 +94,8 @@ class FSDPModule(TorchFSDPModule):
             async_op: only begin, and return a handle to wait with.
         """
         unit = require_unit(self)
+        schedule = schedule_of(unit)
+        schedule.lockstep.compare_unless_begun(schedule.units)
         if not async_op:
             unit.unshard()
             return None
