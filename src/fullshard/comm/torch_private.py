@@ -185,6 +185,11 @@ def groups_of(placement: Placement) -> tuple[int, int] | None:
     return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
 
 
+def rows_of_tiles(tiles: int) -> Placement:
+    """The placement of rows of what `Shard(0)` over another axis, of `tiles` ranks, has left here. Since 2.6."""
+    return _StridedShard(0, split_factor=tiles)
+
+
 norm_partial: Callable[[float], Placement] = _NormPartial
 """The placement of a norm of which every rank has that of its own elements. Since 2.2."""
 

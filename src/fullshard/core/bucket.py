@@ -72,6 +72,7 @@ class BucketPlan:
         world_size: int,
         offload: Offload,
         by_rows: bool = False,
+        is_extended: bool = False,
     ) -> BucketPlan:
         """The bucket of parameters with these shapes.
 
@@ -81,7 +82,8 @@ class BucketPlan:
             dtypes: of the run.
             world_size: ranks that share it.
             offload: what lives in host memory.
-            by_rows: each rank owns whole rows of the one parameter, which says itself what is sent.
+            by_rows: each rank owns whole rows of the one parameter.
+            is_extended: the parameter says itself what is sent.
         """
         reduce = dtypes.reduce(key.dtype)
         itemsizes = [itemsize(key.dtype), itemsize(key.compute_dtype)]
@@ -93,7 +95,7 @@ class BucketPlan:
             key.compute_dtype,
             reduce,
             key.trainable,
-            None if key.exact or by_rows else packed(dtypes.gather_as, key.compute_dtype),
+            None if key.exact or is_extended else packed(dtypes.gather_as, key.compute_dtype),
             packed(dtypes.reduce_as, reduce),
             offload,
         )

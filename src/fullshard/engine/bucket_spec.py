@@ -21,10 +21,10 @@ from fullshard.wrap.quantized import is_exact
 
 
 def by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
-    """Slots grouped by bucket, in the order in which their first parameters come; an extended one is alone in its."""
+    """Slots grouped by bucket, in the order in which their first parameters come."""
     groups: dict[tuple[BucketKey, int | None], list[Slot]] = {}
     for slot in slots:
-        alone = id(slot) if is_extended(slot.parameter) else None
+        alone = id(slot) if slot.is_alone else None
         groups.setdefault((_key(slot, policy), alone), []).append(slot)
     return list(groups.values())
 
@@ -69,7 +69,8 @@ class BucketSpec:
             policy.dtypes,
             world_size=mesh.shard_size,
             offload=storage.offload,
-            by_rows=is_extended(slots[0].parameter),
+            by_rows=slots[0].is_alone,
+            is_extended=is_extended(slots[0].parameter),
         )
         self.layout = plan.layout
         self.dtype, self.compute_dtype, self.reduce_dtype, self.compute_shard_dtype = map(
@@ -87,6 +88,7 @@ class BucketSpec:
             policy.virtual_ranks,
             reduce_dtype=self.reduce_dtype if plan.trainable else None,
             is_extended=is_extended(slots[0].parameter),
+            by_rows=slots[0].by_rows,
             is_tiled=any(tile_of(slot.parameter) is not None for slot in slots),
         )
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
@@ -97,12 +99,12 @@ class BucketSpec:
         """Which elements of parameter `index` each rank has, and under no name yet."""
         layout, tile = self.layout, self.tiles[index]
         shape = layout.specs[index].shape if tile is None else tile.whole_shape
-        parameter = self.slots[index].parameter
+        slot, parameter = self.slots[index], self.slots[index].parameter
         composition = Composition.of(parameter) if is_composed(parameter) else None
         row_numel = 0 if composition is None else math.prod(shape[1:])
         placement = RaggedShard(layout.shard_numel, layout.offsets[index], row_numel)
-        in_blocks = self.rounds is not None
-        return Span(self.mesh, shape, placement, Name(), tile, in_blocks=in_blocks, composition=composition)
+        options = {"in_blocks": self.rounds is not None, "as_rows": slot.by_rows}
+        return Span(self.mesh, shape, placement, Name(), tile, composition=composition, **options)
 
 
 def _packing(sent_as: str | None) -> Packing | None:

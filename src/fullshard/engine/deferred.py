@@ -20,7 +20,7 @@ from fullshard.core.layout import Interval
 from fullshard.engine.bucket_spec import BucketSpec, by_bucket
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.sharded_tensor import ShardedTensor, part_of
 from fullshard.engine.span import Span
 from fullshard.engine.tile import plain_of, tile_of
 from fullshard.wrap.extended import is_composed, wrapped_by
@@ -41,6 +41,7 @@ class StandIns:
 
     def __init__(self, entries: Iterable[tuple[Slot, ShardedTensor]]) -> None:
         self.entries = list(entries)
+        self._spans = {id(slot): stand_in.span for slot, stand_in in self.entries}
         for slot, stand_in in self.entries:
             stand_in._is_param = True
             for module, attribute in slot.owners:
@@ -103,6 +104,8 @@ class StandIns:
             out.fill_(math.nan if out.is_floating_point() or out.is_complex() else 0)
         elif isinstance(held, ShardedTensor) and held.interval == interval:
             out.copy_(held.local)
+        elif isinstance(held, DTensor) and (own := part_of(held, self._spans[id(slot)])) is not None:
+            out.copy_(own)
         else:
             whole, tile = held.full_tensor() if isinstance(held, DTensor) else held, tile_of(slot.parameter)
             out.copy_((whole if tile is None else tile.cut(whole)).reshape(-1)[interval.start : interval.stop])

@@ -36,8 +36,9 @@ from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharding import Sharding
-from fullshard.engine.tile import check_tiles
+from fullshard.engine.tile import check_tiles, tile_of
 from fullshard.engine.unit import Unit
+from fullshard.wrap.extended import is_extended
 from fullshard.wrap.partition import UnitPlan, check_types, partition
 from fullshard.wrap.quantized import expose_scales, outline
 
@@ -69,8 +70,9 @@ def fully_shard(
             for the outermost unit, whose parameters backward needs at once. A number is that of neighbouring ranks
             which share them until backward, a divisor of the ranks of the shard axis: 1 means False. Where ranks of a
             host share memory it means True, as keeping them costs nothing there.
-        shard_placement_fn: torch's way to shard along another dim. Asked of each parameter, and refused if it wants
-            another mesh; the dim changes nothing, as intervals have none: `full_tensor()` and checkpoints are the same.
+        shard_placement_fn: torch's way to shard along another dim. Asked of each parameter. Where it gives `Shard(0)`,
+            each rank has the rows that torch's `fully_shard` gives it, at the cost of a gather and a reduction for each
+            such parameter; None and other dims leave it an interval. Refused if it wants another mesh.
         mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
         offload_policy: `OffloadPolicy` or `CPUOffloadPolicy`, fullshard's or torch's.
         ignored_params: parameters to leave alone; they are neither sharded nor reduced.
@@ -105,7 +107,7 @@ def fully_shard(
     check_types([plan], modules)
     check_tiles([plan], modules, resolved)
     if shard_placement_fn is not None:
-        _check_placements(plan, shard_placement_fn)
+        _take_placements(plan, shard_placement_fn)
     schedule = Schedule(resolved)
     _make_unit(
         plan,
@@ -329,8 +331,8 @@ def _check_not_managed(plan: UnitPlan) -> None:
             )
 
 
-def _check_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter], Any]) -> None:
-    """Which dim a parameter is to be sharded along makes no difference to an interval; which mesh does."""
+def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter], Any]) -> None:
+    """Note which parameters are to be cut between rows. Another dim makes no difference to an interval; a mesh does."""
     for slot in plan.slots:
         wanted = shard_placement_fn(slot.parameter)
         is_shard = isinstance(wanted, Shard)
@@ -342,6 +344,14 @@ def _check_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter
                 f"{dim}shard_placement_fn gives {wanted!r} for {places} {tuple(slot.parameter.shape)}: expected None "
                 "or a Shard of one of its dims",
                 hint="a mesh for each parameter is not supported: shard modules over different meshes instead",
+            )
+        slot.by_rows = is_dim and wanted.dim % slot.parameter.ndim == 0 and not is_extended(slot.parameter)
+        tile = tile_of(slot.parameter)
+        if slot.by_rows and tile is not None and torch_private.groups_of(tile.placement):
+            raise PlacementError(
+                f"shard_placement_fn gives {wanted!r} for packed matrices {tuple(slot.parameter.shape)} that tensor "
+                f"parallelism has placed as {tile.placement}: no placement of torch's would say which rows a rank has",
+                hint="give None for it",
             )
 
 

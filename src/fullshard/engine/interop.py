@@ -41,7 +41,8 @@ from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.finite import note_before_clipping
 from fullshard.engine.parameter import ShardedParameter, sharded_parameters
 from fullshard.engine.rounds import square_sum
-from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
+from fullshard.engine.rows import RowParameter
+from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.step import hooks
 from fullshard.engine.step import state_dict as state_dicts
@@ -417,9 +418,8 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
 def install() -> None:
     """Put them in place. That happens when something is sharded for the first time, not when this is imported."""
     torch_private.let_dtensors_compute()
-    torch_private.allow_foreach(ShardedTensor)
-    torch_private.allow_foreach(ShardedParameter)
-    torch_private.allow_foreach(ExtendedParameter)
+    for kind in (ShardedTensor, ShardedParameter, RowTensor, RowParameter, ExtendedParameter):
+        torch_private.allow_foreach(kind)
     torch_private.replace(
         {
             torch_private.total_norm: _total_norm,

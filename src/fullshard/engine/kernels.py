@@ -31,7 +31,7 @@ from fullshard.engine.kernel_arguments import (
     tensors_in,
     written_tensors,
 )
-from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
+from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of, part_of
 from fullshard.engine.span import Span
 from fullshard.engine.whole_tensor import WholeCopy, WholeTensor
 
@@ -113,6 +113,9 @@ class _Locals:
             self._wrapped[id(tensor.local)] = tensor
             return tensor.local
         if isinstance(tensor, DTensor):
+            own = part_of(tensor, self._span)
+            if own is not None:
+                return own
             tensor = _plain_whole(tensor)
         elif tensor.numel() != 1:
             raise mixed(self._func, self._target, tensor)

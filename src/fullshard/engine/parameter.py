@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.sharded_tensor import ShardedTensor, part_of
 from fullshard.engine.span import Span
 
 _grad_descriptor: Any = torch.Tensor.grad
@@ -130,9 +130,8 @@ class ShardedParameter(ShardedTensor):
                 f"DTensor of shape {tuple(self.shape)}",
                 hint="torch.zeros_like(p) makes one; p.wrap(local) does, of this rank's interval",
             )
-        if isinstance(value, ShardedTensor) and value.span.is_like(self.span):
-            return value.local
-        return self.span.cut(value.full_tensor()).clone()
+        own = part_of(value, self.span)
+        return self.span.cut(value.full_tensor()).clone() if own is None else own
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
         """A tensor laid out as the parameter, around this rank's interval `local`, shape (n,)."""

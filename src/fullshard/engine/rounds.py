@@ -175,6 +175,7 @@ def check_rounds(
     *,
     reduce_dtype: torch.dtype | None,
     is_extended: bool,
+    by_rows: bool,
     is_tiled: bool,
 ) -> int | None:
     """Rounds of a step; None where gradients are summed as they come.
@@ -184,6 +185,7 @@ def check_rounds(
         virtual_ranks: how many there are to be; None: none.
         reduce_dtype: in which the gradients of a bucket are summed, if it has any.
         is_extended: whether its parameter says itself how it is gathered.
+        by_rows: whether `shard_placement_fn` has asked for rows of its parameter.
         is_tiled: whether tensor parallelism has split a parameter of it.
 
     Raises:
@@ -200,6 +202,8 @@ def check_rounds(
         problem = "with tensor parallelism, which adds up within a layer"
     elif is_extended:
         problem = "with parameters that say themselves how they are gathered"
+    elif by_rows:
+        problem = "with parameters that shard_placement_fn has cut between rows"
     elif reduce_dtype not in (None, torch.float32):
         problem = f"with gradients summed in {reduce_dtype}"
     if problem:

@@ -43,6 +43,7 @@ class ShardedTensor(DTensor):
 
     def __new__(cls, local: torch.Tensor, span: Span, *, requires_grad: bool = False) -> ShardedTensor:
         """Wrap `local`."""
+        cls = RowTensor if span.as_rows and cls is ShardedTensor else cls
         self: ShardedTensor = torch_private.wrap(cls, local, span.layout(local.dtype), requires_grad=requires_grad)
         self.span = span
         return self
@@ -196,6 +197,28 @@ class ShardedTensor(DTensor):
         raise LifecycleError(
             f"{self.name}: this rank has no elements from {tuple(index.offset)} on, but {self}", hint="see its boxes()"
         )
+
+
+class RowTensor(ShardedTensor):
+    """One of which this rank has whole rows (`Span.as_rows`): to torch they have their shape, and are `Shard(0)`."""
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        return self.local.view(self.span.row_shape)
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: torch.Tensor) -> None:
+        torch_private.put_local(self, value)
+
+
+def part_of(tensor: DTensor, span: Span) -> torch.Tensor | None:
+    """This rank's part, shape (n,), of a DTensor of whatever class that is laid out as `span`; None if it is not."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.local if span.is_like(tensor.span) else None
+    layout, expected = torch_private.layout_from(tensor), span.layout(tensor.dtype)
+    is_alike = (layout.mesh, layout.placements, layout.shape) == (expected.mesh, expected.placements, expected.shape)
+    local = torch_private.local_of(tensor)
+    return local.view(-1) if span.as_rows and is_alike and local.is_contiguous() else None
 
 
 class _Replicate(torch.autograd.Function):

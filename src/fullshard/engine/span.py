@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
@@ -74,6 +74,7 @@ class Span:
         tile: what this rank has to shard of it, if tensor parallelism has split it.
         in_blocks: every rank's part is whole blocks of `core.virtual_ranks`.
         composition: of a composed parameter (`wrap.extended`), of which each rank has rows.
+        as_rows: its intervals are whole rows, and torch is shown them as such; within the engine they are flat.
 
     Attributes:
         device_mesh: torch's name for the ranks that it is spread over.
@@ -83,6 +84,7 @@ class Span:
 
     __slots__ = (
         "_layouts",
+        "as_rows",
         "composition",
         "device_mesh",
         "in_blocks",
@@ -105,8 +107,9 @@ class Span:
         *,
         in_blocks: bool = False,
         composition: Composition | None = None,
+        as_rows: bool = False,
     ) -> None:
-        self.in_blocks, self.composition = in_blocks, composition
+        self.in_blocks, self.composition, self.as_rows = in_blocks, composition, as_rows
         self.mesh, self.shape, self.placement, self.name, self.tile = mesh, torch.Size(shape), placement, name, tile
         self.device_mesh = mesh.device_mesh if tile is None else mesh.joined(tile.mesh)
         self.numel = math.prod(self.tile_shape)
@@ -124,9 +127,17 @@ class Span:
         layout = self._layouts.get(dtype)
         if layout is None:
             along_tile = None if self.tile is None else self.tile.placement
-            placements = self.placements(self.placement, along_tile)
+            placements = self.placements(self._along_shard, along_tile)
             layout = self._layouts[dtype] = torch_private.layout_of(self.device_mesh, placements, self.shape, dtype)
         return layout
+
+    @property
+    def _along_shard(self) -> Placement:
+        """What torch is told of the shard axis."""
+        if not self.as_rows:
+            return self.placement
+        is_of_rows = self.tile is not None and self.tile.placement.is_shard(0)
+        return torch_private.rows_of_tiles(self.tile.mesh.size()) if self.tile is not None and is_of_rows else Shard(0)
 
     def placements(self, along_shard: Placement | None, along_tile: Placement | None) -> list[Placement]:
         """For `device_mesh`: these along the axes that the tensor is cut along; replicated along all others."""
@@ -153,7 +164,13 @@ class Span:
         """Shape of what this rank has."""
         if not self.is_by_rows:
             return torch.Size((self.interval.numel,))
-        return torch.Size((self.interval.numel // self.placement.row_numel, *self.shape[1:]))
+        return self.row_shape
+
+    @property
+    def row_shape(self) -> torch.Size:
+        """Shape of what this rank has, if that is whole rows."""
+        rows, *others = self.tile_shape
+        return torch.Size((self.interval.numel * rows // max(1, self.numel), *others))
 
     @property
     def is_tiled(self) -> bool:
@@ -178,6 +195,8 @@ class Span:
 
     def part(self, shape: Sequence[int], start: int) -> Span:
         """That of a tensor of `shape` whose elements are this one's from `start` on."""
+        if self.as_rows and self.shape == torch.Size(shape):
+            return self
         placement = RaggedShard(self.placement.shard_numel, self.placement.offset + start)
         return Span(self.mesh, shape, placement, self.name, None if self.tile is None else self.tile.reshaped(shape))
 

@@ -28,12 +28,19 @@ class Slot:
         owners: `(module, attribute)` of each place, definition order.
         replaced: earlier objects of this parameter, which the user may still hold (those on the meta device).
         compute_dtype: what forward computes with it in, if that is settled for it alone.
+        by_rows: each rank is to have rows of it, which torch is shown as `Shard(0)`.
     """
 
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     replaced: list[nn.Parameter] = field(default_factory=list)
     compute_dtype: torch.dtype | None = None
+    by_rows: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has a bucket of its own, which is cut between rows."""
+        return self.by_rows or is_extended(self.parameter)
 
     @property
     def statistics_dtype(self) -> torch.dtype | None:
