@@ -208,7 +208,7 @@ class RowTensor(ShardedTensor):
 
     @_local_tensor.setter
     def _local_tensor(self, value: torch.Tensor) -> None:
-        torch_private.put_local(self, value)
+        torch_private.put_local(self, value if value.dim() == 1 else value.view(-1))
 
 
 def part_of(tensor: DTensor, span: Span) -> torch.Tensor | None:
