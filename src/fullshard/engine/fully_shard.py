@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, data_parallel, init_mesh, joined_world_size
 from fullshard.config.switches import check_switches
 from fullshard.core.errors import ConfigError, PlacementError, RepeatedError, WrapError
