@@ -31,6 +31,7 @@ class ShardedTensor(DTensor):
     Args:
         local: this rank's interval.
         span: which one that is.
+        requires_grad: whether autograd is to make a gradient of it.
 
     Attributes:
         local: the same, without autograd.
