@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.objects import Location, ObjectPath, at_exit
-from fullshard.core.errors import ConfigError, StoreError, shorten
+from fullshard.core.errors import ConfigError, StoreError, cut
 from fullshard.core.place import this_machine
 
 LEASE_NAME = ".lease.json"
@@ -137,7 +137,7 @@ def _make(directory: Location) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot prepare a directory at {shorten(str(directory), 300)}: {error.strerror}") from None
+        raise ConfigError(f"cannot prepare a directory at {cut(str(directory), 300)}: {error.strerror}") from None
 
 
 def _hold(path: Location) -> bool:

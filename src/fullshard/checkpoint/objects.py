@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from fullshard.core.errors import ConfigError, FullshardError, MissingExtraError, StoreError, shorten
+from fullshard.core.errors import ConfigError, FullshardError, MissingExtraError, StoreError, cut
 from fullshard.core.paths import local_path
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two
@@ -227,7 +227,7 @@ def asked(path: ObjectPath, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # each client has errors of its own
         raise StoreError(
-            f"{path} cannot be {what}: {type(error).__name__}: {shorten(str(error), 500)}",
+            f"{path} cannot be {what}: {type(error).__name__}: {cut(str(error), 500)}",
             hint="its client has tried several times already: look at the address, the credentials and the store",
         ) from error
 

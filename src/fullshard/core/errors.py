@@ -33,7 +33,7 @@ MAX_LINE, MAX_MESSAGE = 4_000, 60_000
 """Characters of a line, and of a message in all."""
 
 
-def shorten(text: str, limit: int) -> str:
+def cut(text: str, limit: int) -> str:
     """`text`, without its middle if that makes it longer than `limit` characters."""
     if len(text) <= limit:
         return text
@@ -56,8 +56,8 @@ class FullshardError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        message = shorten("\n".join(shorten(line, MAX_LINE) for line in message.split("\n")), MAX_MESSAGE)
-        super().__init__(message if hint is None else f"{message}\nhint: {shorten(hint, MAX_LINE)}")
+        message = cut("\n".join(cut(line, MAX_LINE) for line in message.split("\n")), MAX_MESSAGE)
+        super().__init__(message if hint is None else f"{message}\nhint: {cut(hint, MAX_LINE)}")
         self.hint = hint
 
 

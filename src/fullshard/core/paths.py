@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from fullshard.core.errors import ConfigError, shorten
+from fullshard.core.errors import ConfigError, cut
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `pathlib` leaves no more of two
 _HINTS = {
@@ -59,8 +59,7 @@ def local_name(text: str | os.PathLike[str]) -> str:
     for part in written.split("/"):
         if len(os.fsencode(part)) > _LONGEST_NAME:
             raise ConfigError(
-                f"{shorten(written, 300)!r} has a name of {len(part)} characters, file systems take "
-                f"{_LONGEST_NAME} bytes",
+                f"{cut(written, 300)!r} has a name of {len(part)} characters, file systems take {_LONGEST_NAME} bytes",
                 hint="check the quotes around what comes before and after it",
             )
     if not written.startswith("~"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fullshard.core.errors import DataError, shorten
+from fullshard.core.errors import DataError, cut
 
 _TEXT, _CHAT = "a text", "a list of messages"
 _EXPECTED = {"messages": (_CHAT,), "prompt": (_TEXT, _CHAT), "completion": (_TEXT, _CHAT)}
@@ -27,7 +27,7 @@ def require_rows(data: Any, where: str) -> None:
         expected = _EXPECTED.get(name, (_TEXT,))
         row = _first_that_is_not(data, name, expected)
         if row is not None:
-            got = shorten(json.dumps(data[row][name], default=str), 200)
+            got = cut(json.dumps(data[row][name], default=str), 200)
             raise DataError(
                 f"{where}: row {row + 1} has {got} in the column {name}, expected {' or '.join(expected)}",
                 hint="mend or remove it; rows are counted from 1, through all files of a split",
