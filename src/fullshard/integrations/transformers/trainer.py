@@ -44,9 +44,8 @@ from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
 from fullshard.integrations.transformers.averaging import announce_averages, averaged, averages_of
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
-from fullshard.integrations.transformers.events import note_steps
+from fullshard.integrations.transformers.callbacks import note_steps, stop_on_signals
 from fullshard.integrations.transformers.inference import stream_into_engines
-from fullshard.integrations.transformers.preemption import stop_on_signals
 from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.optim import TransformersAdafactor

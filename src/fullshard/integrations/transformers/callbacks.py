@@ -1,0 +1,66 @@
+"""What a Trainer is told to do besides its own: note its events and steps, and end when any rank gets a signal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fullshard.core.journal import JOURNAL, Happening
+from fullshard.core.stopping import STOPPING
+from fullshard.launch.journal import record_events
+from fullshard.launch.preemption import listen, should_stop
+
+
+def note_steps(trainer: Any) -> None:
+    """Have events go to its output directory, if there is one, with its own count of steps."""
+    from transformers import TrainerCallback
+
+    class NoteSteps(TrainerCallback):  # type: ignore[misc]
+        """Tells the journal which step this is."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Begin, maybe after a checkpoint."""
+            JOURNAL.tell(state.global_step)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """The steps before this one are behind it."""
+            JOURNAL.tell(state.global_step + 1)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """All steps are done, unless a signal has ended it."""
+            if not state.is_world_process_zero:
+                return
+            if STOPPING.is_agreed:
+                JOURNAL.note(Happening.PREEMPTION, "saved and stopped because of a signal")
+            else:
+                JOURNAL.note(Happening.END)
+
+    if trainer.args.output_dir is not None:
+        record_events(trainer.args.output_dir)
+        _add_once(trainer, NoteSteps())
+
+
+def stop_on_signals(trainer: Any) -> None:
+    """Have all ranks save and end at one step after a signal to any, unless Transformers' own way is asked for."""
+    from transformers import TrainerCallback
+
+    class StopOnSignals(TrainerCallback):  # type: ignore[misc]
+        """Saves, and ends training, after the step in which the ranks have agreed to."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Begin to listen."""
+            listen()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Look whether there was a signal."""
+            if should_stop():
+                control.should_save = control.should_training_stop = True
+
+    if not getattr(trainer.args, "enable_jit_checkpoint", False):
+        _add_once(trainer, StopOnSignals())
+
+
+def _add_once(trainer: Any, callback: Any) -> None:
+    """`train` may be called several times."""
+    known = {type(each).__name__ for each in trainer.callback_handler.callbacks}
+    if type(callback).__name__ not in known:
+        trainer.add_callback(callback)
