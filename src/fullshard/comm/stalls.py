@@ -29,7 +29,7 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.cpu.gloo import end_waits
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
-from fullshard.core.errors import shorten
+from fullshard.core.errors import cut
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE, seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, this_process
 
@@ -105,7 +105,7 @@ class Stalls:
         """It was this error that has ended what is not explained yet."""
         for name, (count, what) in self._failures.items():
             if not what.endswith(")"):
-                self._failures[name] = count, f"{what} ({shorten(repr(error), _QUOTED)})"
+                self._failures[name] = count, f"{what} ({cut(repr(error), _QUOTED)})"
 
     def reason(self, error: RuntimeError) -> object:
         """Why a wait has ended in an error of torch's, which names a socket, as far as it is known."""
