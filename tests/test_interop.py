@@ -495,15 +495,11 @@ def check_refused() -> None:
         with pytest.raises(OptimizerError, match=cls.__name__):
             optimizer.step(lambda: torch.zeros(()))
 
-    class Lamb(torch.optim.SGD):
-        """Another optimizer with that name, subclassed."""
-
-    class Mine(Lamb):
+    class Mine(torch.optim.Adafactor):
         """A subclass is refused as well."""
 
-    for subclass in (Lamb, Mine):
-        with pytest.raises(OptimizerError, match="whole"):
-            subclass(model.parameters(), lr=0.1).step()
+    with pytest.raises(OptimizerError, match="whole"):
+        Mine(model.parameters(), lr=0.1).step()
     # On ordinary parameters nothing changes.
     weight = nn.Parameter(torch.ones(2, 2))
     weight.grad = torch.ones(2, 2)
@@ -513,6 +509,49 @@ def check_refused() -> None:
 
 def test_optimizers_that_need_whole_tensors_are_refused() -> None:
     run_ranks(check_refused, 2)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Layer-wise, by hand: steps of a size that follows from the norms of whole tensors, one by one or all at once."""
+
+    def __init__(self, parameters: Any, *, foreach: bool) -> None:
+        super().__init__(parameters, {"foreach": foreach})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move by a tenth of each tensor's norm; `count` is a plain tensor, as such optimizers keep them."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            gradients, count = [p.grad for p in parameters], torch.tensor(2.0)
+            if not group["foreach"]:
+                for p, gradient in zip(parameters, gradients, strict=True):
+                    p.add_(gradient, alpha=-float(p.norm() / gradient.norm().div_(count)) / 10)
+                continue
+            norms: Any = torch._foreach_norm(gradients)
+            torch._foreach_div_(norms, [count] * len(norms))
+            torch._foreach_clamp_min_(norms, 1e-9)
+            sizes = torch._foreach_div(torch._foreach_norm(parameters), norms)
+            torch._foreach_addcmul_(parameters, gradients, sizes, value=-0.1)
+
+
+class Muon(torch.optim.SGD):
+    """Called like another one."""
+
+
+def check_by_hand() -> None:
+    for foreach in (False, True):
+        model, reference = build_sharded(Stack, BLOCKS), build(Stack)
+        for each in (model, reference):
+            run_squared(each, 0, 0)
+            Lamb(each.parameters(), foreach=foreach).step()
+        assert_same_parameters(model, reference)
+    with pytest.warns(UserWarning, match=r"Muon: what it computes of whole matrices.*write fullshard\.optim\.Muon\("):
+        Muon(model.parameters(), lr=0.1).step()
+
+
+def test_optimizers_written_by_hand_compute_of_whole_tensors() -> None:
+    """Whatever they are called."""
+    run_ranks(check_by_hand, 2)
 
 
 def check_added_later() -> None:

@@ -496,6 +496,34 @@ def check_norms_in_place() -> None:
         build_sharded(Stack, BLOCKS).get_parameter("head.weight").norm().add_(one.clone().requires_grad_())
 
 
+def check_lists() -> None:
+    """Functions of lists, some of whose tensors each rank has a part of, some whole, and some plain."""
+    weight, count = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).weight, torch.tensor(2.0)
+    reference = weight.detach().clone()
+    model = build_sharded(Stack, BLOCKS)
+    sharded = next(p for p in model.parameters() if p.shape == weight.shape).detach().clone()
+    sharded.copy_(distribute_tensor(reference, sharded.device_mesh, sharded.placements))
+    rows: Any = sharded.sum(0, keepdim=True).expand(WIDTH, WIDTH) + 0
+    expected = reference.sum(0, keepdim=True).expand(WIDTH, WIDTH).clone()
+    torch._foreach_mul_([rows, sharded], [sharded.clone(), rows.clone()])  # what is whole by what is sharded, too
+    reference, expected = reference * expected, expected * reference
+    torch.testing.assert_close([whole(rows), whole(sharded)], [expected, reference])
+    norms: Any = torch._foreach_norm([sharded, sharded])
+    torch._foreach_div_(norms, [count, count])
+    torch._foreach_add_(norms, 1.0)
+    torch.testing.assert_close(whole(norms[1]), reference.norm() / 2 + 1)
+    torch.mul(norms[0], count, out=norms[1])
+    assert float(norms[1]) == 2 * float(norms[0])
+    one: Any = sharded[:1, :1].clone()  # of which one rank has all and the other nothing
+    own = one.to_local().shape
+    torch.mul(norms[0].reshape(1, 1), norms[0].reshape(1, 1), out=one)
+    assert one.to_local().shape == own and float(whole(one)) == pytest.approx(float(norms[0]) ** 2)
+
+
+def test_lists_of_which_some_are_whole() -> None:
+    run_ranks(check_lists, 2)
+
+
 def test_norms_that_are_changed_in_place() -> None:
     run_ranks(check_norms_in_place, 2)
 

@@ -327,7 +327,8 @@ def test_what_is_refused() -> None:
 
     for name in ("SOAP", "Shampoo"):
         model = sharded()
-        optimizer = type(name, (torch.optim.SGD,), {})(model.parameters(), lr=0.1)  # as others name theirs
+        theirs = {"__module__": "pytorch_optimizer.optimizer"}
+        optimizer = type(name, (torch.optim.SGD,), theirs)(model.parameters(), lr=0.1)
         with pytest.raises(OptimizerError, match=rf"hint: write fullshard\.optim\.{name}\("):
             optimizer.step()
 

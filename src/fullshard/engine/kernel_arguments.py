@@ -69,9 +69,9 @@ def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[s
 def mixed(func: torch_private.Kernel, spread: Any, plain: torch.Tensor) -> LifecycleError:
     """The error for that."""
     return LifecycleError(
-        f"`{func.overloadpacket.__name__}` of {spread.name} {tuple(spread.shape)}, whose elements are spread over the "
-        f"ranks, and of a plain tensor {tuple(plain.shape)}, of which nobody knows whether every rank has the same",
+        f"`{func.overloadpacket.__name__}` of {spread.name} {tuple(spread.shape)}, a DTensor, and of a plain tensor "
+        f"{tuple(plain.shape)}, of which nobody knows whether every rank has the same",
         hint="use what .full_tensor() gives on every rank, or distribute_tensor(other, p.device_mesh, [Replicate()]); "
-        "or compute in forward or inside `with fullshard.unsharded(model)`; copies of parameters (an average of the "
-        "weights) are to be made after sharding",
+        "or compute in forward or inside `with fullshard.unsharded(model)`; an average of the weights is "
+        "fullshard.EMA(model), or of copies that were made after sharding, or of a model that is sharded alike",
     )

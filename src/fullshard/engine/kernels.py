@@ -121,8 +121,8 @@ class _Locals:
             raise mixed(self._func, self._target, tensor)
         if tensor.dim() == 0:
             return tensor
-        if tensor.numel() == 1:
-            return tensor.reshape([1] * len(self._span.local_shape))
+        if tensor.numel() == 1:  # spread, or a kernel with `out` would make that longer, which may be empty
+            return tensor.reshape([1] * len(self._span.local_shape)).expand(self._span.local_shape)
         return self._span.cut(tensor)
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
@@ -134,24 +134,45 @@ class _Locals:
 def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Kernels that take lists of tensors, position by position: optimizers', mostly."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
-    first = next(value for value in lists if first_sharded(value) is not None)
+    held = first_sharded(lists)
+    assert held is not None  # noqa: S101 -- else this would not have been asked
+    first = (
+        lists[0] if torch_private.writes(func) else next(value for value in lists if first_sharded(value) is not None)
+    )
     made = [_Locals(tensor, func) if isinstance(tensor, ShardedTensor) else None for tensor in first]
+    for position, one in enumerate(made):
+        if one is None and isinstance(first[position], torch.Tensor):
+            at_once = [value[position] for value in lists if len(value) == len(first)]
+            if any(isinstance(tensor, DTensor) for tensor in at_once):
+                refuse_plain(func, at_once, {})
 
     def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return _plain_whole(value) if isinstance(value, DTensor) else value
         if len(value) != len(first):
             return value
-        return [
-            one.of(tensor) if one is not None and isinstance(tensor, torch.Tensor) else tensor
-            for one, tensor in zip(made, value, strict=True)
-        ]
+        return [_own(one, tensor) for one, tensor in zip(made, value, strict=True)]
 
     result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
     _count_changes(func, args, kwargs)
     if result is None:
         return None
-    return [tensor if one is None else one.wrap(tensor) for one, tensor in zip(made, result, strict=True)]
+
+    def wrapped(one: _Locals | None, of: Any, made: torch.Tensor) -> torch.Tensor:
+        if one is not None:
+            return one.wrap(made)
+        return WholeTensor.of(made, held.span) if isinstance(of, DTensor) else made
+
+    return list(map(wrapped, made, first, result))
+
+
+def _own(one: _Locals | None, tensor: Any) -> Any:
+    """What a kernel is given in place of an item of a list; `one`: of an interval, if that is computed there."""
+    if one is not None and isinstance(tensor, torch.Tensor):
+        return one.of(tensor)
+    if isinstance(tensor, WholeTensor):
+        return torch_private.local_of(tensor)  # the memory itself, which may be written to
+    return _plain_whole(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -21,7 +21,8 @@ from fullshard.engine.span import Span
 
 WAY_OUT = (
     "call, on every rank, fullshard.checkpoint.save_checkpoint or torch.distributed.checkpoint.save; whole tensors are "
-    "fullshard.checkpoint.full_state_dict(model), export_hf, or .full_tensor() of each"
+    "fullshard.checkpoint.full_state_dict(model) or Accelerator.get_state_dict(model), which PEFT's "
+    "get_peft_model_state_dict takes as state_dict, export_hf, or .full_tensor() of each"
 )
 
 

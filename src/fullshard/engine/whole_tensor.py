@@ -74,10 +74,12 @@ class WholeTensor(DTensor):
         kwargs = kwargs or {}
         plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, DTensor)]
         with torch_private.without_functions():
-            if plain and isinstance(args[0], WholeTensor) and _is_in_place(func):
+            target = kwargs.get("out", args[0] if _is_in_place(func) else None)
+            changed = next((tensor for tensor in tensors_in(target) if isinstance(tensor, WholeTensor)), None)
+            if plain and changed is not None:
                 if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in plain):
                     raise LifecycleError(
-                        f"`{func.__name__}` of what is computed of {args[0].name} and a plain tensor with a gradient",
+                        f"`{func.__name__}` of what is computed of {changed.name} and a plain tensor with a gradient",
                         hint="write total = total + loss, which makes a plain tensor",
                     )
             elif plain:
@@ -98,7 +100,7 @@ class WholeTensor(DTensor):
         refuse_plain(func, args, kwargs)
         result = call_with(func, args, kwargs, WholeTensor, torch_private.local_of)
         if torch_private.writes(func):
-            return target_of(args, kwargs)
+            return None if result is None else target_of(args, kwargs)  # of lists torch wants nothing back
         held = next(t for t in tensors if isinstance(t, WholeTensor))
         return map_arguments(result, torch.Tensor, held.like)
 
@@ -110,7 +112,7 @@ _OPERATORS_IN_PLACE = {"__setitem__"} | {
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
     name = func.__name__
-    return name in _OPERATORS_IN_PLACE or name.strip("_") + "_" == name
+    return name in _OPERATORS_IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 class _MakePlain(torch.autograd.Function):

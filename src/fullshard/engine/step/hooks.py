@@ -25,13 +25,26 @@ from fullshard.engine.step.segments import ELEMENT_WISE, ELEMENT_WISE_ALONE, fin
 from fullshard.engine.step.state_dict import cut_state
 from fullshard.engine.unit import owner_of
 
-NEEDS_WHOLE_TENSORS = frozenset(
-    {"Adafactor", "Adalomo", "CAME", "LBFGS"}
-    | {"LAMB", "Lamb", "FusedLAMB", "LAMB8bit", "LAMB32bit"}
-    | {"LARS", "Lars", "LARS8bit", "LARS32bit", "PytorchLARS"}
-    | {"Muon", "NorMuon", "Dion", "Dion2", "Shampoo", "DistributedShampoo", "SOAP", "SparseAdam"}
-)
-"""Optimizers whose update of an element depends on the rest of its tensor; wrong on intervals."""
+NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
+    "torch": frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"}),
+    "transformers": frozenset({"Adafactor"}),
+    "bitsandbytes": frozenset({"LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"}),
+    "torchao": frozenset({"PruneOptimizer", "QuantOptimizer"}),
+    "apex": frozenset({"FusedLAMB", "FusedLARS", "FusedMixedPrecisionLamb", "FusedNovoGrad"}),
+    "came_pytorch": frozenset({"CAME"}),
+    "dion": frozenset({"Dion", "Dion2", "Muon", "NorMuon"}),
+    "distributed_shampoo": frozenset({"DistributedShampoo"}),
+    "lomo_optim": frozenset({"AdaLomo", "Lomo"}),
+    "muon": frozenset({"Muon", "MuonWithAuxAdam"}),
+    "pytorch_optimizer": frozenset(
+        {"AdaFactor", "Alice", "CAME", "DASH", "DistributedMuon", "EmoFact", "Kron", "RACS", "Shampoo", "SM3", "SOAP"}
+        | {"SPAM", "SPlus", "StableSPAM"}
+    ),
+    "torch_optimizer": frozenset({"Adafactor", "Shampoo"}),
+    **dict.fromkeys(("apollo_torch", "galore_torch"), frozenset({"Adafactor", "GaLoreAdafactor"})),
+}
+"""Optimizers whose update of an element depends on the rest of its tensor, and that neither compute it with torch's
+functions of the tensor alone nor divide it over the ranks: by package. Any other that does computes of the whole."""
 
 _ONE_RANK_PER_MATRIX = {
     "Muon": ({"Muon"}, "the same arguments and numbers"),
@@ -51,13 +64,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         OptimizerError: it needs whole tensors, or holds original parameters, which never get a gradient.
     """
     name = type(optimizer).__name__
-    names = {cls.__name__ for cls in type(optimizer).__mro__}
-    is_wrong = bool(names & NEEDS_WHOLE_TENSORS) and not isinstance(optimizer, MatrixOptimizer)
-    if is_wrong and sharded_parameters(optimizer):
-        raise OptimizerError(
-            f"{type(optimizer).__module__}.{name} needs whole tensors and would be wrong on intervals without a word",
-            hint=_in_place_of(type(optimizer), names),
-        )
+    if sharded_parameters(optimizer) and not isinstance(optimizer, MatrixOptimizer):
+        _check_whole(type(optimizer))
     if any(parameter.span.in_blocks for parameter in sharded_parameters(optimizer)):
         _check_elements(optimizer)
     composed = next((p for p in sharded_parameters(optimizer) if p.span.composition is not None), None)
@@ -91,15 +99,30 @@ def _check_elements(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def _in_place_of(cls: type, names: set[str]) -> str:
-    """The line to write in place of an optimizer that needs whole tensors."""
+def _check_whole(kind: type) -> None:
+    """Refuse an optimizer that needs whole tensors; of one that may only be called like that, say what it costs."""
+    name, names = f"{kind.__module__}.{kind.__name__}", {cls.__name__ for cls in kind.__mro__}
+    ours = _in_place_of(kind, names)
+    if any(cls.__name__ in NEEDS_WHOLE_TENSORS.get(cls.__module__.partition(".")[0], ()) for cls in kind.__mro__):
+        hint = ours or "use an element-wise optimizer such as AdamW, SGD or Lion"
+        raise OptimizerError(f"{name} needs whole tensors, of which each rank has a part", hint=hint)
+    if ours:
+        warnings.warn(
+            f"{name}: what it computes of whole matrices, every rank computes of all of them, gathered each time. If "
+            f"it is what its name says, {ours}",
+            stacklevel=5,
+        )
+
+
+def _in_place_of(kind: type, names: set[str]) -> str:
+    """The line to write in place of an optimizer that needs whole tensors; empty if there is none."""
     if "Adafactor" in names:
-        ours = "TransformersAdafactor" if cls.__module__.startswith("transformers") else "Adafactor"
+        ours = "TransformersAdafactor" if kind.__module__.startswith("transformers") else "Adafactor"
         return f"write fullshard.optim.{ours}(model.parameters(), ...) instead: the same arguments and numbers"
     for ours, (theirs, what) in _ONE_RANK_PER_MATRIX.items():
         if names & theirs:
             return f"write fullshard.optim.{ours}(model, lr=...) instead: {what}, each matrix computed by one rank"
-    return "use an element-wise optimizer such as AdamW, SGD or Lion"
+    return ""
 
 
 def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
