@@ -20,11 +20,18 @@ from fullshard import checkpoint
 from fullshard.api import saving
 from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import is_adapted
-from fullshard.checkpoint.offline import open_source, write_native
+from fullshard.checkpoint.full_state import match_names
+from fullshard.checkpoint.offline import open_source
+from fullshard.checkpoint.offline.source import require_values
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.tensors import check_is_plain, local_tensors, rest
+from fullshard.checkpoint.tiles import read_across
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import after_import
+from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
+from fullshard.core.tiling import UNTILED
 from fullshard.launch.environment import run_on_main
 
 _NAME = "pytorch_model_fsdp"
@@ -85,17 +92,28 @@ def load_fsdp_model(
         return
     name = f"{_NAME}_{model_index}"
     path = directory if directory.name == name else directory / name
-    staged = path.parent / _STAGED
+    ranks = Ranks.of(model)
+    ranks.together(f"reading {path}", lambda: _read(_existing(path), model, ranks.rank))
 
-    def convert() -> None:
-        with open_source(_existing(path)) as source:
-            write_native(source, staged, world_size=environment.world_size, overwrite=True)
 
-    run_on_main(environment, convert)
-    try:
-        checkpoint.load_checkpoint(staged, model=model, rng=False)
-    finally:
-        run_on_main(environment, lambda: shutil.rmtree(staged))
+@torch.no_grad()
+def _read(path: Path, model: torch.nn.Module, rank: int) -> None:
+    """Read what this rank holds of a model out of any other's checkpoint."""
+    rest(model)
+    locals_ = local_tensors(model, rank=rank)
+    check_is_plain(locals_)
+    with open_source(path, optimizer=False) as source:
+        records = require_values(source)
+        whole = {name: torch.empty(record.shape, device="meta") for name, record in records.items()}
+        names, _, _ = match_names(locals_, whole, strict=True)
+        for local, name in zip(locals_, names, strict=True):
+
+            def fill(interval: Interval, out: torch.Tensor, name: str = str(name)) -> None:
+                if interval.numel:
+                    out.copy_(source.read("model", name, interval))
+
+            out, tiling = local.held.view(-1), local.tiling
+            read_across(fill, out, shape=local.shape, source=UNTILED, target=tiling, wanted=local.interval)
 
 
 def _refuse_optimizer(fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

@@ -188,7 +188,7 @@ def load_full_state_dict(
             hint="use save_checkpoint and load_checkpoint",
         )
     given = state_dict if ranks.rank == 0 and state_dict is not None else {}
-    found = ranks.on_rank_0("loading a state dict", lambda: _compare(locals_, given, strict=strict))
+    found = ranks.on_rank_0("loading a state dict", lambda: match_names(locals_, given, strict=strict))
     names, missing, unexpected = ranks.broadcast(found)
     for local, name in zip(locals_, names, strict=True):
         if name is None:
@@ -202,10 +202,14 @@ def load_full_state_dict(
     return missing, unexpected
 
 
-def _compare(
+def match_names(
     locals_: list[LocalTensor], state_dict: Mapping[str, Any], *, strict: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
-    """For each tensor of the model the name to take it from; names missing and unexpected."""
+    """For each tensor of the model the name to take it from; names missing and unexpected.
+
+    Raises:
+        CheckpointError: names (if strict) or shapes that differ, all of them listed.
+    """
     given = {clean_name(name): name for name in state_dict}
     names: list[str | None] = []
     missing, problems = [], []
