@@ -15,10 +15,12 @@ from torch import nn
 
 from fullshard.checkpoint import export_hf
 from fullshard.checkpoint.export import parse_size
+from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.engine import shard_model
 from tests.differential import is_same_product
 from tests.distributed import run_ranks
+from tests.test_stalls import until
 
 transformers = pytest.importorskip("transformers")
 
@@ -177,6 +179,35 @@ def test_a_failed_write_fails_on_every_rank_and_leaves_nothing(tmp_path: Path) -
     for message in run_ranks(_write_error, 2, str(tmp_path)):
         assert "rank 0: OSError: [Errno 27] File too large" in message
     assert list(tmp_path.iterdir()) == []
+
+
+def _gather_error(directory: str) -> str:
+    """Rank 1 has no memory for a whole parameter, catches that and is not heard of again."""
+    rank, done = dist.get_rank(), Path(directory) / "done"
+    model = shard_model(nn.Linear(4096, 4096), unit_modules=[])
+    dist.barrier()
+    STALLS._asked = 6.0
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**24, limits[1]))
+    try:
+        export_hf(Path(directory) / "export", model=model)
+    except RuntimeError as error:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        until(done.exists) if rank == 1 else done.touch()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("comm", ["auto", pytest.param("gloo", marks=pytest.mark.full)])
+def test_a_rank_that_cannot_gather_is_named_on_the_others(
+    comm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    other, own = run_ranks(_gather_error, 2, str(tmp_path))
+    assert "allocate memory" in own
+    assert other.startswith("rank 0: gathering weight: rank 1 had an error in gathering weight (RuntimeError("), other
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:

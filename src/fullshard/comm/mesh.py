@@ -10,6 +10,8 @@ Ranks are laid out with the shard axis inside, so a shard group is a run of neig
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from threading import get_ident
@@ -114,6 +116,17 @@ class Mesh:
         """An error has ended on this rank what all ranks of the mesh do together: a backward, say."""
         if self.control_group is not None:
             STALLS.note_failure(self.control_group, what)
+
+    @contextmanager
+    def doing_alike(self, what: str) -> Iterator[None]:
+        """Within it all ranks of the mesh do the same, and wait for one another; who fails tells the others."""
+        try:
+            with PLACE.waiting(what):
+                yield
+        except BaseException as error:
+            self.note_failure(what)
+            STALLS.explain_failures(error)
+            raise
 
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
         """`device_mesh` with one more axis, that of tensor parallelism, say. Raises `RuntimeError` if it cannot be."""
