@@ -31,7 +31,7 @@ from fullshard.api import (
 from fullshard.checkpoint import full_state_dict, verify_checkpoint
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
-from fullshard.core.errors import CheckpointError, CommunicationError, OptimizerError
+from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, OptimizerError
 from fullshard.engine import ShardedParameter, describe, units_of
 from tests.distributed import run_ranks
 
@@ -481,6 +481,34 @@ def test_several_models_and_optimizers_are_saved_together(tmp_path: Path) -> Non
             assert a.keys() == b.keys()
             assert all(torch.equal(value, b[name]) for name, value in a.items())
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def _two_models_of_one_optimizer(directory: str, load: bool) -> list[dict[str, torch.Tensor]]:
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    models = make_model(1 + load), make_model(11 + load, width=8)
+    optimizer = torch.optim.AdamW(itertools.chain(*(model.parameters() for model in models)), lr=1e-2)
+    optimizer, *prepared = accelerator.prepare(optimizer, *models)
+    if load:
+        accelerator.load_state(directory)
+    else:
+        accelerator.backward(sum(model(torch.ones(2, 4)).square().mean() for model in prepared))
+        optimizer.step()
+        accelerator.save_state(directory)
+        accelerator._config = accelerator._config.model_copy(update={"checkpoint": CheckpointConfig(format="dcp")})
+        with pytest.raises(ConfigError, match="one model for each optimizer"):
+            accelerator.save_state(f"{directory}-dcp")
+    state = {f"exp_avg.{i}": optimizer.state[p]["exp_avg"] for i, p in enumerate(optimizer.param_groups[0]["params"])}
+    return [*map(whole, prepared), {name: moment.full_tensor() for name, moment in state.items()}]
+
+
+def test_models_of_one_optimizer_are_saved_as_one(tmp_path: Path) -> None:
+    """As diffusers' scripts train a text encoder beside the model."""
+    saved, _ = run_ranks(_two_models_of_one_optimizer, 2, str(tmp_path / "state"), False)
+    assert {"model", "model_1"} <= {path.name for path in (tmp_path / "state").iterdir()}
+    loaded, *_ = run_ranks(_two_models_of_one_optimizer, 3, str(tmp_path / "state"), True)
+    for before, after in zip(saved, loaded, strict=True):
+        assert before.keys() == after.keys() and all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def _hugging_face(directory: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 One model with one optimizer is one checkpoint of `fullshard.checkpoint`. Several models or optimizers are *parts*: a
 directory of checkpoints, each a model and the optimizer that holds its parameters. It gets its name once all parts are
-complete, so like a single one it is whole or not there.
+complete, so like a single one it is whole or not there. Models that share an optimizer are one part.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 
 
+class Together(nn.ModuleList):
+    """Models that one optimizer steps, saved as one whose parameters are called `0.`, `1.` and so on."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingState:
     """Everything that is saved.
@@ -75,22 +79,23 @@ class TrainingState:
     slices: Slices | None = None
 
     def parts(self) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
-        """Models with their optimizers. A model with two optimizers comes twice.
+        """Models with their optimizers: several in one `Together` that share one. A model with two comes twice.
 
         Raises:
-            CheckpointError: an optimizer that holds no prepared model's parameters, or several models'.
+            CheckpointError: an optimizer that holds no prepared model's parameters.
         """
         pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
+        covered = set[int]()
         for optimizer in self.optimizers:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             owners = [model for model in self.models if held & {id(p) for p in model.parameters()}]
-            if len(owners) != 1:
+            if not owners:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} holds parameters of {len(owners)} prepared models, expected 1",
-                    hint="give each model an optimizer of its own",
+                    f"{type(optimizer).__name__} holds parameters of no prepared model",
+                    hint="prepare the model, and make the optimizer of its parameters",
                 )
-            pairs.append((owners[0], optimizer))
-        covered = {id(model) for model, _ in pairs}
+            covered |= set(map(id, owners))
+            pairs.append((owners[0] if len(owners) == 1 else Together(owners), optimizer))
         pairs += [(model, None) for model in self.models if id(model) not in covered]
         return pairs or [(nn.Module(), None)]  # loaders and objects alone: a checkpoint without a weight
 
@@ -239,6 +244,11 @@ def save(
         named = {f"{PART_PREFIX}{number}": part for number, part in enumerate(arguments)}
         pending = prepare_parts(path, named, memory, total_limit=total_limit, overwrite=overwrite)
     if torch_format:
+        if any(isinstance(model, Together) for model, _ in parts):
+            raise ConfigError(
+                "checkpoint.format = dcp lays out one model for each optimizer, and one here holds those of several",
+                hint="give each model an optimizer of its own, or save in the native format",
+            )
         pending = with_torch_format(pending)
     if saver is not None:
         saver.begin(pending)
@@ -249,7 +259,8 @@ def save(
         for number, (model, _) in enumerate(parts):
             directory = on_this_host(path)
             part = directory if len(parts) == 1 else directory / f"{PART_PREFIX}{number}"
-            save_model(model, part / _WHOLE, "10GB", environment)
+            for place, each in enumerate(model if isinstance(model, Together) else [model]):
+                save_model(each, part / (f"{_WHOLE}_{place}" if place else _WHOLE), "10GB", environment)
 
 
 def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
