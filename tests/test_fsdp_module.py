@@ -59,6 +59,13 @@ def test_it_is_one_of_torchs_and_nothing_of_that_is_reached() -> None:
     assert module.name_it() == "called"
     with pytest.raises(LifecycleError, match=r"Sequential is sharded by fullshard: _state_ctx of torch's own"):
         module._get_fsdp_state()._state_ctx = None
+    state: Any = fully_shard.state  # type: ignore[attr-defined]
+    assert state(module) is not None and state(module) == state(module) and state(module[0]) is None
+    pair: Any = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    fully_shard(pair)
+    assert len({state(one) for one in (module, *pair)}) == 2
+    with pytest.raises(LifecycleError, match=r"Linear is sharded by fullshard: _fsdp_param_group of torch's own"):
+        _ = state(pair[0])._fsdp_param_group
     for private in (torchs.share_comm_ctx, lambda modules: modules[0]._set_unshard_async_op(True)):
         with pytest.raises(LifecycleError, match="import from fullshard what you import from torch"):
             private([module])

@@ -129,6 +129,14 @@ def fully_shard(
     return module
 
 
+def _state(module: nn.Module) -> Any:
+    """What torch gives as `fully_shard.state(module)`: None if it is no unit; whoever looks inside gets an error."""
+    return None if unit_of(module) is None else module._get_fsdp_state()  # type: ignore[operator]
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
+
+
 def shard_model(
     model: ModuleT,
     *,

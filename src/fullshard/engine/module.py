@@ -54,8 +54,14 @@ class _NoState:
     `generate`: methods of units see to their parameters themselves.
     """
 
-    def __init__(self, name: str) -> None:
-        self.__dict__["name"] = name
+    def __init__(self, module: Any) -> None:
+        self.__dict__.update(name=user_class(module).__name__, unit=unit_of(module))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoState) and self.__dict__["unit"] is other.__dict__["unit"]
+
+    def __hash__(self) -> int:
+        return id(self.__dict__["unit"])
 
     def _pre_forward(self, _module: object, args: object, kwargs: object) -> tuple[object, object]:
         return args, kwargs
@@ -335,7 +341,7 @@ class FSDPModule(TorchFSDPModule):
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def _get_fsdp_state(self) -> Any:
-        return _NoState(user_class(self).__name__)
+        return _NoState(self)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise _replicated(self, "DataParallel")
