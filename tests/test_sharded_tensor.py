@@ -702,6 +702,12 @@ class Normed(Weighted):
         return super().forward(self.normed(x))
 
 
+def add_to_replicated(model: Any) -> None:
+    weight = model.embed.weight
+    ones = distribute_tensor(torch.ones_like(weight.full_tensor()), weight.device_mesh, [Replicate()])
+    torch._foreach_add_([ones], [weight.detach()])
+
+
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "all_reduce of gradients": (lambda m: dist.all_reduce(m.embed.weight.grad), "a collective of embed.weight"),
     "broadcast of weights": (lambda m: dist.broadcast(m.embed.weight.data, 0), "a collective of embed.weight"),
@@ -714,6 +720,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "an element of a column": (lambda m: m.embed.weight.data[:, 0][1].zero_(), "would change a copy of embed.weight"),
     "a transposed row": (lambda m: m.embed.weight.data.T[0].zero_(), "would change a copy of embed.weight"),
     "a copy among several": (lambda m: torch._foreach_zero_([m.embed.weight.data.T]), "would change a copy of embed"),
+    "several that are laid out otherwise": (add_to_replicated, r"would change a DTensor .* together with embed.weight"),
     "transposed in place": (lambda m: m.embed.weight.data.t_(), "`t_` of embed.weight would change more than"),
     "two results": (sort_into, "`sort` of embed.weight would change more than"),
     "noise": (lambda m: functional.rrelu(m.embed.weight.data, training=True), "rrelu.* of embed.weight would change"),

@@ -146,6 +146,10 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
             if any(isinstance(tensor, DTensor) for tensor in at_once):
                 refuse_plain(func, at_once, {})
 
+    for changed in (args[i] if i < len(args) else kwargs.get(key) for i, key in torch_private.written(func)):
+        if isinstance(changed, (list, tuple)):
+            _check_laid_out(func, held, first, changed)
+
     def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return _plain_whole(value) if isinstance(value, DTensor) else value
@@ -164,6 +168,23 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
         return WholeTensor.of(made, held.span) if isinstance(of, DTensor) else made
 
     return list(map(wrapped, made, first, result))
+
+
+def _check_laid_out(
+    func: torch_private.Kernel, held: ShardedTensor, first: Sequence[Any], changed: Sequence[Any]
+) -> None:
+    """Raise for a kernel that would write to a part cut out of a tensor's whole, or to its whole, and not to it."""
+    for like, tensor in zip(first, changed, strict=False):  # of some state there is none
+        if not isinstance(tensor, DTensor):
+            continue
+        beside = like if isinstance(like, ShardedTensor) else held
+        is_its_memory = part_of(tensor, like.span) is not None if beside is like else isinstance(tensor, WholeTensor)
+        if not is_its_memory:
+            raise LifecycleError(
+                f"`{func.overloadpacket.__name__}` would change a {type(tensor).__name__} {tuple(tensor.shape)} placed "
+                f"as {tensor.placements} together with {beside.name}, which is placed as {beside.placements}",
+                hint="make it of the parameter: torch.zeros_like(p), p.detach().clone(); or change one at a time",
+            )
 
 
 def _own(one: _Locals | None, tensor: Any) -> Any:
