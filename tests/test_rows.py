@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, PlacementError
@@ -110,7 +112,10 @@ def check_as_torch(options: dict[str, Any]) -> None:
     mesh = options.pop("mesh", (size,))
     options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
     foreach = options.pop("foreach", True)
-    model, reference = make(**options), make(torch_fully_shard, **options)
+    offload: dict[str, Any] = (
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if options.pop("offloads", False) else {}
+    )
+    model, reference = make(**options, **offload), make(torch_fully_shard, **options)
     assert_models_alike(model, reference)
     both = (model, reference)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02, weight_decay=0.1, foreach=foreach) for m in both]
@@ -143,6 +148,7 @@ def check_as_torch(options: dict[str, Any]) -> None:
         (3, {"foreach": False}),
         pytest.param(4, {}, marks=pytest.mark.full),
         pytest.param(4, {"mesh": (2, 2)}, marks=pytest.mark.full),
+        pytest.param(2, {"offloads": True}, marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("collectives", ["", "gloo"])
@@ -152,6 +158,40 @@ def test_local_parts_are_torchs(
     if collectives:
         monkeypatch.setenv("FULLSHARD_COMM", collectives)
     run_ranks(check_as_torch, ranks, options)
+
+
+def check_tiles() -> None:
+    """Tensor parallelism beneath: rows of columns, and rows of rows, which are torch's `_StridedShard`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def sharded(entry: Any, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 10), nn.Tanh(), nn.Linear(10, WIDTH))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return entry(model, mesh=mesh["dp"], **options)
+
+    model, reference = sharded(fully_shard, shard_placement_fn=rows), sharded(torch_fully_shard)
+    assert_models_alike(model, reference)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(2):
+        x = batch(step, mesh.get_local_rank("dp"), 4, WIDTH).float()
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+        assert_models_alike(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_models_alike(model, reference)
+    packed = nn.Linear(WIDTH, 8, bias=False)
+    placed = distribute_tensor(packed.weight.detach(), mesh["tp"], [_StridedShard(0, split_factor=2)])
+    packed.weight = nn.Parameter(placed)
+    with pytest.raises(PlacementError, match=r"packed matrices \(8, 6\)"):
+        fully_shard(packed, mesh=mesh["dp"], shard_placement_fn=rows)
+
+
+@pytest.mark.full
+def test_rows_of_tiles_are_torchs() -> None:
+    run_ranks(check_tiles, 4)
 
 
 def check_computing() -> None:
