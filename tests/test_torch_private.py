@@ -142,6 +142,20 @@ def backward_under_way() -> None:
     assert seen[1] is True, "not at the end of backward"
 
 
+@check("next_node", "node_under_way")
+def node_under_way() -> None:
+    seen: list[int | None] = []
+    numbers = [torch_private.next_node()]
+    first = weight(1) * 2
+    numbers.append(torch_private.next_node())
+    for result in (first, first * 2):
+        result.register_hook(lambda _: seen.append(torch_private.node_under_way()))
+    assert torch_private.node_under_way() is None
+    result.sum().backward()
+    second, one = (number if number is not None else -1 for number in seen)
+    assert numbers[0] <= one < numbers[1] <= second, "a hook of a node is not in that node"
+
+
 @check("will_run")
 def will_run() -> None:
     used, unused = weight(1), weight(1)

@@ -332,6 +332,77 @@ def test_inputs_that_want_gradients_on_some_ranks(strategy: str, comm: str, monk
     run_ranks(check, 2, Begun, run_begun_twice, BLOCKS[:2], strategy, timeout=30)
 
 
+class Around(nn.Module):
+    """Another block between two layers of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = [inner]  # not one of its own modules
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.inner[0](self.first(torch.tanh(self.first(x)))))
+        return out
+
+
+class UsedBefore(nn.Module):
+    """A unit that is called on its own, and then by one whose input wants no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Block()
+        self.around = Around(self.shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.shared(x) * self.around(x)
+        return out
+
+
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_a_unit_inside_that_ran_before_the_one_around_it(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward comes to it before it has left the other."""
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    run_ranks(check, 2, UsedBefore, run_squared, ("shared", "around"))
+
+
+class UnusedInput(Stack):
+    """Every block is given what the first one is, which wants a gradient, and does not use it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, first)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class OneOfTwo(Block):
+    def forward(self, x: torch.Tensor, _unused: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+def unused_input() -> nn.Module:
+    model = UnusedInput()
+    model.blocks = nn.ModuleList(OneOfTwo() for _ in model.blocks)
+    return model
+
+
+def check_unused_input() -> None:
+    events: list[Event] = []
+    reference, model = build(unused_input), build_sharded(unused_input, BLOCKS, events=events)
+    assert_trains_alike(model, reference, run_retained, steps=2)
+    log = [(event.kind, event.unit) for event in events]
+    begins = [index for index, each in enumerate(log) if each == (EventKind.BACKWARD_BEGIN, "blocks.0")]
+    assert len(begins) == 4
+    for before, begin in zip([0, *begins], begins, strict=False):
+        inside = log.index((EventKind.BACKWARD_BEGIN, "blocks.2"), before)
+        assert (EventKind.RESHARDED, "blocks.2") in log[inside:begin]
+
+
+def test_an_unused_input_does_not_keep_a_unit_whole() -> None:
+    run_ranks(check_unused_input, 2)
+
+
 # -- activation checkpointing -----------------------------------------------------------------------------------
 
 
@@ -400,6 +471,36 @@ def test_activation_checkpointing_strategies(place: str, reentrant: bool, strate
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 def test_checkpointing_and_micro_batches(reentrant: bool) -> None:
     run_ranks(check_checkpoint, 3, "around", reentrant, "FULL_SHARD", run_micro_batches)
+
+
+class AgainInside(nn.Module):
+    """A checkpoint runs units again after one that backward has left, on some ranks without a sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Tower())
+
+    def forward(self, x: torch.Tensor, *, with_extra: bool) -> torch.Tensor:
+        block, tower = self.blocks
+        inner = partial(tower, with_extra=with_extra)
+        hidden = checkpoint(lambda hidden: block(inner(hidden)), self.embed(x), use_reentrant=True)
+        out: torch.Tensor = hidden * inner(x)
+        return out
+
+
+def run_again_inside(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank), with_extra=rank == 0).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_what_is_run_again_after_a_unit_that_was_left_without_a_sign(
+    comm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that gather it again wait for those that have not freed it."""
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    run_ranks(check, 2, AgainInside, run_again_inside, BLOCKS[:2], timeout=30)
 
 
 class SharedCheckpointed(nn.Module):

@@ -81,6 +81,20 @@ backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
 whether it is a recomputation. Since 2.0."""
 
 
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of autograd's graph gets: backward comes to higher ones first. Else nothing
+would tell which forwards began after a checkpoint. Since 2.0."""
+
+
+def node_under_way() -> int | None:
+    """The number of the node that backward is at, in this thread; None outside of any.
+
+    Else a recomputation could not tell what backward has left before it. Since 2.1.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 def will_run(node: Node) -> bool | None:
     """Whether the backward under way comes to a node; None: `torch.autograd.grad` hands its caller what comes there.
 

@@ -9,6 +9,7 @@ What goes wrong in a hook comes out of `loss.backward()` far away, so it is told
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -48,16 +49,22 @@ class Call(Generic[UnitT]):
         page: the activations that backward needs when it reaches the outputs, if any are on the host (the schedule's).
         is_active: backward has reached the outputs and not yet all inputs.
         is_done: backward has left it, and not come back since (`retain_graph`).
-        inputs_left: inputs whose gradient is not there yet; None if no input wants one.
+        left_in: torch's number of the backward that has left it last.
+        node: torch's number for the first node of its graph; infinite for one that backward itself has run.
+        has_inputs: whether any of its inputs wants a gradient.
+        inputs_left: while it is active, inputs whose gradient is still to come in this backward.
     """
 
     __slots__ = (
         "__weakref__",
         "_before",
         "_givers",
+        "has_inputs",
         "inputs_left",
         "is_active",
         "is_done",
+        "left_in",
+        "node",
         "number",
         "page",
         "previous",
@@ -65,16 +72,27 @@ class Call(Generic[UnitT]):
 
     def __init__(self) -> None:
         self.number = next(_numbers)
+        self.node = torch_private.next_node() if torch_private.backward_under_way() == -1 else math.inf
         self.previous: UnitT | None = None
-        self.is_active = self.is_done = False
-        self.inputs_left: int | None = None
+        self.is_active = self.is_done = self.has_inputs = False
+        self.inputs_left = 0
+        self.left_in: int | None = None
         self.page: object = None
         self._before: list[Node] = []
         self._givers: list[Node | None] = []  # that made what the inputs are, or are views of
 
+    def reach(self) -> None:
+        """Backward has come to it, and will to those of its inputs that are in the loss."""
+        inputs = self._before if self.has_inputs else []
+        self.inputs_left = sum(torch_private.will_run(node) is not False for node in inputs)
+
+    def begin(self) -> None:
+        """Backward is about to enter it."""
+        self.is_active, self.is_done = True, False
+
     def end(self) -> None:
         """Backward has left it."""
-        self.is_active, self.is_done = False, True
+        self.is_active, self.is_done, self.left_in = False, True, torch_private.backward_under_way()
 
     @property
     def is_in_backward(self) -> bool:
@@ -104,7 +122,7 @@ class Call(Generic[UnitT]):
             view.grad_fn.register_hook(done)
             self._before.append(view.grad_fn)
             self._givers.append(view._base.grad_fn)
-            self.inputs_left = (self.inputs_left or 0) + 1
+            self.has_inputs = True
             return view
 
         watched = {key: map_tensors(watch, value, into_mutable=False) for key, value in kwargs.items()}
@@ -121,7 +139,7 @@ class Call(Generic[UnitT]):
             if not tensor.requires_grad or tensor.grad_fn is None:
                 return tensor
             found = True
-            if self.inputs_left is None:  # what the output was made of: the output's own node would own itself
+            if not self.has_inputs:  # what the output was made of: the output's own node would own itself
                 nodes = [node for node, _ in tensor.grad_fn.next_functions if node is not None]
                 self._before += [node for node in nodes if not hasattr(node, "variable")]  # not a parameter's
             base = tensor._base
@@ -158,21 +176,19 @@ class _InputHook:
     """
 
     def __init__(self, unit: CallOwner, call: Call[Any]) -> None:
-        self.unit, self.call, self.fired = unit, weakref.ref(call), 0
+        self.unit, self.call = unit, weakref.ref(call)
 
     def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
         call = self.call()
         if call is None:
             return
-        self.fired += 1
-        if self.fired == call.inputs_left:
-            self.fired = 0  # the graph may be run again (`retain_graph`)
-            if call.is_active:
-                try:
-                    self.unit.post_backward(call)
-                except BaseException as error:
-                    locate(error, self.unit, "post-backward")
-                    raise
+        call.inputs_left -= 1
+        if call.is_active and not call.inputs_left:
+            try:
+                self.unit.post_backward(call)
+            except BaseException as error:
+                locate(error, self.unit, "post-backward")
+                raise
 
 
 def locate(error: BaseException, unit: CallOwner, phase: str) -> None:

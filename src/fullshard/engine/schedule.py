@@ -336,11 +336,15 @@ class Schedule:
 
     def reach_in_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Backward comes to `call`, and has left others without a sign (`engine.unannounced`)."""
-        self._unannounced.reach(unit, call, self._reduce_order.get(unit, 0))
+        self._unannounced.reach(unit, call)
 
     def leave_unannounced(self, *, after: int) -> None:
         """It has left, without a sign, calls that began after the one of that number."""
         self._unannounced.leave(after=after)
+
+    def begin_recompute(self) -> None:
+        """Backward is about to run a forward again."""
+        self._unannounced.leave_before_recompute()
 
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""

@@ -1,14 +1,14 @@
 """Calls that backward leaves without a sign, and which models have a part in the backward under way.
 
-Where no input of a call wants a gradient, nothing tells that backward has left it, and that may be so on some ranks
-only. Others free the unit there, reduce its gradients and gather again for an earlier call: ranks that did not would
-wait for them. So whatever backward comes to next, in whatever model, ends what it must have left.
+Where a call has no input whose gradient backward makes, nothing tells that it has been left, and that may be so on some
+ranks only. Others free the unit there, reduce its gradients and gather again for an earlier call: ranks that did not
+would wait for them. So whatever backward comes to next, in whatever model, ends what it must have left.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fullshard.comm import torch_private
@@ -39,7 +39,7 @@ class Unannounced:
     def __init__(self) -> None:
         self.units: Sequence[LeftUnit] = ()
         self.backward: int | None = None
-        self._calls: dict[Call[Any], tuple[LeftUnit, int]] = {}  # that backward is in, with their places in its order
+        self._calls: dict[Call[Any], LeftUnit] = {}  # that backward is in
         _models.add(self)
 
     def begin(self) -> None:
@@ -51,27 +51,36 @@ class Unannounced:
         self.backward = None
         self._calls.clear()
 
-    def reach(self, unit: LeftUnit, call: Call[Any], position: int) -> None:
-        """Backward comes to `call`: what it has left is ended before anything more is gathered.
+    def reach(self, unit: LeftUnit, call: Call[Any]) -> None:
+        """Backward has come to `call` of `unit`: what it has left is ended before anything more is gathered."""
+        self.leave(after=call.number)
+        call.reach()
+        if not call.inputs_left:
+            self._calls[call] = unit
 
-        Args:
-            unit: whose call it is.
-            call: that of an output.
-            position: of the unit, in the order in which backward comes to them.
-        """
-        # By their order in the forward, too: what a checkpoint runs again has later numbers than all before.
-        passed = [earlier for earlier, (_, place) in self._calls.items() if place < position]
-        self.leave(after=call.number, passed=passed)
-        if call.inputs_left is None:
-            self._calls[call] = unit, position
-
-    def leave(self, *, after: int, passed: Collection[Call[Any]] = ()) -> None:
+    def leave(self, *, after: int) -> None:
         """Backward has left calls that began after the one of that number, of whatever model; -1: it is over."""
         models = [self, *self._others()]
-        left = {call: model for model in models for call in model._calls if call.number > after or call in passed}
+        left = {call: model for model in models for call in model._calls if call.number > after}
+        self._leave(left, is_over=after < 0)
+
+    @staticmethod
+    def leave_before_recompute() -> None:
+        """Backward runs a forward again: what it has left is ended before anything is gathered for that.
+
+        The calls in it get later numbers than all before, so what tells is the node that backward is at. In a backward
+        inside that (reentrant checkpoints in one another) those of the forward are not the same thread's everywhere.
+        """
+        node, backward = torch_private.node_under_way(), torch_private.backward_under_way()
+        if node is not None:
+            models = [model for model in _models if model.backward == backward]
+            Unannounced._leave({call: model for model in models for call in model._calls if call.node > node})
+
+    @staticmethod
+    def _leave(left: dict[Call[Any], Unannounced], *, is_over: bool = False) -> None:
         for call in sorted(left, key=lambda call: call.number, reverse=True):
-            unit, _ = left[call]._calls.pop(call)
-            if call.is_active and after >= 0:
+            unit = left[call]._calls.pop(call)
+            if call.is_active and not is_over:
                 unit.post_backward(call)
             else:  # freed before, with its last gradient, or with all others at the end
                 call.end()

@@ -71,6 +71,9 @@ class UnitSchedule(UnitOwner, Protocol):
     def leave_unannounced(self, *, after: int) -> None:
         """It has left, without a sign, calls that began after the one of that number."""
 
+    def begin_recompute(self) -> None:
+        """Backward is about to run a forward again, of whatever unit."""
+
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Its parameters are there, and its gradients about to be computed."""
 
@@ -165,7 +168,8 @@ class Unit(UnitParameters):
     @property
     def has_live_calls(self) -> bool:
         """Whether autograd may still come back to a forward of this unit; in a backward, whether this one does."""
-        return any(call.is_in_backward for call in self._live_calls())
+        backward = torch_private.backward_under_way()
+        return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self._live_calls())
 
     def _live_calls(self) -> list[Call[Unit]]:
         # A copy first: a call may go at any moment, and takes its reference out of the set then.
@@ -211,7 +215,9 @@ class Unit(UnitParameters):
         if self._is_in_method:
             return args, kwargs
         in_backward = torch_private.backward_under_way() != -1
-        if not in_backward:  # a recompute is no forward of the model: order and depth are those of the first
+        if in_backward:  # a recompute is no forward of the model: order and depth are those of the first
+            self.schedule.begin_recompute()
+        else:
             self.schedule.begin_forward(self)
         self._running += 1
         self.unshard()
@@ -289,7 +295,7 @@ class Unit(UnitParameters):
         if call.is_active:  # another output was first
             return
         self.schedule.reach_in_backward(self, call)
-        call.is_active, call.is_done = True, False
+        call.begin()
         self._gradient_hooks.stay_last()
         if self.unshard_in_backward:
             self.unshard()
@@ -343,7 +349,7 @@ class Unit(UnitParameters):
         if not all(bucket.is_complete for bucket in self.buckets):
             return
         calls = [call for call in self._live_calls() if call.is_in_backward]
-        if all(call.inputs_left is None for call in calls):
+        if not any(call.has_inputs for call in calls):
             for call in calls:
                 call.end()
             self._reshard_after_backward(None)
