@@ -26,6 +26,31 @@ from fullshard.launch.processes import descendants
 from fullshard.launch.spares import Spares
 from tests.launching import LAUNCH, alive, environment, launch, started, wait_until
 
+IT_WAITS = """
+def spares():
+    here = [Path("/proc", p, "cmdline") for p in os.listdir("/proc") if p.isdigit()]
+    ours = [p for p in here if p.exists() and f"\\nPPid:\\t{os.getppid()}\\n" in (p.parent / "status").read_text()]
+    return [p.parent for p in ours if "fullshard.launch.spare" in p.read_text()]
+
+def are_idle(found):
+    looks = []
+    for _ in range(2):
+        looks.append([(p / "stat").read_text().rpartition(")")[2].split() for p in found])
+        time.sleep(0.5)
+    return all(a[0] == b[0] == "S" and a[11:13] == b[11:13] for a, b in zip(*looks))
+
+for step in range(2000):
+    make_a_step()
+    time.sleep(0.05)
+    if rank == "0" and attempt == 0 and len(found := spares()) == 2 and are_idle(found):
+        Path(sys.argv[1], "own.py").write_text("VALUE = 2")
+        AT_LAST
+    if attempt == 1 and step == 3 and rank == "1":
+        raise ValueError("on purpose")
+    if attempt == 2:
+        break
+"""
+
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
@@ -55,31 +80,28 @@ model = torch.nn.Linear(4, 4)
 fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-def spares():
-    here = [Path("/proc", p, "cmdline") for p in os.listdir("/proc") if p.isdigit()]
-    ours = [p for p in here if p.exists() and f"\\nPPid:\\t{os.getppid()}\\n" in (p.parent / "status").read_text()]
-    return [p.parent for p in ours if "fullshard.launch.spare" in p.read_text()]
-
-def are_idle(found):
-    looks = []
-    for _ in range(2):
-        looks.append([(p / "stat").read_text().rpartition(")")[2].split() for p in found])
-        time.sleep(0.5)
-    return all(a[0] == b[0] == "S" and a[11:13] == b[11:13] for a, b in zip(*looks))
-
-for step in range(2000):
+def make_a_step():
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(0.05)
-    if rank == "0" and attempt == 0 and len(found := spares()) == 2 and are_idle(found):
-        Path(sys.argv[1], "own.py").write_text("VALUE = 2")
-        os.kill(os.getpid(), 9)
-    if attempt == 1 and step == 3 and rank == "1":
-        raise ValueError("on purpose")
-    if attempt == 2:
-        break
+""" + IT_WAITS.replace("AT_LAST", "os.kill(os.getpid(), 9)")
+
+WITHOUT_TORCH = (
+    """
+import os, sys, time
+from pathlib import Path
+from fullshard.core.place import PLACE
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+is_spare = "fullshard.launch.spare" in Path("/proc/self/cmdline").read_text()
+Path(sys.argv[1], f"{attempt}-{rank}-{is_spare}").touch()
+
+def make_a_step():
+    PLACE.begin_step(time.monotonic())
 """
+    + IT_WAITS
+)
+"""Their imports take no time: for what becomes of processes."""
 
 
 @pytest.mark.parametrize("kind", ["script", pytest.param("module", marks=pytest.mark.full)])
@@ -89,12 +111,12 @@ def test_it_is_as_a_new_process(tmp_path: Path, kind: str) -> None:
     (tmp_path / "train_it.py").write_text(SCRIPT.replace("TRAINER", trainer))
     (tmp_path / "own.py").write_text("VALUE = 1")
     target = ["train_it.py"] if kind == "script" else ["-m", "train_it"]
-    flags = ["--cpu", "--num_processes", "2", "--max_restarts", "2", "--warm_spares"]
+    flags = ["--cpu", "--num_processes", "2", "--max_restarts", "1", "--warm_spares"]
     done = launch(*flags, *target, str(tmp_path), "--a flag", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     ranks = {
         (attempt, rank): json.loads((tmp_path / f"{attempt}-{rank}.json").read_text())
-        for attempt in range(3)
+        for attempt in range(2)
         for rank in range(2)
     }
     for rank in range(2):
@@ -118,11 +140,23 @@ def test_it_is_as_a_new_process(tmp_path: Path, kind: str) -> None:
     assert "launch/" not in report[: report.index("ValueError")], "only the script's own lines"
 
 
+def test_one_that_fails_is_started_again(tmp_path: Path) -> None:
+    """Without another spare by then, as a new process."""
+    (tmp_path / "train_it.py").write_text(WITHOUT_TORCH.replace("AT_LAST", "os.kill(os.getpid(), 9)"))
+    flags = ["--cpu", "--num_processes", "2", "--max_restarts", "2", "--warm_spares"]
+    done = launch(*flags, "train_it.py", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {path.name.rpartition("-")[::2] for path in tmp_path.glob("?-?-*")}
+    assert {(name, is_spare) for name, is_spare in found if name[0] in "01"} == {
+        *((f"0-{rank}", "False") for rank in range(2)),
+        *((f"1-{rank}", "True") for rank in range(2)),
+    }
+    assert {name for name, _ in found} == {f"{attempt}-{rank}" for attempt in range(3) for rank in range(2)}
+
+
 def test_nothing_is_left_of_it(tmp_path: Path) -> None:
-    """Neither after the end, nor when the launcher is killed."""
-    script = SCRIPT.replace("TRAINER", "").replace("os.kill(os.getpid(), 9)", "(Path('there')).touch()")
-    (tmp_path / "train_it.py").write_text(script)
-    (tmp_path / "own.py").write_text("VALUE = 1")
+    """When the launcher is killed."""
+    (tmp_path / "train_it.py").write_text(WITHOUT_TORCH.replace("AT_LAST", "Path('there').touch()"))
     flags = ["--cpu", "--num_processes", "2", "--max_restarts", "1", "--warm_spares"]
     with started(*LAUNCH, *flags, "train_it.py", str(tmp_path), cwd=tmp_path) as process:
         wait_until((tmp_path / "there").exists, 100, "spares")
