@@ -41,6 +41,14 @@ def _compile(path: Path) -> None:
             py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Leave behind what pytest makes of the tests' assertions, too: half of what collecting takes."""
+    is_forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    yield
+    sys.dont_write_bytecode = is_forbidden
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _fresh_workers() -> Iterator[None]:
     """The processes of `run_ranks` serve one file: what a test leaves in them cannot reach another file's tests."""

@@ -5,10 +5,12 @@ Namespaces need root, or a kernel that lets everyone make them; see `are_possibl
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,14 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
-ROOT = Path(__file__).resolve().parent.parent
+_CONTEXT = mp.get_context("forkserver")  # the server of `tests.distributed`, which has imported what takes seconds
 _POLL_SECONDS = 0.02
-
-
-def _unshare() -> list[str]:
-    own_user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return ["unshare", *own_user, "--pid", "--fork", "--kill-child", "--mount-proc"]
+_NEW_MOUNTS, _NEW_USER, _NEW_PIDS = 0x20000, 0x10000000, 0x20000000
+_SAFE, _PRIVATE_BELOW = 2 | 4 | 8, 0x4000 | 0x40000  # flags of `mount`
+_DIE_WITH_PARENT = 1
 
 
 @cache
@@ -37,7 +38,9 @@ def are_possible() -> bool:
     """Whether this process may make namespaces."""
     if shutil.which("unshare") is None:
         return False
-    return subprocess.run([*_unshare(), "true"], check=False, capture_output=True, timeout=20).returncode == 0
+    own_user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    command = ["unshare", *own_user, "--pid", "--fork", "--mount-proc", "true"]
+    return subprocess.run(command, check=False, capture_output=True, timeout=20).returncode == 0
 
 
 def run_hosts(
@@ -61,17 +64,18 @@ def run_hosts(
     """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        (directory / "task").write_bytes(pickle.dumps((function, args, sum(ranks_per_host))))
-        hosts, first = [], 0
-        for host, count in enumerate(ranks_per_host):
-            command = [*_unshare(), sys.executable, "-m", "tests.hosts", name, str(first), str(count)]
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in `tests.distributed`
+        task, hosts, first = (function, args, sum(ranks_per_host)), [], 0
+        for count in ranks_per_host:
+            host = _CONTEXT.Process(
+                target=_be_host, args=(directory, dict(os.environ), task, first, count), daemon=True
+            )
             first += count
-            with (directory / f"log{host}").open("wb") as log:
-                environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-                hosts.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+            host.start()
+            hosts.append(host)
         try:
             deadline = time.monotonic() + timeout
-            while any(host.poll() is None for host in hosts):
+            while any(host.is_alive() for host in hosts):
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"not finished in time: {_logs(directory)}")
                 time.sleep(_POLL_SECONDS)
@@ -79,7 +83,7 @@ def run_hosts(
         finally:
             for process in hosts:
                 process.kill()
-                process.wait()
+                process.join()
 
 
 def _results(directory: Path, ranks: Sequence[int], world_size: int) -> list[Any]:
@@ -102,9 +106,42 @@ def _logs(directory: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(directory.glob("log*")))
 
 
-def _run_host(directory: Path, first: int, count: int) -> None:
-    """Import once, which takes seconds, and fork the ranks. This is process 1 of its namespace, so no rank itself."""
-    task = pickle.loads((directory / "task").read_bytes())  # noqa: S301 -- our own
+def _be_host(directory: Path, environment: dict[str, str], task: Any, first: int, count: int) -> None:
+    """Make the namespaces and wait for process 1 of them, which ends with this one and takes the ranks along."""
+    os.environ.clear()
+    os.environ.update(environment)
+    log = os.open(directory / f"log{first}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.geteuid(), os.getegid()
+    _check(libc.unshare(_NEW_MOUNTS | _NEW_PIDS | (_NEW_USER if user else 0)))
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    if process := os.fork():
+        os.waitpid(process, 0)
+        return
+    try:
+        _check(libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL))
+        _check(libc.mount(b"none", b"/", None, _PRIVATE_BELOW, None))
+        _check(libc.mount(b"proc", b"/proc", b"proc", _SAFE, None))
+        _run_host(directory, task, first, count)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _check(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _run_host(directory: Path, task: Any, first: int, count: int) -> None:
+    """Fork the ranks. This is process 1 of its namespace, so no rank itself."""
     ranks = []
     for local_rank in range(count):
         ranks.append(os.fork())
@@ -135,7 +172,3 @@ def _run_rank(directory: Path, task: Any, rank: int, local_rank: int, local_worl
         result = (False, traceback.format_exc())
     (directory / f"part{rank}").write_bytes(pickle.dumps(result))
     (directory / f"part{rank}").rename(directory / f"result{rank}")
-
-
-if __name__ == "__main__":
-    _run_host(Path(sys.argv[1]), *(int(argument) for argument in sys.argv[2:]))
