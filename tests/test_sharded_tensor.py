@@ -501,7 +501,7 @@ def check_lists() -> None:
     weight, count = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).weight, torch.tensor(2.0)
     reference = weight.detach().clone()
     model = build_sharded(Stack, BLOCKS)
-    sharded = next(p for p in model.parameters() if p.shape == weight.shape).detach().clone()
+    sharded: Any = next(p for p in model.parameters() if p.shape == weight.shape).detach().clone()
     sharded.copy_(distribute_tensor(reference, sharded.device_mesh, sharded.placements))
     rows: Any = sharded.sum(0, keepdim=True).expand(WIDTH, WIDTH) + 0
     expected = reference.sum(0, keepdim=True).expand(WIDTH, WIDTH).clone()
