@@ -31,7 +31,7 @@ from fullshard.engine.activations import check_pages
 from fullshard.engine.interop import install
 from fullshard.engine.lookup import require_units, unit_of
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
-from fullshard.engine.module import assemble, make_fsdp_module
+from fullshard.engine.module import assemble, make_fsdp_module, state_of
 from fullshard.engine.offload import Storage, offload_of
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
@@ -129,12 +129,7 @@ def fully_shard(
     return module
 
 
-def _state(module: nn.Module) -> Any:
-    """What torch gives as `fully_shard.state(module)`: None if it is no unit; whoever looks inside gets an error."""
-    return None if unit_of(module) is None else module._get_fsdp_state()  # type: ignore[operator]
-
-
-fully_shard.state = _state  # type: ignore[attr-defined]
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def shard_model(

@@ -80,6 +80,11 @@ class _NoState:
         self.__getattr__(what)
 
 
+def state_of(module: nn.Module) -> _NoState | None:
+    """What torch gives as `fully_shard.state(module)`: None if it is no unit; whoever looks inside gets an error."""
+    return None if unit_of(module) is None else _NoState(module)
+
+
 class FSDPModule(TorchFSDPModule):
     """Mixed into the class of every module that is a unit. The names are torch's.
 
