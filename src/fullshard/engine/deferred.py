@@ -99,12 +99,12 @@ class StandIns:
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out`, shape (n,), with these elements of a parameter: NaN where it has no values yet."""
-        held = wrapped_by(_held(slot)).detach()
+        held, span = wrapped_by(_held(slot)).detach(), self._spans[id(slot)]
         if held.is_meta:
             out.fill_(math.nan if out.is_floating_point() or out.is_complex() else 0)
         elif isinstance(held, ShardedTensor) and held.interval == interval:
             out.copy_(held.local)
-        elif isinstance(held, DTensor) and (own := part_of(held, self._spans[id(slot)])) is not None:
+        elif isinstance(held, DTensor) and span.interval == interval and (own := part_of(held, span)) is not None:
             out.copy_(own)
         else:
             whole, tile = held.full_tensor() if isinstance(held, DTensor) else held, tile_of(slot.parameter)
