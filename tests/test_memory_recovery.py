@@ -204,32 +204,6 @@ def _steps_done(output: Path) -> int:
     return read(output / "metrics.jsonl").count("\n")
 
 
-WORKER = """
-import os, signal, sys
-from pathlib import Path
-from fullshard.recipes.arguments import TrainArguments
-
-arguments, attempt = TrainArguments.read(Path(sys.argv[1])), os.environ["TORCHELASTIC_RESTART_COUNT"]
-print(f"attempt {attempt} of {os.environ['WORLD_SIZE']} process: {arguments.steps} steps", flush=True)
-if attempt == "0":
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-"""In place of the run, whose imports take most of its time."""
-
-
-def test_one_process_has_a_launcher_if_it_may_be_started_again(run: Path) -> None:
-    """Although there is nothing to share."""
-    (run / "worker.py").write_text(WORKER)
-    code = "from importlib import import_module; from fullshard.cli.main import main\n"
-    (run / "slow.py").write_text(f"{code}import_module('fullshard.cli.train')._WORKER = 'worker'; main()")
-    words = _train_words(_settings(run, run / "out") | {"max_restarts": 1, "nproc": 1})
-    with started(sys.executable, *words, cwd=run, PYTHONPATH=os.pathsep.join([str(run), *sys.path])) as process:
-        said = process.communicate(timeout=100)[0]
-    assert process.returncode == 0, said
-    lines = [line for line in said.splitlines() if line.startswith("attempt")]
-    assert lines == [f"attempt {attempt} of 1 process: 40 steps" for attempt in range(2)]
-
-
 @pytest.mark.full
 def test_one_process_is_started_again_too(run: Path) -> None:
     settings = _settings(run, run / "out") | {"steps": 6, "save_every": 1, "max_restarts": 1, "nproc": 1}

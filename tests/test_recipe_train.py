@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from fullshard.checkpoint import latest_checkpoint
 from fullshard.observe import StepMetrics, read_metrics
+from tests.commands import run_here
+from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.timeout(1500)  # several whole runs, which a busy machine makes slow
 
@@ -82,9 +83,22 @@ def _environ() -> dict[str, str]:
 def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Output directory and standard output of a run that nothing disturbed."""
     output = tmp_path_factory.mktemp("whole")
-    done = _train(inputs, output)
-    assert done.returncode == 0, done.stderr
-    return output, done.stdout
+    code, text, errors = run_ranks(_take_part, 2, _without_count(_command(inputs, output)))[0]
+    assert code == 0, errors
+    return output, text
+
+
+def _take_part(words: list[str]) -> tuple[int, str, str]:
+    """As under a launcher, of which others test the start: in a process that has imported torch already."""
+    done = run_here(*words)
+    return done.returncode, done.stdout, done.stderr
+
+
+def _without_count(command: list[str]) -> list[str]:
+    """The words of the command; it is the launcher that says how many ranks there are."""
+    words = command[3:]
+    place = words.index("--nproc")
+    return words[:place] + words[place + 2 :]
 
 
 def test_run_learns_and_says_so(whole: tuple[Path, str]) -> None:
@@ -134,6 +148,34 @@ def test_export_is_the_trained_model(whole: tuple[Path, str]) -> None:
     assert loss < 0.9 * _number_after(text, "unigram entropy: ")
     generated = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False)
     assert generated.shape[1] == 8
+
+
+WORKER = """
+import os, signal, sys
+from pathlib import Path
+from fullshard.recipes.arguments import TrainArguments
+
+steps, attempt = TrainArguments.read(Path(sys.argv[1])).steps, os.environ["TORCHELASTIC_RESTART_COUNT"]
+sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, attempt {attempt}: {steps} steps\\n")
+sys.stdout.flush()
+if attempt == "0" and os.environ["WORLD_SIZE"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""In place of the run, whose imports take seconds."""
+
+
+@pytest.mark.parametrize(("nproc", "restarts"), [(2, 0), (1, 1)])
+def test_the_command_starts_its_ranks(inputs: Path, tmp_path: Path, nproc: int, restarts: int) -> None:
+    """One has a launcher of its own too, if it may be started again: in `test_memory_recovery` the run itself."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    words = _command(inputs, tmp_path / "out", "--nproc", str(nproc), "--max-restarts", str(restarts))
+    words[2] = f"import fullshard.cli.train as command; command._WORKER = 'worker'; {words[2]}"
+    environ = _environ() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.removeprefix("[rank 1] ") for line in done.stdout.splitlines())
+    attempts = [(rank, attempt) for rank in range(nproc) for attempt in range(1 + restarts)]
+    assert said == [f"rank {rank} of {nproc}, attempt {attempt}: {STEPS} steps" for rank, attempt in attempts]
 
 
 @pytest.mark.full
@@ -230,14 +272,16 @@ def test_bad_data_ends_the_job_with_one_message(inputs: Path, tmp_path: Path) ->
 @pytest.mark.full
 def test_takes_part_under_torchrun(whole: tuple[Path, str], inputs: Path, tmp_path: Path) -> None:
     """Under a launcher the command starts no processes of its own, and the run is the same."""
-    arguments: list[Any] = _command(inputs, tmp_path)[3:]
-    place = arguments.index("--nproc")
-    del arguments[place : place + 2]
     script = tmp_path / "entry.py"
     script.write_text("from fullshard.cli.main import main\nmain()\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=600, check=False, env=_environ()
+        [*command, *_without_count(_command(inputs, tmp_path))],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=_environ(),
     )
     assert done.returncode == 0, done.stderr
     assert _trajectory(tmp_path) == _trajectory(whole[0])
