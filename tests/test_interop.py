@@ -498,8 +498,24 @@ def check_refused() -> None:
     class Mine(torch.optim.Adafactor):
         """A subclass is refused as well."""
 
-    with pytest.raises(OptimizerError, match="whole"):
+    with pytest.raises(OptimizerError, match=r"whole.*\n.*instead: the same arguments and numbers$"):
         Mine(model.parameters(), lr=0.1).step()
+
+    class Lomo(torch.optim.SGD):
+        """Named as one that updates whole parameters in hooks."""
+
+    class GaLoreAdafactor(torch.optim.SGD):
+        """One with arguments of its own."""
+
+    fakes: tuple[tuple[Any, str, str], ...] = (
+        (Lomo, "lomo_optim", "step_in_backward"),
+        (GaLoreAdafactor, "galore_torch", "element-wise"),
+        (type("Adafactor", (torch.optim.SGD,), {}), "torch_optimizer", "instead: torch's arguments$"),
+    )
+    for cls, package, hint in fakes:
+        cls.__module__ = f"{package}.optim"
+        with pytest.raises(OptimizerError, match=rf"{cls.__name__} needs whole tensors.*\n.*{hint}"):
+            cls(model.parameters(), lr=0.1).step()
     # On ordinary parameters nothing changes.
     weight = nn.Parameter(torch.ones(2, 2))
     weight.grad = torch.ones(2, 2)

@@ -38,13 +38,16 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     "muon": frozenset({"Muon", "MuonWithAuxAdam"}),
     "pytorch_optimizer": frozenset(
         {"AdaFactor", "Alice", "CAME", "DASH", "DistributedMuon", "EmoFact", "Kron", "RACS", "Shampoo", "SM3", "SOAP"}
-        | {"SPAM", "SPlus", "StableSPAM"}
+        | {"SPAM", "SPlus", "StableSPAM", "LOMO", "AdaLOMO"}
     ),
     "torch_optimizer": frozenset({"Adafactor", "Shampoo"}),
     **dict.fromkeys(("apollo_torch", "galore_torch"), frozenset({"Adafactor", "GaLoreAdafactor"})),
 }
 """Optimizers whose update of an element depends on the rest of its tensor, and that neither compute it with torch's
 functions of the tensor alone nor divide it over the ranks: by package. Any other that does computes of the whole."""
+
+_STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
+"""Of them those that update whole parameters as gradients appear, in hooks of their own."""
 
 _ONE_RANK_PER_MATRIX = {
     "Muon": ({"Muon"}, "the same arguments and numbers"),
@@ -104,8 +107,10 @@ def _check_whole(kind: type) -> None:
     name, names = f"{kind.__module__}.{kind.__name__}", {cls.__name__ for cls in kind.__mro__}
     ours = _in_place_of(kind, names)
     if any(cls.__name__ in NEEDS_WHOLE_TENSORS.get(cls.__module__.partition(".")[0], ()) for cls in kind.__mro__):
-        hint = ours or "use an element-wise optimizer such as AdamW, SGD or Lion"
-        raise OptimizerError(f"{name} needs whole tensors, of which each rank has a part", hint=hint)
+        instead = "use an element-wise optimizer such as AdamW, SGD or Lion"
+        if names & _STEPS_IN_BACKWARD:
+            instead = "use AdamW or SGD with fullshard.step_in_backward (training.step_in_backward)"
+        raise OptimizerError(f"{name} needs whole tensors, of which each rank has a part", hint=ours or instead)
     if ours:
         warnings.warn(
             f"{name}: what it computes of whole matrices, every rank computes of all of them, gathered each time. If "
@@ -117,8 +122,11 @@ def _check_whole(kind: type) -> None:
 def _in_place_of(kind: type, names: set[str]) -> str:
     """The line to write in place of an optimizer that needs whole tensors; empty if there is none."""
     if "Adafactor" in names:
-        ours = "TransformersAdafactor" if kind.__module__.startswith("transformers") else "Adafactor"
-        return f"write fullshard.optim.{ours}(model.parameters(), ...) instead: the same arguments and numbers"
+        home = next(one.__module__ for one in kind.__mro__ if one.__name__ == "Adafactor")
+        ours = "TransformersAdafactor" if home.startswith("transformers.") else "Adafactor"
+        is_known = home.startswith(("torch.", "transformers."))
+        alike = "the same arguments and numbers" if is_known else "torch's arguments"
+        return f"write fullshard.optim.{ours}(model.parameters(), ...) instead: {alike}"
     for ours, (theirs, what) in _ONE_RANK_PER_MATRIX.items():
         if names & theirs:
             return f"write fullshard.optim.{ours}(model, lr=...) instead: {what}, each matrix computed by one rank"
