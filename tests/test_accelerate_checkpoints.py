@@ -145,6 +145,9 @@ class Diffusing(nn.Module):
             Path(directory).mkdir(parents=True)
         save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, f"{directory}/weights")
 
+    def save_lora_adapter(self, directory: str) -> None:
+        self.save_pretrained(directory)
+
 
 def _saved_by_itself(directory: str, strategy: str) -> Any:
     accelerator = Accelerator(cpu=True, fsdp_plugin={"strategy": strategy})
@@ -156,7 +159,10 @@ def _saved_by_itself(directory: str, strategy: str) -> Any:
     model.save_pretrained(f"{directory}/given", is_main_process=is_main, state_dict=state)
     if is_main and (strategy == "NO_SHARD" or accelerator.num_processes == 1):
         model.save_pretrained(f"{directory}/alone")
+        model.save_lora_adapter(f"{directory}/adapter")
     elif is_main:
+        with pytest.raises(LifecycleError, match=r"has a part of the adapter\nhint: on every rank: whole = acc"):
+            model.save_lora_adapter(f"{directory}/adapter")
         with pytest.raises(LifecycleError, match="would write this rank's intervals"):
             model.save_pretrained(f"{directory}/alone")
     return checkpoint.full_state_dict(model)
@@ -167,6 +173,6 @@ def test_a_model_that_takes_no_state_dict_saves_whole_weights(tmp_path: Path, wo
     weights = run_ranks(_saved_by_itself, world_size, str(tmp_path), strategy)[0]
     saved = {path.parent.name: load_file(path) for path in tmp_path.glob("*/weights")}
     has_all = strategy == "NO_SHARD" or world_size == 1
-    assert saved.keys() == {"gathered", "given"} | ({"alone"} if has_all else set())
+    assert saved.keys() == {"gathered", "given"} | ({"alone", "adapter"} if has_all else set())
     for each in saved.values():
         assert all(torch.equal(each[name], weights[name]) for name in weights)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
@@ -22,7 +24,8 @@ import fullshard
 from fullshard import EMA
 from fullshard.checkpoint import AsyncSaver, export_hf, full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError, OptimizerError
-from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, unsharded
+from fullshard.engine import ShardedParameter, ShardedTensor, fully_shard, init_mesh, shard_model, unsharded
+from fullshard.engine.averages import shard_averages
 from tests import optimizers, trainers
 from tests.differential import check, compare, parameters
 from tests.distributed import run_ranks
@@ -491,6 +494,62 @@ def check_own_lines() -> dict[str, float]:
 
 def test_averages_of_lists_of_parameters() -> None:
     check(run_ranks(check_own_lines, 2), exact=False, tolerance=1e-5)
+
+
+class EMAModel:
+    """As diffusers' is: copies of whole parameters, and an average that is saved by whoever is asked to."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.shadow_params = [p.clone().detach() for p in parameters]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, parameters: Any) -> None:
+        for own, p in zip(self.shadow_params, parameters, strict=True):
+            own.sub_((1 - DECAY if self.steps else 1.0) * (own - p)) if p.requires_grad else own.copy_(p)
+        self.steps += 1
+
+    def copy_to(self, parameters: Any) -> None:
+        values = [own.to(p.device).data for own, p in zip(self.shadow_params, parameters, strict=True)]
+        torch._foreach_copy_([p.data for p in parameters], values)
+
+    def save_pretrained(self, path: str) -> None:
+        model = model_of()
+        self.copy_to(list(model.parameters()))
+        torch.save(model.state_dict(), path)
+
+
+def check_diffusers(path: str) -> dict[str, float]:
+    kinds: Any = types.SimpleNamespace(EMAModel=type("EMAModel", (EMAModel,), {}))
+    shard_averages(kinds)
+    model, (_, average) = model_of(), reference()
+    ema = kinds.EMAModel(model.parameters())
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    step_with(model, adamw(model), lambda: ema.step(model.parameters()))
+    assert all(isinstance(own, ShardedTensor) for own in ema.shadow_params)
+    if dist.get_world_size() > 1:
+        with pytest.raises(LifecycleError, match=r"has a part of the averages\nhint: on every rank: ema\.store"):
+            ema.save_pretrained(path)
+    else:
+        ema.save_pretrained(path)
+        assert max(compared(model_with(torch.load(path)), average).values()) < 1e-5
+    ema.shadow_params = [own.full_tensor() for own in ema.shadow_params]  # as it comes from a checkpoint
+    ema.copy_to(model)
+    return compared(model, average)
+
+
+def model_with(state: Any) -> Model:
+    model = model_of()
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_diffusers_average_may_be_made_before_sharding(tmp_path: Path, world_size: int) -> None:
+    found = run_ranks(check_diffusers, world_size, str(tmp_path / "average"))
+    check(found, exact=False, tolerance=1e-5)
 
 
 def check_a_shadow_that_is_sharded() -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,12 +56,32 @@ def gather_when_all_save(model: nn.Module) -> None:
             return save(*args, **kwargs)
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
+    if hasattr(model, "save_lora_adapter"):
+        model.save_lora_adapter = _saves_alone(model)  # type: ignore[assignment]
+
+
+def _saves_alone(model: nn.Module) -> Callable[..., Any]:
+    """Around `save_lora_adapter` of diffusers, which nobody tells whether this is the main process."""
+    save: Any = model.save_lora_adapter
+
+    @functools.wraps(save)
+    def save_lora_adapter(*args: Any, **kwargs: Any) -> Any:
+        if not _is_whole_here(model):
+            raise LifecycleError(
+                f"{user_class(model).__name__}.save_lora_adapter, and each rank has a part of the adapter",
+                hint="on every rank: whole = accelerator.get_state_dict(model); on the main process, the pipeline's "
+                "save_lora_weights(path, unet_lora_layers=convert_state_dict_to_diffusers(get_peft_model_state_dict("
+                "unwrapped, state_dict=whole)))",
+            )
+        with whole_in_state_dicts(model, full_state_dict(model)):
+            return save(*args, **kwargs)
+
+    return save_lora_adapter
 
 
 def _is_whole_here(model: nn.Module) -> bool:
     """Whether this rank has every element of every parameter: it is alone, or parameters are replicated."""
-    spans = [parameter.span for parameter in model.parameters() if isinstance(parameter, ShardedTensor)]
-    return all(span.mesh.shard_size == 1 and not span.is_tiled for span in spans)
+    return all(parameter.span.is_whole for parameter in model.parameters() if isinstance(parameter, ShardedTensor))
 
 
 def _takes_state_dict(model: nn.Module) -> bool:

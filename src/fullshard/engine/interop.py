@@ -36,6 +36,8 @@ from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.imports import after_import
+from fullshard.engine import averages
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.finite import note_before_clipping
@@ -436,5 +438,6 @@ def install() -> None:
             torch_private.run_backward: _run_backward_to,
         }
     )
+    after_import(averages.MODULE, averages.shard_averages)
     torch_optimizer.register_optimizer_step_pre_hook(hooks.before_step)
     torch_optimizer.register_optimizer_step_post_hook(hooks.after_step)

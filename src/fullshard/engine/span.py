@@ -179,6 +179,11 @@ class Span:
         return self.tile is not None and self.tile.tiling is not None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank has every element: it is alone, or they are replicated."""
+        return self.mesh.shard_size == 1 and not self.is_tiled
+
+    @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Those within which each rank has other elements: a sum over all elements is reduced over each."""
         groups = () if self.mesh.shard_group is None else (self.mesh.shard_group,)
