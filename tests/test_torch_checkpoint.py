@@ -6,6 +6,7 @@ pytest tests/test_torch_checkpoint.py
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,14 +144,20 @@ def test_round_trips(tmp_path: Path, saved_by: str, ranks: int, loaded_by: str, 
         assert_same(each, saved[0])
 
 
+_WAYS = ("async", "sync", "sent")
+
+
 def save_plainly(folder: str) -> Any:
     """As people write it who have no optimizer to save, in the background too."""
     model, _ = trained(fully_shard)
     dcp.async_save({"model": model.state_dict()}, checkpoint_id=f"{folder}/async").result()  # type: ignore[union-attr]
     dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(f"{folder}/hf", save_distributed=True))
     dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/sync")
+    here, there = multiprocessing.Pipe()  # by which `AsyncCheckpointerType.PROCESS` sends it to the process that saves
+    here.send({"model": model.state_dict()})
+    dcp.save(there.recv(), checkpoint_id=f"{folder}/sent")
     expected = whole(model.state_dict())
-    for name in ("async", "sync"):
+    for name in _WAYS:
         other, _ = make(fully_shard, seed=1)
         state = {"model": other.state_dict()}
         dcp.load(state, checkpoint_id=f"{folder}/{name}")
@@ -160,7 +167,7 @@ def save_plainly(folder: str) -> Any:
 
 def test_other_ways_to_save(tmp_path: Path) -> None:
     expected, _ = run_ranks(save_plainly, 2, str(tmp_path))
-    for name in ("async", "sync"):
+    for name in _WAYS:
         dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
         assert_same(torch.load(tmp_path / f"{name}.pt")["model"], dict(expected))
 

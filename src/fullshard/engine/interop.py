@@ -44,6 +44,7 @@ from fullshard.engine.finite import note_before_clipping
 from fullshard.engine.parameter import ShardedParameter, sharded_parameters
 from fullshard.engine.rounds import square_sum
 from fullshard.engine.rows import RowParameter
+from fullshard.engine.sent import send_parts
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.step import hooks
@@ -439,5 +440,6 @@ def install() -> None:
         }
     )
     after_import(averages.MODULE, averages.shard_averages)
+    send_parts()
     torch_optimizer.register_optimizer_step_pre_hook(hooks.before_step)
     torch_optimizer.register_optimizer_step_post_hook(hooks.after_step)

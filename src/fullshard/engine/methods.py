@@ -44,10 +44,11 @@ def _saves_no_intervals(module: nn.Module) -> Callable[..., Any]:
         tensors = (module.state_dict() if given is None else given).values()  # it may have whole ones for now
         if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
             raise LifecycleError(
-                f"{type(module).__name__}.save_pretrained would write this rank's intervals as if they were the weights",
-                hint="call trainer.save_model, Accelerator.save_model, fullshard.checkpoint.export_hf or, of a "
-                "prepared model, save_pretrained(directory, is_main_process=accelerator.is_main_process) on every rank; or "
-                "pass state_dict=fullshard.checkpoint.full_state_dict(model)",
+                f"{type(module).__name__}.save_pretrained would write this rank's intervals as if they were the "
+                "weights",
+                hint="call on every rank trainer.save_model, Accelerator.save_model, fullshard.checkpoint.export_hf or, "
+                "of a prepared model, save_pretrained(directory, is_main_process=accelerator.is_main_process); or pass "
+                "state_dict=fullshard.checkpoint.full_state_dict(model)",
             )
         return save(*args, **kwargs)
 

@@ -27,6 +27,10 @@ class RaggedShard(Placement):
 
     Rank r has elements [r * shard_numel - offset, (r + 1) * shard_numel - offset), as far as there are such.
 
+    `is_shard()` is False, as of torch's own `_StridedShard`: who gets True reads `.dim` and cuts along it (torch's
+    redistribution and `parallel.fsdp`, Transformers' reading of files), which an interval has none of. Nobody else
+    asks: not DCP, clipping, optimizers, PEFT, nor Accelerate.
+
     Attributes:
         shard_numel: elements of the bucket that each rank owns.
         offset: where in the bucket the tensor begins.
