@@ -51,7 +51,7 @@ class SentPart(torch.Tensor):
         return self.whole
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         """As a sharded tensor's."""
         return self.label
 
