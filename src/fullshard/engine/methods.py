@@ -46,9 +46,9 @@ def _saves_no_intervals(module: nn.Module) -> Callable[..., Any]:
             raise LifecycleError(
                 f"{type(module).__name__}.save_pretrained would write this rank's intervals as if they were the "
                 "weights",
-                hint="call on every rank trainer.save_model, Accelerator.save_model, fullshard.checkpoint.export_hf or, of "
-                "a prepared model, save_pretrained(directory, is_main_process=accelerator.is_main_process); or pass "
-                "state_dict=fullshard.checkpoint.full_state_dict(model)",
+                hint="call on every rank trainer.save_model, Accelerator.save_model, fullshard.checkpoint.export_hf "
+                "or, of a prepared model, save_pretrained(directory, is_main_process=accelerator.is_main_process); or "
+                "pass state_dict=fullshard.checkpoint.full_state_dict(model)",
             )
         return save(*args, **kwargs)
 
