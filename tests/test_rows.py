@@ -214,6 +214,9 @@ def check_computing() -> None:
                 with torch.no_grad():
                     own.copy_(given)
                 assert torch.equal(own.to_local(), mine * 3)
+                copied: Any = given.clone()
+                torch._foreach_add_([copied], [own.detach()])
+                assert torch.equal(copied.full_tensor(), whole * 6)
                 own.grad = given
                 assert torch.equal(own.grad.to_local(), mine * 3)
                 own.grad = None

@@ -104,7 +104,7 @@ class _Locals:
     """This rank's intervals of a kernel's arguments, and the way back from its results."""
 
     def __init__(self, target: ShardedTensor, func: torch_private.Kernel) -> None:
-        self._target, self._span, self._func = target, target.span, func
+        self.target, self._span, self._func = target, target.span, func
         self._wrapped: dict[int, ShardedTensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class _Locals:
                 return own
             tensor = _plain_whole(tensor)
         elif tensor.numel() != 1:
-            raise mixed(self._func, self._target, tensor)
+            raise mixed(self._func, self.target, tensor)
         if tensor.dim() == 0:
             return tensor
         if tensor.numel() == 1:  # spread, or a kernel with `out` would make that longer, which may be empty
@@ -143,12 +143,15 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
     for position, one in enumerate(made):
         if one is None and isinstance(first[position], torch.Tensor):
             at_once = [value[position] for value in lists if len(value) == len(first)]
-            if any(isinstance(tensor, DTensor) for tensor in at_once):
+            like, changed = first_sharded(at_once), first[position]
+            if like is not None and isinstance(changed, DTensor) and part_of(changed, like.span) is not None:
+                made[position] = _Locals(like, func)  # one of torch's own that has the same rows
+            elif any(isinstance(tensor, DTensor) for tensor in at_once):
                 refuse_plain(func, at_once, {})
 
     for changed in (args[i] if i < len(args) else kwargs.get(key) for i, key in torch_private.written(func)):
         if isinstance(changed, (list, tuple)):
-            _check_laid_out(func, held, first, changed)
+            _check_laid_out(func, held, [None if one is None else one.target for one in made], changed)
 
     def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
@@ -171,14 +174,14 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _check_laid_out(
-    func: torch_private.Kernel, held: ShardedTensor, first: Sequence[Any], changed: Sequence[Any]
+    func: torch_private.Kernel, held: ShardedTensor, likes: Sequence[ShardedTensor | None], changed: Sequence[Any]
 ) -> None:
     """Raise for a kernel that would write to a part cut out of a tensor's whole, or to its whole, and not to it."""
-    for like, tensor in zip(first, changed, strict=False):  # of some state there is none
+    for like, tensor in zip(likes, changed, strict=False):  # of some state there is none
         if not isinstance(tensor, DTensor):
             continue
-        beside = like if isinstance(like, ShardedTensor) else held
-        is_its_memory = part_of(tensor, like.span) is not None if beside is like else isinstance(tensor, WholeTensor)
+        beside = held if like is None else like
+        is_its_memory = isinstance(tensor, WholeTensor) if like is None else part_of(tensor, like.span) is not None
         if not is_its_memory:
             raise LifecycleError(
                 f"`{func.overloadpacket.__name__}` would change a {type(tensor).__name__} {tuple(tensor.shape)} placed "
