@@ -161,6 +161,35 @@ def test_a_rank_that_saves_is_waited_for() -> None:
     assert line == "" and one == other
 
 
+def wait_for_one_another(directory: str) -> str:
+    """In the first step, which is waited for patiently, each rank comes to another unit than the other.
+
+    The one that gives up first does not end.
+    """
+    rank, _ = rank_and_size()
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    outputs = model[0](torch.ones(2, 8)), model[1](torch.ones(2, 8))
+    message, here, there = "", Path(directory) / str(rank), Path(directory) / str(1 - rank)
+    dist.barrier()
+    patience._STALL_SECONDS, patience.LATER_SECONDS, STALLS._asked, PLACE.slowest = 1.0, 2.0, None, 0.0
+    try:
+        outputs[rank].sum().backward()
+    except CommunicationError as error:
+        message = str(error)
+    here.touch()
+    until(there.exists)
+    patience._STALL_SECONDS, patience.LATER_SECONDS = 30.0, 120.0
+    return message
+
+
+def test_where_all_ranks_wait_none_is_waited_for_patiently(tmp_path: Path) -> None:
+    for rank, error in enumerate(run_ranks(wait_for_one_another, 2, str(tmp_path))):
+        assert error.startswith(f"rank {rank}, unit '{rank}', ") and "no answer from another rank for 2 s" in error
+
+
 def leave_word() -> list[bool]:
     """Whether there is a word of this rank in the store: at first, when it has not moved for long, when it has."""
     stalls, found = Stalls(), []

@@ -159,6 +159,8 @@ class Stalls:
         words = self._words(reading)
         if self._moves != PLACE.moves:
             return  # somebody has come meanwhile
+        if self._asked is None and words and all(w.get("is_waiting") and w["is_alive"] for w in words.values()):
+            limit = min(limit, seconds_to_wait(1, PLACE.slowest))  # none loads, compiles or saves
         if idle >= limit - reading:
             self._give_up(limit, words)
         elif not any(word.get("is_waiting") for rank, word in words.items() if rank < dist.get_rank()):
