@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import ProfileKwargs as TheirProfileKwargs
@@ -86,6 +87,29 @@ def test_trackers_run_on_the_main_process(tmp_path: Path) -> None:
     assert names == ["tensorboard", "kept"] and found
     assert others == none == [] and not blank
     assert len(list((tmp_path / "run").rglob("events.*"))) >= 1, "project_dir is where tensorboard writes"
+
+
+class Unfinished(Kept):
+    """Cannot send the rest."""
+
+    def finish(self) -> None:
+        raise OSError("no network")
+
+
+def _end_without_network() -> tuple[str, bool]:
+    accelerator = Accelerator(cpu=True, log_with=[Unfinished()])
+    accelerator.init_trackers("run")
+    error = ""
+    try:
+        accelerator.end_training()
+    except OSError as caught:
+        error = str(caught)
+    return error, dist.is_initialized()
+
+
+def test_a_tracker_that_cannot_finish_is_an_error_where_it_is() -> None:
+    """The others do not wait for that rank, nor find it gone."""
+    assert run_ranks(_end_without_network, 2, timeout=60) == [("no network", False), ("", False)]
 
 
 class Registered(Kept):

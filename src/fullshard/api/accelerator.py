@@ -485,14 +485,16 @@ class Accelerator(Loaders, Reporting):
 
     def end_training(self) -> None:
         """Finish trackers, wait for all ranks and a checkpoint that is being written, and leave the process group."""
-        self._finish_trackers()
-        self._saver.wait()
-        if self._copies is not None:
-            self._copies.close()
-        let_go()
-        self.wait_for_everyone()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        try:
+            self._finish_trackers()  # on the main process alone: what fails there is no other's business
+        finally:
+            self._saver.wait()
+            if self._copies is not None:
+                self._copies.close()
+            let_go()
+            self.wait_for_everyone()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ only what it wants is gathered, one parameter at a time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -72,14 +73,19 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
     Raises:
         CheckpointError: an adapter is not there, or not all of it.
     """
-    wanted = _wanted(model, Ranks.of(model))
+    ranks = Ranks.of(model)
+    wanted = _wanted(model, ranks)
     peft: Any = importlib.import_module("peft")
     rest(model)
-    for adapter, config in model.peft_config.items():  # type: ignore[union-attr,operator]
-        directory = Path(path) if adapter == "default" else Path(path) / str(adapter)
+
+    def read(directory: Path, adapter: object) -> Any:
         if not (directory / "adapter_config.json").is_file():
             raise CheckpointError(f"{directory} holds no adapter", hint=f"expected the adapter {adapter!r} there")
-        weights = peft.load_peft_weights(str(directory), device="cpu")
+        return peft.load_peft_weights(str(directory), device="cpu")
+
+    for adapter, config in model.peft_config.items():  # type: ignore[union-attr,operator]
+        directory = Path(path) if adapter == "default" else Path(path) / str(adapter)
+        weights = ranks.together(f"reading {directory}", functools.partial(read, directory, adapter))
         with _prompts_whole(model, writeback=True):
             result = peft.set_peft_model_state_dict(model, weights, adapter_name=str(adapter))
         if result.unexpected_keys and not config.is_prompt_learning:  # PEFT has put it into the encoder
