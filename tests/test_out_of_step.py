@@ -325,7 +325,8 @@ class Failing(Net):
         x = super().forward(x, order[:2])
         if self.where == "a forward":
             Fails.now()
-        return super().forward(Fails.apply(x) if self.where == "a backward" else x, order[2:])
+        x = super().forward(Fails.apply(x) if self.where == "a backward" else x, order[2:])
+        return Fails.now() if self.where == "the end of a forward" else x
 
 
 def go_on_alone(where: str, strategy: str, directory: str, slow_rank: int | None = None) -> str:
@@ -400,3 +401,28 @@ def test_a_backward_that_one_rank_leaves_out(tmp_path: Path) -> None:
 def test_an_error_that_all_ranks_have_may_come_late_to_one(where: str, tmp_path: Path) -> None:
     """Who waits for that one in the next step sees that it has had no error so far."""
     assert run_ranks(go_on_alone, 2, where, "FULL_SHARD", str(tmp_path), 0) == ["", ""]
+
+
+def begin_anew() -> float:
+    """Rank 1 fails at the end of its forward, rank 0 in the loss; in what both do then, rank 1 is slow."""
+    rank, _ = rank_and_size()
+    Fails.after = 0.0
+    for attempt in range(2):
+        model: Any = Failing()
+        model = shard_model(model, unit_modules=list(model.layers))
+        for step in range(2):
+            model.where = "the end of a forward" if (attempt, step, rank) == (0, 1, 1) else ""
+            time.sleep(2.5 if (attempt, step, rank) == (1, 1, 1) else 0)
+            with contextlib.suppress(ArithmeticError):
+                loss = model(torch.ones(2, WIDTH), list(range(LAYERS))).square().mean()
+                if (attempt, step) == (0, 1):
+                    raise ArithmeticError("no memory for the loss")
+                loss.backward()
+        STALLS._asked = 6.0
+    return float(loss.detach())
+
+
+def test_errors_in_different_places_are_over_for_the_next_model() -> None:
+    """As for a batch size that is looked for: the ranks run out of memory together, and begin anew."""
+    one, other = run_ranks(begin_anew, 2)
+    assert one == other

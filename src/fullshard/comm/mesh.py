@@ -117,6 +117,11 @@ class Mesh:
         if self.control_group is not None:
             STALLS.note_failure(self.control_group, what)
 
+    def forget_failures(self) -> None:
+        """All ranks of the mesh are at the same place, whatever has failed before on some."""
+        if self.control_group is not None:
+            STALLS.forget_failures(self.control_group)
+
     @contextmanager
     def doing_alike(self, what: str) -> Iterator[None]:
         """Within it all ranks of the mesh do the same, and wait for one another; who fails tells the others."""

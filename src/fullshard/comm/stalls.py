@@ -36,7 +36,8 @@ from fullshard.core.place import PLACE, this_process
 _PROCESS, _WORD = "fullshard/process/{}", "fullshard/place/{}"
 """Keys in the store, by rank: who it is, and where it is if that has not changed for a while."""
 _FAILURES, _FAILED = "fullshard/failures/{}", "fullshard/failed/{}"
-"""Keys in the store: by group, how many errors its ranks had in all; by rank, its own by group."""
+"""Keys in the store: by group and how often that was in step again, how many errors its ranks had in all; by rank, its
+own by the same."""
 _SOON = 2.0
 """Seconds of a wait after which it is looked for errors."""
 _LOOKS = 15
@@ -74,6 +75,7 @@ class Stalls:
         self._failures: dict[str, tuple[int, str]] = {}
         self._told: dict[str, tuple[int, str]] = {}
         self._untold: list[str] = []
+        self._rallies: dict[str, int] = {}
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
         """Watch waits in these groups, too; None stands for a rank alone. All are parts of the default group."""
@@ -81,7 +83,7 @@ class Stalls:
         if world is None or world.size() == 1 or torch_private.backend_of(world, device) is None:
             return  # a group that is written in Python may have threads for ranks
         if self._world is None or self._world() is not world:
-            self._failures, self._told, self._untold = {}, {}, []
+            self._failures, self._told, self._untold, self._rallies = {}, {}, [], {}
             self.groups.clear()  # of the last one, under names that are given again
         self.groups.update(group for group in groups if group is not None)
         self._asked = _asked_seconds(torch_private.timeout_of(world, device).total_seconds(), device)
@@ -97,9 +99,17 @@ class Stalls:
 
     def note_failure(self, group: dist.ProcessGroup, what: str) -> None:
         """An error has ended on this rank what the ranks of a group do together."""
-        count, _ = self._failures.get(group.group_name, (0, ""))
-        self._failures[group.group_name] = count + 1, what
-        self._untold.append(group.group_name)
+        name = self._name(group)
+        count, _ = self._failures.get(name, (0, ""))
+        self._failures[name] = count + 1, what
+        self._untold.append(name)
+
+    def forget_failures(self, group: dist.ProcessGroup) -> None:
+        """All ranks of the group are at the same place, whatever has failed before on some."""
+        self._rallies[group.group_name] = self._rallies.get(group.group_name, 0) + 1
+
+    def _name(self, group: dist.ProcessGroup) -> str:
+        return f"{group.group_name}/{self._rallies.get(group.group_name, 0)}"
 
     def explain_failures(self, error: BaseException) -> None:
         """It was this error that has ended what is not explained yet."""
@@ -220,7 +230,7 @@ class Stalls:
         """
         store, own = torch_private.default_store(), dist.get_rank()
         for group in list(self.groups):
-            name, had = group.group_name, dict[int, tuple[int, str]]()
+            name, had = self._name(group), dict[int, tuple[int, str]]()
             key, mine = _FAILURES.format(name), self._failures.get(name, (0, ""))
             if not store.check([key]) or int(store.get(key)) == mine[0] * group.size():
                 continue  # seen by one message

@@ -78,6 +78,7 @@ class Lockstep:
             CommunicationError: it is not.
         """
         self._compare_model(units, [f"weights loaded into {self.loads} units"])
+        self._mesh.forget_failures()
         self._units, self.has_begun = units, True
         if self._mesh.gather.size > 1:
             self._track = self._mesh.gather.pages.open_track()
@@ -147,6 +148,11 @@ class Lockstep:
         self._mesh.note_failure(what)
         if error is not None:
             STALLS.explain_failures(error)
+
+    def forget_failures(self) -> None:
+        """All ranks begin anew, whatever has failed before on some."""
+        self._failures = 0
+        self._mesh.forget_failures()
 
     def note_end_of_backward(self) -> None:
         """A backward is over on this rank."""

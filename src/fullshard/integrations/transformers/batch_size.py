@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import CommunicationError
+from fullshard.engine.module import units_of
+from fullshard.engine.schedule import schedule_of
 
 WAIT = timedelta(seconds=30)
 """How long the ranks that ran out of memory wait for each other."""
@@ -20,12 +23,13 @@ WAIT = timedelta(seconds=30)
 _TRIES = itertools.count()
 
 
-def agree_to_start_again(error: Exception, batch_size: int) -> None:
+def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
     """Return if `error` is no lack of memory, or is one on every rank.
 
     Args:
         error: what ended the training.
         batch_size: the batch size per rank it was tried with.
+        model: sharded; it may have been in forward on some ranks and past it on others.
 
     Raises:
         CommunicationError: some ranks ran out of memory, and others did not.
@@ -50,3 +54,5 @@ def agree_to_start_again(error: Exception, batch_size: int) -> None:
             f"{WAIT.total_seconds():.0f} s, so the ranks cannot start again together",
             hint=f"start with per_device_train_batch_size={max(1, int(batch_size * 0.9))}",
         ) from error
+    for schedule in dict.fromkeys(map(schedule_of, units_of(model))):
+        schedule.lockstep.forget_failures()

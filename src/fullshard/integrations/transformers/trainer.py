@@ -147,7 +147,7 @@ class ShardedTraining:
             return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]
         except Exception as error:
             if self.args.auto_find_batch_size:
-                agree_to_start_again(error, self._train_batch_size)
+                agree_to_start_again(error, self._train_batch_size, self.model)
             raise
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
