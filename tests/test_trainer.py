@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 
 from fullshard.checkpoint import full_state_dict
+from fullshard.comm.stalls import STALLS
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
-from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
+from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
 from tests.distributed import run_ranks
 from tests.test_lease import another_job
+from tests.test_stalls import until
 from tests.trainers import arguments, build, close, pad, result, run, samples, trainer
 
 
@@ -307,6 +309,34 @@ def fail_on_rank_0(output: str) -> None:
 
 def test_what_one_rank_cannot_write_beside_the_weights_fails_on_all(tmp_path: Path) -> None:
     run_ranks(fail_on_rank_0, 2, str(tmp_path))
+
+
+def fail_in_a_callback(output: str) -> str:
+    """Rank 1 catches what its callback has raised, and does not end."""
+    from transformers import TrainerCallback
+
+    class Uploads(TrainerCallback):
+        """To where rank 1 may not."""
+
+        def on_save(self, *_: Any, **further: Any) -> None:
+            STALLS._asked = 6.0
+            if dist.get_rank() == 1:
+                raise OSError("forbidden")
+
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "average_tokens_across_devices": False}
+    made = trainer(build(), arguments(output, **options), train_dataset=samples(), callbacks=[Uploads()])
+    with pytest.raises((OSError, CommunicationError)) as error:
+        made.train()
+    here, there = (Path(output) / f"failed-{rank}" for rank in (dist.get_rank(), 1 - dist.get_rank()))
+    here.touch()
+    until(there.exists)
+    return str(error.value)
+
+
+def test_a_callback_that_fails_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    found, own = run_ranks(fail_in_a_callback, 2, str(tmp_path))
+    assert own == "forbidden"
+    assert "rank 1 had an error in Trainer's loop (OSError('forbidden')) that rank 0 did not have" in found
 
 
 def save_in_ones_own_way(output: str, who: str) -> list[list[str]]:

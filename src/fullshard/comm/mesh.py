@@ -112,10 +112,12 @@ class Mesh:
         if self.control_group is not None:
             end_waits(self.control_group)
 
-    def note_failure(self, what: str) -> None:
+    def note_failure(self, what: str, error: BaseException | None) -> None:
         """An error has ended on this rank what all ranks of the mesh do together: a backward, say."""
         if self.control_group is not None:
             STALLS.note_failure(self.control_group, what)
+            if error is not None:
+                STALLS.explain_failures(error)
 
     def forget_failures(self) -> None:
         """All ranks of the mesh are at the same place, whatever has failed before on some."""
@@ -129,8 +131,7 @@ class Mesh:
             with PLACE.waiting(what):
                 yield
         except BaseException as error:
-            self.note_failure(what)
-            STALLS.explain_failures(error)
+            self.note_failure(what, error)
             raise
 
     def joined(self, axis: DeviceMesh) -> DeviceMesh:

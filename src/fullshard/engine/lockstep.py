@@ -21,7 +21,6 @@ import torch
 
 from fullshard.comm.host_pages import OutOfStep, Track
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
 from fullshard.core.stopping import STOPPING
@@ -145,9 +144,7 @@ class Lockstep:
 
     def _fail(self, what: str, error: BaseException | None) -> None:
         self._failures += 1
-        self._mesh.note_failure(what)
-        if error is not None:
-            STALLS.explain_failures(error)
+        self._mesh.note_failure(what, error)
 
     def forget_failures(self) -> None:
         """All ranks begin anew, whatever has failed before on some."""

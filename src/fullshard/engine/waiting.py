@@ -62,8 +62,7 @@ class Waiting:
             if isinstance(error, OutOfStep):
                 what = self._unit.schedule.words(error)
                 self._unit.mesh.end_waits()  # the other rank may wait for this one elsewhere
-            self._unit.mesh.note_failure(f"unit {self._unit.name!r}, {self._phase}")  # and so may all others
-            STALLS.explain_failures(error)
+            self._unit.mesh.note_failure(f"unit {self._unit.name!r}, {self._phase}", error)  # and so may all others
             raise CommunicationError(
                 f"rank {self._unit.mesh.rank}, unit {self._unit.name!r}, {self._phase}: {what} "
                 f"(step {self._unit.schedule.steps + 1} of this process)",

@@ -40,6 +40,7 @@ from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.paths import local_name, local_path
 from fullshard.core.user_class import user_class
+from fullshard.engine.module import units_of
 from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
 from fullshard.integrations.transformers.averaging import announce_averages, averaged, averages_of
@@ -148,6 +149,8 @@ class ShardedTraining:
         except Exception as error:
             if self.args.auto_find_batch_size:
                 agree_to_start_again(error, self._train_batch_size, self.model)
+            for unit in units_of(self.model)[-1:]:  # a callback's, say, after which others go on with the next step
+                unit.mesh.note_failure("Trainer's loop", error)
             raise
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
