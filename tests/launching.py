@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+import torch.multiprocessing as mp
+
+from fullshard.cli.main import main
+from tests.distributed import preload
+
+_CONTEXT = mp.get_context("forkserver")
+preload("fullshard.launch.local", "fullshard.cli.launch", "tests.launching")
 LAUNCH = [sys.executable, "-c", "from fullshard.cli.main import main; main()", "launch"]
 
 TRAIN = """
@@ -54,16 +62,37 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def launch(*arguments: str, cwd: Path, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `fullshard launch` to its end."""
-    return subprocess.run(
-        [*LAUNCH, *arguments],
-        cwd=cwd,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    """Run `fullshard launch` to its end.
+
+    The launcher is a copy of a process that has imported torch, which takes seconds; what it starts is as ever. With a
+    search path of its own, which counts as torch is imported, it is a new process; so it is in `started`.
+    """
+    words, environ = [*LAUNCH, *arguments], environment(**variables)
+    if "PYTHONPATH" in variables:
+        return subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in `tests.distributed`
+    with tempfile.TemporaryDirectory() as directory:
+        output = [Path(directory, name) for name in ("out", "err")]
+        launcher = _CONTEXT.Process(target=_be_launcher, args=(arguments, cwd, environ, output))
+        launcher.start()
+        launcher.join(timeout)
+        if launcher.exitcode is None:
+            launcher.kill()
+            launcher.join()
+            raise subprocess.TimeoutExpired(words, timeout, *(path.read_text() for path in output))
+        return subprocess.CompletedProcess(words, launcher.exitcode, *(path.read_text() for path in output))
+
+
+def _be_launcher(arguments: tuple[str, ...], cwd: Path, environ: dict[str, str], output: list[Path]) -> None:
+    for number, path in enumerate(output, 1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(cwd)
+    sys.argv[:] = ["fullshard", "launch", *arguments]
+    main()
 
 
 @contextmanager
