@@ -55,7 +55,7 @@ class Unannounced:
         """Backward has come to `call` of `unit`: what it has left is ended before anything more is gathered."""
         self.leave(after=call.number)
         call.reach()
-        if not call.inputs_left:
+        if not call.inputs_left:  # the others end by themselves; where autograd has several queues, maybe later
             self._calls[call] = unit
 
     def leave(self, *, after: int) -> None:
