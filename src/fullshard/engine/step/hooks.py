@@ -29,7 +29,6 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     "torch": frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"}),
     "transformers": frozenset({"Adafactor"}),
     "bitsandbytes": frozenset({"LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"}),
-    "torchao": frozenset({"PruneOptimizer", "QuantOptimizer"}),
     "apex": frozenset({"FusedLAMB", "FusedLARS", "FusedMixedPrecisionLamb", "FusedNovoGrad"}),
     "came_pytorch": frozenset({"CAME"}),
     "dion": frozenset({"Dion", "Dion2", "Muon", "NorMuon"}),
