@@ -84,6 +84,14 @@ def test_every_setting_is_an_option() -> None:
             assert f"--no-{name.replace('_', '-')}" in text
 
 
+@pytest.mark.parametrize("words", [["plan", "--model"], ["launch", "--log_dir"]])
+def test_words_that_are_no_text_are_refused(tmp_path: Path, words: list[str]) -> None:
+    """The name of a file may be any bytes; Python has a surrogate for each that is no UTF-8."""
+    done = run_here(*words, "\udcff", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(r"ConfigError: '\udcff' is no text in UTF-8")
+
+
 def test_version() -> None:
     assert run_here("--version").stdout == f"fullshard {fullshard.__version__}\n"
 

@@ -52,7 +52,8 @@ class ShardedDataLoader(DataLoader[Any]):
     Every step deals `batch_size` samples to each rank (or `batch_size` samples over all ranks with `split_batches`).
     An incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it or is told
     to leave it uneven; `remainder` tells how many of its samples are real. Samplers with a `generator` (so all of
-    torch's) are seeded with seed + epoch; the order of any other sampler is rank 0's. The epoch advances after each
+    torch's) are seeded with seed + epoch, and so are those that other samplers hold, NumPy's and Python's too, and the
+    global ones, while they draw; their order is rank 0's. The epoch advances after each
     iteration, also after one that was broken off.
 
     Args:

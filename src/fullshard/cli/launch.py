@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from fullshard.cli.options import check_words
 from fullshard.config.dialect import Reading, Setting, Status
 from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, flag_choices, parse
 from fullshard.config.handover import hand_over
@@ -36,6 +37,7 @@ def launch(context: typer.Context) -> None:
     if line.option("help"):
         sys.stdout.write(help_text())
         return
+    check_words(context.args[: len(context.args) - len(line.arguments)])
     script_exists(line)
     gc.disable()  # importing torch makes a million objects, and none of them is garbage
     if line.option("print") is not None:

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from fullshard import __version__
-from fullshard.cli.options import HintingCommand, RawCommand
+from fullshard.cli.options import HintingCommand, RawCommand, check_words
 from fullshard.core.errors import FullshardError
 
 USAGE_ERROR = 2
@@ -91,6 +91,8 @@ def _options(
 def main() -> None:
     """Run the command line of this process and exit."""
     try:
+        if sys.argv[1:2] != ["launch"]:  # which leaves a script's own arguments as they are
+            check_words(sys.argv[1:])
         app()
     except FullshardError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -47,6 +47,19 @@ Output = Annotated[Path, typer.Argument(help="Directory to create. It appears wh
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 Dtype = Annotated[str | None, typer.Option(help="Store floating-point weights as this: float32, bfloat16, float16.")]
 MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such as 5GB (10**9) or 5GiB (2**30).")]
+
+
+def check_words(words: Iterable[str]) -> None:
+    """Refuse words of a command line that are no text, as a file's name may be: settings are written as UTF-8.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{word!r} is no text in UTF-8", hint="give the file a name that is") from None
 
 
 @dataclass(frozen=True, slots=True)
