@@ -256,6 +256,14 @@ def test_a_parallelism_config_is_a_strategy() -> None:
     assert run_ranks(_parallel, 2, 2, 1) == [("NO_SHARD", 0, 0), ("NO_SHARD", 1, 0)]
 
 
+def test_a_parallelism_config_says_what_accelerates_says() -> None:
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 5}
+    ours, theirs = ParallelismConfig(**sizes), accelerate.ParallelismConfig(**sizes)
+    names = [name for name in dir(theirs) if name.endswith(("_enabled", "_size")) and name[0] != "_"]
+    assert len(names) == 13
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

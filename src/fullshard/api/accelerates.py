@@ -33,6 +33,46 @@ class ParallelismConfig:
     cp_size: int = 1
     sp_size: int = 1
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks with batches of their own."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Ranks that compute on the same batch."""
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
+    def total_size(self) -> int:
+        """All ranks."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several replicas."""
+        return self.dp_replicate_size > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether a replica is sharded."""
+        return self.dp_shard_size > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether there is tensor parallelism."""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether context parallelism is asked for."""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequence parallelism is asked for."""
+        return self.sp_size > 1
+
 
 def is_accelerates(value: Any, name: str) -> bool:
     """Whether a value is an object of Accelerate's class of that name, or of one derived from it."""
