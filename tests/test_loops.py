@@ -252,23 +252,6 @@ def test_a_look_that_one_rank_takes_alone_leaves_the_order_alone() -> None:
     assert sorted([*first, *second]) == list(range(16))
 
 
-def _evaluated_after_a_look_by_rank_0() -> list[int]:
-    made = Accelerator(cpu=True)
-    layer = nn.Linear(1, 1)
-    held_out = DataLoader(TensorDataset(torch.arange(16)), batch_size=4, shuffle=True)
-    model, optimizer, held_out = made.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1), held_out)
-    if made.is_main_process:
-        next(iter(held_out))
-    made.backward(model(torch.ones(1, 1)).sum())
-    optimizer.step()
-    return [int(i) for (x,) in held_out for i in x]
-
-
-def test_steps_after_such_a_look_do_not_make_an_epoch_of_it() -> None:
-    first, second = run_ranks(_evaluated_after_a_look_by_rank_0, 2, timeout=30)
-    assert sorted([*first, *second]) == list(range(16))
-
-
 def test_uneven_steps_are_said_before_a_rank_waits_for_another() -> None:
     first, second = run_ranks(_loop, 2, 3)
     assert (first[0], second[0]) == (2, 1)

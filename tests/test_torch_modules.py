@@ -216,7 +216,7 @@ def check_sparse() -> None:
     """The gradient is dense, which is said, and has the same elements."""
     for make in (nn.Embedding, functools.partial(nn.EmbeddingBag, mode="sum")):
         kind = lambda sparse, make=make: Around(make(5, WIDTH, sparse=sparse), looked_up_in_turn)  # noqa: E731
-        with pytest.warns(UserWarning, match=r"inner \(Embedding(Bag)?\): its gradient is a dense slice"):
+        with pytest.warns(UserWarning, match=r"inner \(Embedding(Bag)?\): its gradient is a dense interval"):
             model = build_sharded(functools.partial(kind, True), ["inner"])
         dense = build(functools.partial(kind, False))
         reference_step(dense, run, 0)

@@ -118,6 +118,7 @@ class ShardedDataLoader(DataLoader[Any]):
         self._synchronize = synchronize
         self._on_uneven = on_uneven
         self._skip_each = 0
+        self._updates = 0
         seed = share.initial_seed() if data_seed is None else data_seed
         self._seed: int = broadcast_object(seed) if world_size > 1 else seed
 
@@ -175,9 +176,9 @@ class ShardedDataLoader(DataLoader[Any]):
             self._on_uneven()
         place = self._place
         # With others a rank may have had a look of its own, which is no epoch; only what all have done together is.
-        is_used = self.share.deal.world_size == 1 or place.has_stepped(self.gradient_state.updates)
+        is_used = self.share.deal.world_size == 1 or self.gradient_state.updates > self._updates
+        self._updates = self.gradient_state.updates
         skip = place.begin(self._skip_each * self.share.deal.round_size, is_used=is_used)
-        begun, place.began_at = place.begun, self.gradient_state.updates
         discard = self.share.start_epoch(self._seed, self.epoch, skip)
         deal = self.share.deal
         if deal.for_all:
@@ -198,8 +199,6 @@ class ShardedDataLoader(DataLoader[Any]):
             place.epoch, place.consumed = place.epoch + 1, 0
         finally:
             self.end_of_dataloader, self._real = False, None
-            if place.begun == begun:
-                place.left_at = self.gradient_state.updates
             self.gradient_state.leave_loader(self)
 
     def _is_uneven(self) -> bool:
@@ -252,20 +251,11 @@ class _LoopPlace:
         epoch: that of the iteration which runs, was broken off or comes next.
         consumed: items that were used in it.
         is_loaded: it comes next, and goes on after these.
-        begun: iterations until now, the one that runs included.
-        began_at, left_at: how often an optimizer was to step before it, and when it was broken off; None: it may go on.
     """
 
     epoch: int = 0
     consumed: int = 0
     is_loaded: bool = False
-    begun: int = 0
-    began_at: int = 0
-    left_at: int | None = None
-
-    def has_stepped(self, updates: int) -> bool:
-        """Whether an optimizer was to step in the last iteration; `updates`: how often one was until now."""
-        return (updates if self.left_at is None else self.left_at) > self.began_at
 
     def begin(self, skip: int, *, is_used: bool) -> int:
         """An iteration begins.
@@ -282,7 +272,6 @@ class _LoopPlace:
         elif self.consumed and is_used:
             self.epoch += 1
         self.consumed, self.is_loaded = skip, False
-        self.begun, self.left_at = self.begun + 1, None
         return skip
 
     def set_epoch(self, epoch: int) -> None:

@@ -89,9 +89,10 @@ class Additions:
 
     def _check_told(self) -> None:
         """Refuse `p._local_tensor.fsdp_pre_all_gather = ...`, which torch's engine asks for before each gather."""
-        buckets = [bucket for unit in self._units for bucket in unit.buckets if not isinstance(bucket, ExtendedBucket)]
+        real = [unit for unit in self._units if unit.stand_ins is None]
+        buckets = [bucket for unit in real for bucket in unit.buckets if not isinstance(bucket, ExtendedBucket)]
         for parameter in itertools.chain.from_iterable(bucket.sharded_parameters for bucket in buckets):
-            if hasattr(parameter.local, PRE) or hasattr(parameter, PRE):
+            if PRE in parameter.local.__dict__ or PRE in parameter.__dict__:
                 raise LifecycleError(
                     f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded: it is "
                     "gathered with the others of its unit, and nobody would call it",

@@ -33,6 +33,7 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     "came_pytorch": frozenset({"CAME"}),
     "dion": frozenset({"Dion", "Dion2", "Muon", "NorMuon"}),
     "distributed_shampoo": frozenset({"DistributedShampoo"}),
+    "lomo_optim": frozenset({"AdaLomo", "Lomo"}),
     "muon": frozenset({"Muon", "MuonWithAuxAdam"}),
     "pytorch_optimizer": frozenset(
         {"AdaFactor", "Alice", "CAME", "DASH", "DistributedMuon", "EmoFact", "Kron", "RACS", "Shampoo", "SM3", "SOAP"}
