@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import fully_shard
+from fullshard.api import collectives
+from fullshard.api.state import ProcessState
 from fullshard.checkpoint import save_checkpoint
 from fullshard.comm.cpu.track import SharedTrack
 from fullshard.comm.host_pages import OutOfStep
@@ -426,3 +428,46 @@ def test_errors_in_different_places_are_over_for_the_next_model() -> None:
     """As for a batch size that is looked for: the ranks run out of memory together, and begin anew."""
     one, other = run_ranks(begin_anew, 2)
     assert one == other
+
+
+COLLECTIVES: dict[str, Any] = {
+    "the end of a barrier": lambda: ProcessState.start(device="cpu").barrier(),
+    "gathering objects": lambda: collectives.gather(torch.ones(2)),
+    "reducing tensors": lambda: collectives._reduce_tensor(torch.ones(2), "sum", 1.0),
+    "an object of rank 0's": lambda: collectives.broadcast_object("something") if dist.get_rank() else None,
+}
+
+
+def fail_before(what: str, directory: str) -> str:
+    """Rank 1, or rank 0 where others wait for what it has, catches an error in forward, and does not come."""
+    rank, _ = rank_and_size()
+    model: Any = Failing()
+    model = shard_model(model, unit_modules=list(model.layers))
+    fails = 0 if what == "an object of rank 0's" else 1
+    for where in ("", "the end of a forward" if rank == fails else ""):
+        model.where = where
+        with contextlib.suppress(ArithmeticError):
+            model(torch.ones(2, WIDTH), list(range(LAYERS)))
+    message = ""
+    try:
+        if rank != fails:
+            COLLECTIVES[what]()
+    except CommunicationError as error:
+        message = str(error)
+    (Path(directory) / str(rank)).touch()
+    until(lambda: (Path(directory) / str(1 - rank)).exists())
+    return message
+
+
+@pytest.mark.parametrize(
+    "what",
+    [what if number < 2 else pytest.param(what, marks=pytest.mark.full) for number, what in enumerate(COLLECTIVES)],
+)
+def test_who_waits_in_a_collective_is_told_of_an_error(what: str, tmp_path: Path) -> None:
+    """Long before the 60 s of its group are over."""
+    begin = time.monotonic()
+    found = run_ranks(fail_before, 2, what, str(tmp_path))
+    waits = int(what == "an object of rank 0's")
+    error = r"rank {} had an error in a forward \(ArithmeticError\('on this rank only'\)\) that rank {} did not have"
+    assert re.match(f"rank {waits}, {what}: {error.format(1 - waits, waits)}", found[waits]), found
+    assert time.monotonic() - begin < 40

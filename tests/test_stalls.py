@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm import torch_private
+from fullshard.comm.mesh import init_mesh
 from fullshard.comm.stalls import STALLS, Stalls, _read_words
 from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core import patience
@@ -204,6 +206,29 @@ def leave_word() -> list[bool]:
 def test_a_word_is_taken_back_by_who_moves_again() -> None:
     """Or others would be told where it was."""
     assert run_ranks(leave_word, 1) == [[False, True, False]]
+
+
+def look_for_errors() -> list[str]:
+    """What is asked of the store by a look while nothing has failed."""
+    asked, store = list[str](), torch_private.default_store()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(store, name)
+
+    init_mesh(shard_size=1)  # of more groups than one
+    torch_private.default_store, own = Counting, torch_private.default_store  # type: ignore[assignment]
+    try:
+        assert STALLS._failure() == ""
+        return asked
+    finally:
+        torch_private.default_store = own
+
+
+def test_a_look_for_errors_is_one_read() -> None:
+    """However many groups and ranks there are."""
+    assert run_ranks(look_for_errors, 2) == [["get"], ["get"]]
 
 
 def test_what_was_given_up_is_not_given_up_for_the_next_wait() -> None:

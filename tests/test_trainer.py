@@ -323,7 +323,7 @@ def fail_in_a_callback(output: str) -> str:
             if dist.get_rank() == 1:
                 raise OSError("forbidden")
 
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "average_tokens_across_devices": False}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     made = trainer(build(), arguments(output, **options), train_dataset=samples(), callbacks=[Uploads()])
     with pytest.raises((OSError, CommunicationError)) as error:
         made.train()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError, ConfigError
 
 T = TypeVar("T")
@@ -84,7 +85,8 @@ def broadcast_object(value: T) -> T:
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=_CPU if _has_cpu_backend() else None)
+    with STALLS.waiting_for_all("an object of rank 0's"):
+        dist.broadcast_object_list(box, src=0, device=_CPU if _has_cpu_backend() else None)
     return box[0]
 
 
@@ -94,7 +96,8 @@ def scatter_objects(values: list[T] | None) -> T:
         assert values is not None  # noqa: S101 -- this is rank 0
         return values[0]
     box: list[Any] = [None]
-    dist.scatter_object_list(box, values, src=0)
+    with STALLS.waiting_for_all("an object of rank 0's"):
+        dist.scatter_object_list(box, values, src=0)
     return cast("T", box[0])
 
 
@@ -103,7 +106,8 @@ def all_gather_object(value: T) -> list[T]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    with STALLS.waiting_for_all("gathering objects"):
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -183,7 +187,8 @@ def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     rows = (tensor.reshape(1) if tensor.ndim == 0 else tensor).detach().contiguous()
     raw = rows.reshape(-1).view(torch.uint8)
     gathered = raw.new_empty(world_size() * raw.numel())
-    dist.all_gather(list(gathered.chunk(world_size())) if raw.numel() else [raw] * world_size(), raw)
+    with STALLS.waiting_for_all("gathering tensors"):
+        dist.all_gather(list(gathered.chunk(world_size())) if raw.numel() else [raw] * world_size(), raw)
     return gathered.view(rows.dtype).reshape(world_size() * rows.shape[0], *rows.shape[1:])
 
 
@@ -194,7 +199,8 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> 
     # Half precision is summed in float32: some backends cannot, and none should.
     is_half = tensor.is_floating_point() and tensor.element_size() < 4
     total = tensor.detach().float() if is_half else tensor.detach().clone()
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
+    with STALLS.waiting_for_all("reducing tensors"):
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
     if reduction == "mean":
         total = total / world_size()
     result = total * scale if scale != 1.0 else total

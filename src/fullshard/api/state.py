@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.stalls import STALLS
 from fullshard.launch.environment import (
     RankEnvironment,
     init_process_group_from_environment,
@@ -173,4 +174,5 @@ class ProcessState:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.barrier()
+            with STALLS.waiting_for_all("the end of a barrier"):
+                dist.barrier()

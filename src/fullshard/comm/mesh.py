@@ -105,7 +105,7 @@ class Mesh:
     def watch(self) -> None:
         """Have waits in its groups watched."""
         own = (getattr(collectives, "group", None) for collectives in (self.gather, self.reduce, self.replicate))
-        STALLS.watch([self.control_group, *own], self.device)
+        STALLS.watch([self.control_group, self.shard_group, self.replicate_group, *own], self.device)
 
     def end_waits(self) -> None:
         """This rank comes to nothing of what others wait for: those that compare notes are told so at once."""

@@ -5,7 +5,8 @@ leaves in the job's store where it is. So a rank that waits for long can read wh
 instead. As long as steps follow one another nothing is sent.
 
 An error that a script catches on one rank, in a backward say, leaves the others where this rank does not come any more.
-It is counted in the store, too: ranks that wait, and see that others had more errors than they, wait in vain.
+It is counted in the store, too: ranks that wait, and see that others had more errors than they, wait in vain. While
+there was none in the job a look for them is one number that is read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,15 +30,15 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.cpu.gloo import end_waits
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
-from fullshard.core.errors import cut
+from fullshard.core.errors import CommunicationError, cut
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE, seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, this_process
 
 _PROCESS, _WORD = "fullshard/process/{}", "fullshard/place/{}"
 """Keys in the store, by rank: who it is, and where it is if that has not changed for a while."""
-_FAILURES, _FAILED = "fullshard/failures/{}", "fullshard/failed/{}"
-"""Keys in the store: by group and how often that was in step again, how many errors its ranks had in all; by rank, its
-own by the same."""
+_FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
+"""Keys in the store: how many errors all ranks had in all; by rank, its own by group and how often that was in step
+again."""
 _SOON = 2.0
 """Seconds of a wait after which it is looked for errors."""
 _LOOKS = 15
@@ -74,7 +75,9 @@ class Stalls:
         self._beat = 0
         self._failures: dict[str, tuple[int, str]] = {}
         self._told: dict[str, tuple[int, str]] = {}
-        self._untold: list[str] = []
+        self._untold = 0
+        self._found: tuple[int, dict[int, dict[str, Any]]] = (0, {})
+        self._joined: list[dist.ProcessGroup] = []
         self._rallies: dict[str, int] = {}
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
@@ -83,13 +86,17 @@ class Stalls:
         if world is None or world.size() == 1 or torch_private.backend_of(world, device) is None:
             return  # a group that is written in Python may have threads for ranks
         if self._world is None or self._world() is not world:
-            self._failures, self._told, self._untold, self._rallies = {}, {}, [], {}
+            self._failures, self._told, self._rallies, self._untold, self._found = {}, {}, {}, 0, (0, {})
             self.groups.clear()  # of the last one, under names that are given again
         self.groups.update(group for group in groups if group is not None)
         self._asked = _asked_seconds(torch_private.timeout_of(world, device).total_seconds(), device)
         self._trainer, self._world, self._moves = threading.get_ident(), weakref.ref(world), -1
         with contextlib.suppress(RuntimeError):
-            torch_private.default_store().set(_PROCESS.format(dist.get_rank()), this_process())
+            store, own = torch_private.default_store(), dist.get_rank()
+            store.set(_PROCESS.format(own), this_process())
+            if not self._told:
+                store.set(_FAILED.format(own), "{}")
+            store.add(_FAILURES, 0)  # from here on it can be read
         if self._pid != os.getpid():  # a forked process has none of its parent's threads
             self._pid = os.getpid()
             if directory := PREEMPTION_DIR.read():
@@ -102,7 +109,7 @@ class Stalls:
         name = self._name(group)
         count, _ = self._failures.get(name, (0, ""))
         self._failures[name] = count + 1, what
-        self._untold.append(name)
+        self._untold += 1
 
     def forget_failures(self, group: dist.ProcessGroup) -> None:
         """All ranks of the group are at the same place, whatever has failed before on some."""
@@ -123,6 +130,28 @@ class Stalls:
         with contextlib.suppress(Exception):  # the store is gone, too
             why = why or (self._failure() if self._is_in_its_world else "")
         return why or error
+
+    @contextlib.contextmanager
+    def waiting_for_all(self, what: str) -> Iterator[None]:
+        """Within it this process waits in the default group, which is of no use any more if that is given up.
+
+        Raises:
+            CommunicationError: another rank has failed, has ended or does not come.
+        """
+        world = dist.group.WORLD
+        self._joined = [] if world is None else [world]
+        try:
+            with PLACE.waiting(what):
+                yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {dist.get_rank()}, {what}: {self.reason(error)}",
+                hint="see whether another rank failed first, or does not come here",
+            ) from error
+        finally:
+            self._joined = []
 
     @property
     def limit(self) -> float:
@@ -210,7 +239,7 @@ class Stalls:
 
     def _end_waits(self, why: str) -> None:
         PLACE.given_up = why
-        for group in list(self.groups):
+        for group in [*self.groups, *self._joined]:
             end_waits(group)
 
     def _tell_failures(self) -> None:
@@ -218,8 +247,9 @@ class Stalls:
         if self._told != self._failures:
             self._told = dict(self._failures)
             store.set(_FAILED.format(dist.get_rank()), json.dumps(self._told))  # before others look for it
-        while self._untold:
-            store.add(_FAILURES.format(self._untold.pop()), 1)
+        if count := self._untold:
+            self._untold -= count
+            store.add(_FAILURES, count)
 
     def _failure(self, words: dict[int, Word] | None = None) -> str:
         """Which rank has had an error that others of a group did not have; empty if all had the same.
@@ -228,15 +258,15 @@ class Stalls:
             words: of the other ranks. Those that had fewer errors must all wait: one that has not come so far may have
                 the same error later. None: they are not looked at.
         """
-        store, own = torch_private.default_store(), dist.get_rank()
-        for group in list(self.groups):
+        own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
+        if total and (total != self._found[0] or words is not None):  # what is said of one may have come later
+            ranks = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
+            self._found = total, dict(zip(ranks, _read([_FAILED.format(rank) for rank in ranks]), strict=True))
+        for group in list(self.groups) if total else []:
             name, had = self._name(group), dict[int, tuple[int, str]]()
-            key, mine = _FAILURES.format(name), self._failures.get(name, (0, ""))
-            if not store.check([key]) or int(store.get(key)) == mine[0] * group.size():
-                continue  # seen by one message
             for rank in dist.get_process_group_ranks(group):
-                had[rank] = _read(_FAILED.format(rank)).get(name, (0, ""))
-            had[own] = mine
+                had[rank] = self._found[1].get(rank, {}).get(name, (0, ""))
+            had[own] = self._failures.get(name, (0, ""))
             fewest, most = min(had, key=lambda rank: had[rank][0]), max(had, key=lambda rank: had[rank][0])
             behind = [rank for rank, (count, _) in had.items() if rank != own and count == had[fewest][0]]
             are_stuck = words is None or all(words.get(rank, {}).get("is_waiting") for rank in behind)
@@ -260,14 +290,19 @@ def _pause(stall: float) -> float:
 
 def _read_words(own: int) -> dict[int, Word]:
     """Those of all ranks but this one."""
-    return {rank: _read(_WORD.format(rank)) for rank in range(dist.get_world_size()) if rank != own}
+    others = [rank for rank in range(dist.get_world_size()) if rank != own]
+    return dict(zip(others, _read([_WORD.format(rank) for rank in others]), strict=True))
 
 
-def _read(key: str) -> dict[str, Any]:
-    """What lies in the store, which nobody takes away again: who has just seen it would wait for another."""
+def _read(keys: Sequence[str]) -> list[dict[str, Any]]:
+    """What lies in the store under each, which nobody takes away again: who has just seen it would wait for another."""
     store = torch_private.default_store()
-    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
-    return found
+    if not keys or store.check(list(keys)):
+        there = list(keys)  # as nearly always: two messages, however many ranks there are
+    else:
+        there = [key for key in keys if store.check([key])]
+    found = dict(zip(there, store.multi_get(there) if there else [], strict=True))
+    return [json.loads(found[key]) if key in found else {} for key in keys]
 
 
 def _missing(words: dict[int, Word]) -> dict[int, Word]:
